@@ -32,7 +32,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of
-from kv_transfer.layout import HeadRange
+from kv_transfer.layout import NO_HEADS, HeadRange
 
 GateForm = Literal["none", "paired", "apart", "per_head"]
 """Says where a checkpoint has the gates of query heads: behind each of them, or as a projection of
@@ -136,7 +136,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     Args:
         heads: Of all ranks.
-        kv_heads: Which key/value heads this rank stores. Ranks beyond their number share one.
+        kv_heads: Which key/value heads this rank stores. Ranks beyond their number share one. None:
+            the layer has queries alone.
         head_order: [head_dim] int64 or None: element i of each query and key head is element
             `head_order[i]` of the checkpoint's.
         gates: Where the checkpoint has gates of query heads. The output then begins with those of
@@ -183,6 +184,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         keys, values = part(*kv, head_dim, head_order), part(*kv, heads.v_head_dim)
         parts: tuple[ColumnPart, ...] = (queries, keys, values)
         names: tuple[str, ...] = ("q_proj", "k_proj", "k_proj" if shares_keys else "v_proj")
+        if kv_heads == NO_HEADS:
+            parts, names = parts[:1], names[:1]
         if gates in ("apart", "per_head"):
             width = heads.v_head_dim if gates == "apart" else 1
             parts = (part(start, count, heads.num_heads, width), *parts)

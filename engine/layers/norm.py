@@ -19,6 +19,7 @@ class RMSNorm(nn.Module):
     Args:
         offset: Added to the checkpoint's weight. The sum is kept in float32: 1 + w in half
             precision would lose what w has.
+        factor: Multiplies the checkpoint's weight. The product is kept in float32.
         order: [size] int64 or None: element i of ours is element `order[i]` of the checkpoint's.
     """
 
@@ -29,13 +30,15 @@ class RMSNorm(nn.Module):
         shard: Shard,
         *,
         offset: float = 0.0,
+        factor: float = 1.0,
         order: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.offset = offset
+        self.offset, self.factor = offset, factor
         self.order = order
-        self.weight = shard.parameter(size, dtype=torch.float32 if offset else None)
+        is_wide = offset != 0.0 or factor != 1.0
+        self.weight = shard.parameter(size, dtype=torch.float32 if is_wide else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
@@ -77,3 +80,12 @@ class RMSNorm(nn.Module):
         yield CheckpointWeight(
             prefix + ".weight", self.weight, shape, order=self.order, offset=self.offset
         )
+
+    def scaled_weight(self, name: str) -> CheckpointWeight:
+        """Returns the source of the weight where it is a tensor called `name`, to be multiplied by
+        `factor`."""
+
+        def fill(stored: Tensor) -> None:
+            self.weight.copy_(stored.float() * self.factor)
+
+        return CheckpointWeight(name, self.weight, tuple(self.weight.shape), fill=fill)

@@ -35,11 +35,13 @@ class RouterOptions:
     top_groups: int = 1
     has_bias: bool = False
     has_logit_bias: bool = False
+    has_scales: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether the experts chosen are those of the largest logits."""
-        return not self.sigmoid and not self.has_bias and self.num_groups == 1
+        """Returns whether the experts chosen are those of the largest logits, with weights of the
+        softmax alone."""
+        return not (self.sigmoid or self.has_bias or self.has_scales) and self.num_groups == 1
 
 
 class Router(nn.Module):
@@ -48,6 +50,7 @@ class Router(nn.Module):
 
     Args:
         share: Of the experts; None: all are on this rank.
+        norm: Of what it reads; None: that is normed already.
 
     Attributes:
         own_numbers: See `tandem_kernels.reference.experts.route_tokens`; overwritten where experts
@@ -58,6 +61,7 @@ class Router(nn.Module):
 
     bias: nn.Parameter | None
     logit_bias: nn.Parameter | None
+    scales: nn.Parameter | None
 
     def __init__(
         self,
@@ -66,22 +70,23 @@ class Router(nn.Module):
         options: RouterOptions,
         shard: Shard,
         share: ExpertShare | None = None,
+        norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
-        self.options = options
+        self.options, self.norm = options, norm
         self.own_numbers = None if share is None else share.own_numbers(shard.device)
         self.loads: Tensor | None = None
         self.gemms = shard.gemms
         self.weight = shard.parameter(num_experts, hidden_size)
-        self.bias, self.logit_bias = (
+        self.bias, self.logit_bias, self.scales = (
             shard.parameter(num_experts, dtype=torch.float32) if has_one else None
-            for has_one in (options.has_bias, options.has_logit_bias)
+            for has_one in (options.has_bias, options.has_logit_bias, options.has_scales)
         )
 
     def forward(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
         options = self.options
         return ops.route_tokens(
-            self._logits(x),
+            self._logits(x if self.norm is None else self.norm(x)),
             slot_mapping,
             self.bias,
             options.top_k,
@@ -91,6 +96,7 @@ class Router(nn.Module):
             num_groups=options.num_groups,
             top_groups=options.top_groups,
             logit_bias=self.logit_bias,
+            expert_scales=self.scales,
             own_numbers=self.own_numbers,
             loads=self.loads,
         )
@@ -111,12 +117,15 @@ class Router(nn.Module):
         return F.linear(x.float(), self.weight.float()) if sums is None else sums
 
     def checkpoint_weights(
-        self, weight: str, bias: str, logit_bias: str
+        self, weight: str, bias: str, logit_bias: str, scales: str, norm: str
     ) -> Iterator[CheckpointWeight]:
         for parameter, name in (
             (self.weight, weight),
             (self.bias, bias),
             (self.logit_bias, logit_bias),
+            (self.scales, scales),
         ):
             if parameter is not None:
                 yield CheckpointWeight(name, parameter, tuple(parameter.shape))
+        if self.norm is not None:
+            yield self.norm.scaled_weight(norm)

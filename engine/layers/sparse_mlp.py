@@ -34,7 +34,7 @@ from engine.layers.rows import PairOutputs, PartialSum
 from engine.layers.shard import CheckpointWeight, Shard, unread
 from engine.layers.shared_expert import SharedExpert
 from engine.layers.side_stream import SideStream, is_recording, side_stream
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm
 
 PROJECTION_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -62,12 +62,12 @@ class Experts(ExpertLayer):
         *,
         biases: bool = False,
         stacked: bool = False,
-        gate: ClampedGate | None = None,
+        gate: GateForm | None = None,
     ) -> None:
         super().__init__()
         self.names, self.stacked, self.gate = names, stacked, gate
         modules = STACKED_NAMES if stacked else tuple(f"0.{name}" for name in names)
-        self.method = expert_method(shard, shard.scheme(*modules))
+        self.method = expert_method(shard, shard.scheme(*modules), gate)
         self.fixed_order = shard.gemms.deterministic
         ranks, count = shard.place.expert_ranks, len(share.held)
         start, width = 0, intermediate_size
@@ -143,6 +143,8 @@ class SparseMLP(nn.Module):
 
     Args:
         norm: Of what is added; None: none.
+        input_norm: Of what experts read, where the router reads another norm; None: both read the
+            same.
     """
 
     def __init__(
@@ -153,12 +155,13 @@ class SparseMLP(nn.Module):
         shard: Shard,
         *,
         norm: RMSNorm | None = None,
+        input_norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
         self.shared = shared
-        self.norm = norm
+        self.norm, self.input_norm = norm, input_norm
         self.group = shard.tp
         self.exchange = shard.place.token_exchange
         is_one_rank = shard.tp.size == 1 and shard.place.exchange is None
@@ -198,11 +201,11 @@ class SparseMLP(nn.Module):
             side = SideStream(x.device)
             with side.beside():
                 shared = self.shared(x)
-            out = self._routed(x, slot_mapping)
+            out = self.routed(x, slot_mapping)
             side.join()
             out.add_(shared)
         else:
-            out = self._routed(x, slot_mapping)
+            out = self.routed(x, slot_mapping)
             if self.shared is not None:
                 self.shared.add_to(out, x)
         if self.norm is not None:
@@ -216,9 +219,11 @@ class SparseMLP(nn.Module):
         none itself."""
         weight = self.router.weight
         no_slots = torch.empty(0, dtype=torch.int64, device=weight.device)
-        self._routed(weight.new_empty((0, weight.shape[1])), no_slots)
+        self.routed(weight.new_empty((0, weight.shape[1])), no_slots)
 
-    def _routed(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
-        """Returns this rank's part of the sum over its group, [T, H]."""
+    def routed(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+        """Returns this rank's part of the sum over its group, [T, H], of `x` [T, H]."""
         tokens, slots = self.exchange.gather(x, slot_mapping)
-        return self.exchange.combine(self.experts(tokens, *self.router(tokens, slots)), len(x))
+        chosen = self.router(tokens, slots)
+        given = tokens if self.input_norm is None else self.input_norm(tokens)
+        return self.exchange.combine(self.experts(given, *chosen), len(x))

@@ -18,7 +18,7 @@ def attention_block(
     config: EngineConfig, spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
 ) -> AttentionBlock | LatentAttentionBlock:
     """Returns the block of layer `index`, not yet loaded; `norm` is that of what it adds."""
-    heads = config.model.heads_of(index)
+    heads, source = config.model.heads_of(index), spec.kv_source(index)
     head_order = spec.rotary_of(index).head_order(heads.head_dim)
     if (latent := spec.latent) is not None:
         sizes = LatentSizes(
@@ -52,8 +52,9 @@ def attention_block(
         gate_activation=spec.gate_activation,
         gate_name=spec.gate_name,
         shares_keys=index in spec.shared_projections,
+        has_kv=source == index,
         values=ValueForm(normed=spec.value_norm, scale=spec.value_scale),
-        kv_scales=layer_scales(config.cache.kv_scales, index, heads.num_kv_heads, shard),
+        kv_scales=layer_scales(config.cache.kv_scales, source, heads.num_kv_heads, shard),
     )
     return AttentionBlock(
         spec.hidden_size,

@@ -204,7 +204,11 @@ class ConfigFile(msgspec.Struct):
     attention_k_eq_v: bool = False
     num_kv_shared_layers: int = 0
     hidden_size_per_layer_input: int | None = None
+    vocab_size_per_layer_input: int | None = None
+    use_double_wide_mlp: bool = False
     enable_moe_block: bool = False
+    top_k_experts: int | None = None
+    """Gemma's name of `num_experts_per_tok`."""
     num_attention_heads_per_layer: list[int] | None = None
     gating: bool | str = True
     moe_routed_scaling_factor: float | None = None

@@ -21,6 +21,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.vocab_part import VocabCut, VocabPart
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.decoder_layer import DecoderLayer
+from engine.models.embeddings import inputs_by_layer, layer_inputs, scaled
 from engine.models.layer_kinds import LayerKinds
 from engine.models.specs.dense import DenseSpec
 from engine.models.stacked_experts import StackableExperts, stackable_experts
@@ -53,37 +54,33 @@ class Decoder(CausalLM):
             more = shared, spec.logit_scale, spec.final_softcap or 0.0
             self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), *more)
             self.keeps_rows = self.link.is_first and bool(self.layers[-1].keeps_rows)
+        self.inputs = layer_inputs(model, spec, shard)
         self.kinds = LayerKinds(config, spec, self.layer_indices, shard.device)
         self.like = torch.empty(0, spec.hidden_size, dtype=shard.dtype, device=shard.device)
 
     def forward(self, step: ForwardInputs) -> Tensor:
-        inputs = self.kinds.inputs(step)
-        stream = ResidualStream(
-            self.embedded(step.input_ids)
-            if self.link.is_first
-            else self.link.receive(len(step.input_ids), self.like)
-        )
+        inputs, ids, link = self.kinds.inputs(step), step.input_ids, self.link
+        rows = self.embedded(ids) if link.is_first else link.receive(len(ids), self.like)
+        given = inputs_by_layer(self.inputs, ids, rows, len(self.layers))
+        stream = ResidualStream(rows)
         images = step.images
         if images is not None and self.link.is_first:
             images.begin(stream)
-        for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
+        for index, (layer, place) in enumerate(zip(self.layers, self.kinds.caches, strict=True)):
             if step.taps is not None and index in step.taps.layers:
                 step.taps.streams.append(stream.value())
-            layer(stream, kv_cache, inputs[index], step.kept if layer is self.layers[-1] else None)
+            kept = step.kept if layer is self.layers[-1] else None
+            layer(stream, step.kv_caches[place], inputs[index], kept, given[index])
             if images is not None:
                 images.follow(stream, self.layer_indices[index])
-            step.on_layer(index)
+            if place == index:
+                step.on_layer(index)
         if self.link.is_last:
             return stream.normed(self.norm)
         return self.link.send(stream.value())
 
     def embedded(self, input_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.embed_tokens(input_ids)
-        if self.spec.scales_embedding:
-            embedded = embedded * torch.tensor(self.spec.hidden_size**0.5, dtype=embedded.dtype)
-        if self.spec.stream_scale != 1.0:
-            embedded = embedded * self.spec.stream_scale
-        return embedded
+        return scaled(self.embed_tokens(input_ids), self.spec)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head.part(hidden).whole()
@@ -98,6 +95,8 @@ class Decoder(CausalLM):
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
         if self.has_embedding:
             yield from self.embed_tokens.checkpoint_weights("model.embed_tokens")
+        if self.inputs is not None:
+            yield from self.inputs.checkpoint_weights("model")
         for index, layer in zip(self.layer_indices, self.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
             yield from layer.checkpoint_weights(f"model.layers.{index}")

@@ -12,12 +12,14 @@ from engine.layers.attention.latent_block import LatentAttentionBlock
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.linear_attention import GatedDeltaNet, StateInputs
 from engine.layers.norm import RMSNorm
+from engine.layers.paired_mlp import PairedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.attention_block import attention_block, linear_attention_block
-from engine.models.expert_block import expert_weights, mlp_block
+from engine.models.embeddings import layer_input
+from engine.models.expert_block import mlp_block, mlp_weights
 from engine.models.specs.dense import DenseSpec
 from tandem_kernels.attention.kv_pages import PagedKV
 
@@ -50,6 +52,7 @@ class DecoderLayer(nn.Module):
         self.before_mlp = norm(spec.norms.before_mlp)
         self.scalar = shard.parameter(1) if spec.scales_layers else None
         self.mlp = mlp_block(spec, index, shard, norm(spec.norms.after_mlp))
+        self.input = layer_input(spec, shard)
 
     @property
     def keeps_rows(self) -> bool:
@@ -62,9 +65,10 @@ class DecoderLayer(nn.Module):
         kv_cache: PagedKV,
         inputs: AttentionInputs | StateInputs,
         kept: Tensor | None = None,
+        given: Tensor | None = None,
     ) -> None:
         """Adds the layer to the stream, which behind attention goes on with the rows `kept` [n]
-        alone; None: with all."""
+        alone; None: with all. `given` [T, P]: see `LayerInput`."""
         attention, mlp = self.self_attn, self.mlp
         rows, slots = self._attended_rows(stream), inputs.slot_mapping
         if kept is None:
@@ -72,10 +76,12 @@ class DecoderLayer(nn.Module):
         else:
             attention(rows, stream, kv_cache, inputs, kept)
             slots = slots.index_select(0, kept)
-        if isinstance(mlp, SparseMLP):
+        if isinstance(mlp, SparseMLP | PairedMLP):
             mlp(stream, self.before_mlp, slots)
         else:
             mlp(stream.read_rows(self.before_mlp, mlp.input_form), stream)
+        if self.input is not None and given is not None:
+            self.input(stream, given if kept is None else given.index_select(0, kept))
         if self.scalar is not None:
             stream.scale(self.scalar)
 
@@ -107,8 +113,6 @@ class DecoderLayer(nn.Module):
             yield from self.self_attn.checkpoint_weights(attention)
         else:
             yield from self.self_attn.checkpoint_weights(attention, is_fused=spec.fused_qkv)
-        if isinstance(self.mlp, SparseMLP):
-            assert spec.experts is not None
-            yield from expert_weights(self.mlp, spec.experts.names, prefix)
-        else:
-            yield from self.mlp.checkpoint_weights(f"{prefix}.mlp", is_fused=spec.fused_gate_up)
+        yield from mlp_weights(self.mlp, spec, prefix)
+        if self.input is not None:
+            yield from self.input.checkpoint_weights(prefix)

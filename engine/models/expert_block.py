@@ -1,4 +1,4 @@
-"""Builds the block of a mixture of experts from what its spec says."""
+"""Builds the feed-forward blocks of layers from what their spec says."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ from collections.abc import Iterator
 from engine.layers.expert_share import ExpertShare
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
+from engine.layers.paired_mlp import PairedMLP
 from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.shared_expert import SharedExpert
 from engine.layers.sparse_mlp import Experts, SparseMLP
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.experts import ExpertNames, ExpertSpec
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm
+
+FeedForward = GatedMLP | SparseMLP | PairedMLP
 
 
 def sparse_mlp(
-    hidden_size: int, spec: ExpertSpec, shard: Shard, norm: RMSNorm | None = None
+    hidden_size: int,
+    spec: ExpertSpec,
+    shard: Shard,
+    norm: RMSNorm | None = None,
+    *,
+    eps: float = 0.0,
 ) -> SparseMLP:
-    """Returns one layer's block, not yet loaded; `norm` is that of what it adds."""
+    """Returns one layer's block, not yet loaded; `norm` is that of what it adds. `eps`: of norms
+    inside it."""
     names = spec.names
-    shard = shard.at(names.block)
+    inner = shard.at(names.block)
     options = RouterOptions(
         top_k=spec.top_k,
         sigmoid=spec.sigmoid,
@@ -31,55 +40,101 @@ def sparse_mlp(
         top_groups=spec.top_groups,
         has_bias=spec.choice_bias,
         has_logit_bias=spec.router_bias,
+        has_scales=bool(names.expert_scales),
     )
     shared = None
     if spec.shared_size:
         shared = SharedExpert(
-            hidden_size, spec.shared_size, shard.at(names.shared), has_gate=spec.shared_gate
+            hidden_size, spec.shared_size, inner.at(names.shared), has_gate=spec.shared_gate
         )
     share = ExpertShare.of(spec.count, shard.place.expert_ranks)
+    router_norm = input_norm = None
+    if names.router_norm:
+        router_norm = RMSNorm(hidden_size, eps, shard, factor=hidden_size**-0.5)
+    if names.input_norm:
+        input_norm = RMSNorm(hidden_size, eps, shard)
     return SparseMLP(
-        Router(hidden_size, spec.count, options, shard, share),
+        Router(hidden_size, spec.count, options, inner, share, router_norm),
         Experts(
             share,
             hidden_size,
             spec.intermediate_size,
-            shard.at("experts"),
+            inner.at("experts"),
             (names.gate, names.up, names.down),
             biases=spec.biases,
             stacked=spec.stacked,
-            gate=ClampedGate(spec.gate_limit, spec.gate_alpha) if spec.gate_limit else None,
+            gate=_gate(spec),
         ),
         shared,
-        shard,
+        inner,
         norm=norm,
+        input_norm=input_norm,
     )
 
 
-def mlp_block(
-    spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
-) -> GatedMLP | SparseMLP:
+def _gate(spec: ExpertSpec) -> GateForm | None:
+    if spec.gelu:
+        return GateForm("gelu_tanh")
+    return GateForm("clamped", spec.gate_limit, spec.gate_alpha) if spec.gate_limit else None
+
+
+def mlp_block(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) -> FeedForward:
     """Returns the feed-forward block of layer `index`, [T, H] -> [T, H], not yet loaded; `norm` is
     that of what it adds."""
-    if spec.experts is not None and index not in spec.experts.dense_layers:
-        return sparse_mlp(spec.hidden_size, spec.experts, shard, norm)
+    experts, eps = spec.experts, spec.rms_norm_eps
+    if experts is None or index in experts.dense_layers:
+        return _dense_mlp(spec, index, shard, norm)
+    if not experts.stands_beside_dense:
+        return sparse_mlp(spec.hidden_size, experts, shard, norm, eps=eps)
+    assert norm is not None
+    return PairedMLP(
+        _dense_mlp(spec, index, shard, None),
+        sparse_mlp(spec.hidden_size, experts, shard, eps=eps),
+        (RMSNorm(spec.hidden_size, eps, shard), RMSNorm(spec.hidden_size, eps, shard)),
+        norm,
+    )
+
+
+def _dense_mlp(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) -> GatedMLP:
     return GatedMLP(
         spec.hidden_size,
-        spec.intermediate_size,
+        spec.units_of(index),
         shard.at("mlp"),
         is_gelu=spec.activation == "gelu_tanh",
         norm=norm,
     )
 
 
-def expert_weights(block: SparseMLP, names: ExpertNames, prefix: str) -> Iterator[CheckpointWeight]:
+def mlp_weights(block: FeedForward, spec: DenseSpec, prefix: str) -> Iterator[CheckpointWeight]:
     """Lists the checkpoint's tensors of one layer's block; `prefix` is the layer's name."""
+    if isinstance(block, PairedMLP):
+        assert spec.experts is not None
+        names = spec.experts.names
+        for norm, name in (
+            (block.dense_norm, names.dense_norm),
+            (block.sparse_norm, names.sparse_norm),
+        ):
+            yield from norm.checkpoint_weights(f"{prefix}.{name}")
+        yield from mlp_weights(block.dense, spec, prefix)
+        yield from expert_weights(block.sparse, names, prefix)
+    elif isinstance(block, SparseMLP):
+        assert spec.experts is not None
+        yield from expert_weights(block, spec.experts.names, prefix)
+    else:
+        yield from block.checkpoint_weights(f"{prefix}.mlp", is_fused=spec.fused_gate_up)
+
+
+def expert_weights(block: SparseMLP, names: ExpertNames, prefix: str) -> Iterator[CheckpointWeight]:
+    """Lists the checkpoint's tensors of one layer's experts; `prefix` is the layer's name."""
     own = f"{prefix}.{names.block}"
-    yield from block.router.checkpoint_weights(
-        *(f"{own}.{name}" for name in (names.router, names.choice_bias, names.router_bias))
-    )
+    of_router = (
+        names.router, names.choice_bias, names.router_bias, names.expert_scales, names.router_norm,
+    )  # fmt: skip
+    yield from block.router.checkpoint_weights(*(f"{own}.{name}" for name in of_router))
     yield from block.experts.checkpoint_weights(f"{own}.experts")
     if block.shared is not None:
         yield from block.shared.checkpoint_weights(
             f"{own}.{names.shared}", f"{own}.{names.shared}_gate.weight"
         )
+    if block.input_norm is not None:
+        yield from block.input_norm.checkpoint_weights(f"{prefix}.{names.input_norm}")

@@ -33,8 +33,11 @@ def _turn(model: ModelConfig, spec: DenseSpec, layer: int) -> _Turn:
 
 
 class LayerKinds:
-    """The kinds of some layers. Tables of cosines and sines cover `max_model_len` positions; layers
-    that keep a state have none.
+    """The kinds of some layers, which are adjacent. Tables of cosines and sines cover
+    `max_model_len` positions; layers that keep a state have none.
+
+    Attributes:
+        caches: Of each layer, the place among them of the one whose cache it reads.
     """
 
     def __init__(
@@ -42,9 +45,12 @@ class LayerKinds:
     ) -> None:
         model, groups = config.model, config.kv_layout.groups
         group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
+        of_layers = [(i, group_of[spec.kv_source(i)]) for i in layers]
+        first = of_layers[0][0] if of_layers else 0
+        self.caches = [spec.kv_source(i) - first for i, _ in of_layers]
         kinds = [
-            (group_of[i], None if groups[group_of[i]].is_state else _turn(model, spec, i))
-            for i in layers
+            (group, None if groups[group].is_state else _turn(model, spec, i))
+            for i, group in of_layers
         ]
         distinct = list(dict.fromkeys(kinds))
         tables = {

@@ -88,8 +88,13 @@ class _Costs:
         else:
             yield from self._heads(index)
         experts, hidden = self._spec.experts, self._spec.hidden_size
-        if experts is None or index in experts.dense_layers:
-            yield from _gated(f"model.layers.{index}.mlp", hidden, self._spec.intermediate_size)
+        is_dense = experts is None or index in experts.dense_layers
+        if experts is None or is_dense or experts.stands_beside_dense:
+            yield from _gated(f"model.layers.{index}.mlp", hidden, self._spec.units_of(index))
+        if (size := self._spec.layer_input_size) > 0:
+            for name in ("per_layer_input_gate", "per_layer_projection", "projection"):
+                yield _Linear(f"model.layers.{index}.{name}", hidden, size, is_shared=False)
+        if experts is None or is_dense:
             return
         block = f"model.layers.{index}.{experts.names.block}"
         yield _Linear(f"{block}.gate", hidden, experts.count, is_shared=False)
@@ -105,8 +110,9 @@ class _Costs:
         # Where ranks outnumber KV heads, several have the same one.
         kv_heads = max(heads.num_kv_heads, self._ranks)
         yield _Linear(f"{name}.q_proj", hidden, heads.num_heads * heads.head_dim + gates)
-        yield _Linear(f"{name}.k_proj", hidden, kv_heads * heads.head_dim)
-        yield _Linear(f"{name}.v_proj", hidden, kv_heads * heads.v_head_dim)
+        if self._spec.kv_source(layer) == layer:
+            yield _Linear(f"{name}.k_proj", hidden, kv_heads * heads.head_dim)
+            yield _Linear(f"{name}.v_proj", hidden, kv_heads * heads.v_head_dim)
         yield _Linear(f"{name}.o_proj", attended, hidden)
 
     def _latent(self, name: str) -> Iterator[_Linear]:
@@ -160,10 +166,13 @@ class _Costs:
 
     def _attention(self) -> Iterator[AttentionCost]:
         layout = self._config.kv_layout
+        sources = {layer: self._spec.kv_source(layer) for layer in range(self._model.num_layers)}
         for group in layout.groups:
             if group.is_state:
                 continue
-            pairs = [self._pair_flops(layer) for layer in group.layers if layer < layout.num_layers]
+            others = [one for one, of in sources.items() if one != of and of in group.layers]
+            attending = [*group.layers, *others]
+            pairs = [self._pair_flops(layer) for layer in attending]
             held = sum(
                 plane.heads_of_rank(0, self._ranks).count * plane.row_bytes
                 for plane in group.planes
@@ -173,7 +182,7 @@ class _Costs:
                 window=group.window,
                 flops_of_prompts=prompts / self._ranks,
                 flops_of_decodes=decodes / self._ranks,
-                kv_bytes=held * len(group.layers),
+                kv_bytes=held * len(attending),
             )
 
     def _pair_flops(self, layer: int) -> tuple[int, int]:

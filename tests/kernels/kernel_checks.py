@@ -20,7 +20,7 @@ from tandem_kernels.attention.kv_scales import E4M3, KVScales
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 from tandem_kernels.attention.value_form import ValueForm
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs, WordTables
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm
 
 Op = Callable[..., Any]
 
@@ -656,6 +656,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
     "glm": {"top_k": 8, "sigmoid": True, "bias": True},
     "gpt_oss": {"top_k": 4, "logit_bias": True},
+    "gemma4": {"top_k": 8, "scales": True},
 }  # fmt: skip
 """Variants of the router, by who uses them."""
 
@@ -669,12 +670,16 @@ def route_tokens(op: Op, name: str, num_experts: int, device: str = "cpu") -> No
     slots = torch.arange(7, device=device)
     slots[1] = -1
     of_logits = torch.randn(num_experts, device=device) * 2 if has_logit_bias else None
-    weights, experts = op(logits, slots, bias, **options, logit_bias=of_logits)
+    scales = 0.5 + torch.rand(num_experts, device=device) if options.pop("scales", False) else None
+    more = {"logit_bias": of_logits, "expert_scales": scales}
+    weights, experts = op(logits, slots, bias, **options, **more)
     logits = logits if of_logits is None else logits + of_logits
     assert weights.dtype == torch.float32 and experts.dtype == torch.int32
     assert experts[1].tolist() == [-1] * options["top_k"] and not weights[1].any()
     for token in (0, *range(2, 7)):
         expected = oracle.route_token(logits[token], bias, **options)
+        if scales is not None:
+            expected = {expert: w * float(scales[expert]) for expert, w in expected.items()}
         assert experts[token].tolist() == list(expected)
         found = weights[token].double().cpu()
         torch.testing.assert_close(
@@ -706,17 +711,25 @@ def route_to_own_experts(op: Op, device: str = "cpu") -> None:
             assert numbers == copies and sum(number >= 0 for number in numbers) == 1
 
 
+GATES: dict[str, GateForm | None] = {
+    "silu": None,
+    "clamped": GateForm("clamped", limit=1.25, alpha=1.702),
+    "gelu": GateForm("gelu_tanh"),
+    "limited": GateForm("limited", limit=0.75),
+}
+"""Limits are reached."""
+
+
 def fused_experts(
     op: Op,
     shape: tuple[int, int, int, int, int],
     dtype: torch.dtype,
     device: str = "cpu",
     *,
-    clamped: bool = False,
+    gate: GateForm | None = None,
 ) -> None:
     """Checks the experts of a step. `shape` is (T, k, E, H, I). Some pairs go nowhere; in fixed
-    order rows have the same bits in any company. `clamped`: with gpt-oss' gate, whose limit is
-    reached, and with biases."""
+    order rows have the same bits in any company. With a gate there are biases, too."""
     num_tokens, top_k, num_experts, hidden, width = shape
     x = torch.randn(num_tokens, hidden, device=device).to(dtype)
     w13 = (torch.randn(num_experts, 2 * width, hidden, device=device) * hidden**-0.5).to(dtype)
@@ -726,14 +739,14 @@ def fused_experts(
     chosen[num_tokens // 3] = -1
     more: dict[str, Any] = {}
     expected = oracle.experts(x, w13, w2, weights, chosen)
-    if clamped:
+    if gate is not None:
         b13, b2 = (
             torch.randn(num_experts, size, device=device).to(dtype) for size in (2 * width, hidden)
         )
-        more = {"b13": b13, "b2": b2, "gate": ClampedGate(limit=1.25, alpha=1.702)}
-        expected = oracle.experts(x, w13, w2, weights, chosen, b13, b2, (1.25, 1.702))
+        more = {"b13": b13, "b2": b2, "gate": gate}
+        expected = oracle.experts(x, w13, w2, weights, chosen, b13, b2, gate)
         without_b2 = op(x, w13, w2, weights, chosen, **{**more, "b2": None})
-        apart = oracle.experts(x, w13, w2, weights, chosen, b13, None, (1.25, 1.702))
+        apart = oracle.experts(x, w13, w2, weights, chosen, b13, None, gate)
         assert oracle.relative_error(without_b2, apart) < 2 * ELEMENTWISE[dtype]
     found = op(x, w13, w2, weights, chosen, **more)
     assert found.dtype == dtype

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_pages import KVPages, PagedKV
+from tandem_kernels.elementwise.gate_form import GateForm
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
@@ -282,13 +284,12 @@ def experts(
     chosen: Tensor,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    clamp: tuple[float, float] | None = None,
+    form: GateForm | None = None,
     rounded: Callable[[Tensor], Tensor] = lambda row: row,
 ) -> Tensor:
     """Computes [T, H] float64, one pair at a time.
 
     Args:
-        clamp: Limit and alpha of gpt-oss' gate.
         rounded: What the inputs of both projections, [K] float64, become.
     """
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -298,17 +299,25 @@ def experts(
                 both = w13[expert].double() @ rounded(x[token].double())
                 if b13 is not None:
                     both += b13[expert].double()
-                gate, up = both.chunk(2)
-                alpha = 1.0
-                if clamp is not None:
-                    limit, alpha = clamp
-                    gate, up = gate.clip(None, limit), up.clip(-limit, limit) + 1
-                hidden = rounded(gate / (1 + (-alpha * gate).exp()) * up)
+                hidden = rounded(_activated(*both.chunk(2), form))
                 down = w2[expert].double() @ hidden
                 if b2 is not None:
                     down += b2[expert].double()
                 out[token] += weights[token, place].double() * down
     return out
+
+
+def _activated(gate: Tensor, up: Tensor, form: GateForm | None) -> Tensor:
+    match form:
+        case None:
+            return gate / (1 + (-gate).exp()) * up
+        case GateForm("gelu_tanh"):
+            return gelu(gate, approximate="tanh") * up
+        case GateForm("limited", limit):
+            return (gate / (1 + (-gate).exp())).clip(None, limit) * up.clip(-limit, limit)
+        case GateForm(_, limit, alpha):
+            gate, up = gate.clip(None, limit), up.clip(-limit, limit) + 1
+            return gate / (1 + (-alpha * gate).exp()) * up
 
 
 def e4m3_groups(row: Tensor) -> Tensor:

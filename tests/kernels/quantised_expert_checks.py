@@ -10,7 +10,7 @@ import torch
 from fp4_checks import Form, fp4_weight
 from torch import Tensor
 
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertTuning
 from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
@@ -182,14 +182,14 @@ def _step(sizes: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor
 
 def _gate(
     sizes: Sizes, dtype: torch.dtype, device: str
-) -> tuple[dict[str, Any], tuple[Tensor, Tensor, tuple[float, float]]]:
+) -> tuple[dict[str, Any], tuple[Tensor, Tensor, GateForm]]:
     """Makes biases and gpt-oss' gate, whose limit is reached, for an operation and the oracle."""
     _, _, num_experts, hidden, width = sizes
     b13, b2 = (
         torch.randn(num_experts, size, device=device).to(dtype) for size in (2 * width, hidden)
     )
-    gate = ClampedGate(limit=1.25, alpha=1.702)
-    return {"b13": b13, "b2": b2, "gate": gate}, (b13, b2, (1.25, 1.702))
+    gate = GateForm("clamped", limit=1.25, alpha=1.702)
+    return {"b13": b13, "b2": b2, "gate": gate}, (b13, b2, gate)
 
 
 def fp4_tilings(

@@ -10,7 +10,7 @@ from fp4_checks import Form, fp4_weight
 from quantised_expert_checks import Op, Sizes
 from torch import Tensor
 
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.experts.arrival_counts import arrival_counts
 
 _ROUNDED = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -110,4 +110,4 @@ def _gate(
     b13, b2 = (
         torch.randn(num_experts, size, device=device).to(dtype) for size in (2 * width, hidden)
     )
-    return {"b13": b13, "b2": b2, "gate": ClampedGate(limit=1.25, alpha=1.702)}
+    return {"b13": b13, "b2": b2, "gate": GateForm("clamped", limit=1.25, alpha=1.702)}

@@ -32,8 +32,9 @@ def test_sums_of_experts_that_are_normed(dtype: torch.dtype) -> None:
     check.pairs_add_rms_norm(ops.pairs_add_rms_norm, (5, 3, 200), dtype)
 
 
-@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("gate", check.GATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_experts(dtype: torch.dtype, clamped: bool) -> None:
+def test_experts(dtype: torch.dtype, gate: str) -> None:
     torch.manual_seed(4)
-    check.fused_experts(ops.fused_experts, (13, 3, 8, 48, 24), dtype, clamped=clamped)
+    form = check.GATES[gate]
+    check.fused_experts(ops.fused_experts, (13, 3, 8, 48, 24), dtype, gate=form)

@@ -43,8 +43,18 @@ def test_experts(dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int
 
 @halves
 @pytest.mark.parametrize("num_tokens", [1, 16, 70, 2100])
-@pytest.mark.parametrize("sizes", [(4, 32, 2880, 2880), (4, 128, 2880, 1440), (4, 32, 320, 360)])
-def test_experts_with_biases_and_a_clamped_gate(
-    dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int, int]
+@pytest.mark.parametrize(
+    ("sizes", "gate"),
+    [
+        ((4, 32, 2880, 2880), "clamped"),
+        ((4, 128, 2880, 1440), "clamped"),
+        ((4, 32, 320, 360), "clamped"),
+        ((8, 128, 2816, 704), "gelu"),
+        ((8, 64, 4096, 320), "limited"),
+    ],
+)
+def test_experts_with_biases_and_other_gates(
+    dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int, int], gate: str
 ) -> None:
-    check.fused_experts(ops.fused_experts, (num_tokens, *sizes), dtype, "cuda", clamped=True)
+    form = check.GATES[gate]
+    check.fused_experts(ops.fused_experts, (num_tokens, *sizes), dtype, "cuda", gate=form)

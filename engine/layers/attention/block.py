@@ -24,7 +24,7 @@ from engine.layers.residual import ResidualStream
 from engine.layers.rows import RowForm, Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
-from kv_transfer.layout import HeadRange, heads_of_rank
+from kv_transfer.layout import NO_HEADS, HeadRange, heads_of_rank
 from tandem_kernels import ops
 from tandem_kernels.attention.kv_pages import PagedKV
 from tandem_kernels.attention.kv_scales import KVScales
@@ -53,6 +53,7 @@ class AttentionOptions:
         gate_activation: What is done to gates first.
         gate_name: Of the gates' projection, if they have one.
         shares_keys: Values are projected by the weights of keys.
+        has_kv: It has keys and values of its own, and not those of another layer.
         values: See `Attention`.
         kv_scales: See `AttentionSpec`.
     """
@@ -70,6 +71,7 @@ class AttentionOptions:
     gate_activation: GateActivation = "sigmoid"
     gate_name: str = "gate_proj"
     shares_keys: bool = False
+    has_kv: bool = True
     values: ValueForm = PLAIN_VALUES
     kv_scales: KVScales | None = None
 
@@ -100,9 +102,9 @@ class AttentionBlock(nn.Module):
         super().__init__()
         head_dim, num_heads, num_kv_heads = heads.head_dim, heads.num_heads, heads.num_kv_heads
         first_head, local_heads = shard.part(num_heads)
-        kv_heads = heads_of_rank(num_kv_heads, shard.tp.rank, shard.tp.size)
-        self.eps = options.eps
-        self.norm = norm
+        tp, has_kv = shard.tp, options.has_kv
+        kv_heads = heads_of_rank(num_kv_heads, tp.rank, tp.size) if has_kv else NO_HEADS
+        self.eps, self.norm = options.eps, norm
         order = options.head_order
         head_order = None if order is None else torch.tensor(order)
         self.qkv_proj = QKVParallelLinear(
@@ -125,6 +127,7 @@ class AttentionBlock(nn.Module):
         )
         self.has_plain_heads = (
             options.head_norm == "none"
+            and has_kv
             and not self.num_gates
             and options.kv_scales is None
             and options.values.is_plain
@@ -196,6 +199,8 @@ class AttentionBlock(nn.Module):
             q_weight, k_weight = (
                 None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)
             )
+            if k_weight is None:
+                k_weight = q_weight  # There are no keys, or no norms.
         heads = self.attention.write(qkv, kv_cache, inputs, q_weight, k_weight, self.eps)
         return heads, gates
 
@@ -234,7 +239,7 @@ def _head_norm(
     shard: Shard,
 ) -> RMSNorm | SplitRMSNorm | None:
     """Returns the norm of this rank's queries or keys, which have `total` heads on all ranks."""
-    if options.head_norm == "none":
+    if options.head_norm == "none" or heads == NO_HEADS:
         return None
     if options.head_norm == "each":
         return RMSNorm(head_dim, options.eps, shard, offset=options.norm_offset, order=order)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.shard import CheckpointWeight, Shard
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
@@ -81,7 +81,7 @@ class ExpertLayer(nn.Module):
     fixed_order: bool
     b13: nn.Parameter | None
     b2: nn.Parameter | None
-    gate: ClampedGate | None
+    gate: GateForm | None
     w13: Tensor
     w2: Tensor
     s13: Tensor

@@ -22,6 +22,7 @@ from engine.quantization import (
     Nvfp4Scheme,
     Scheme,
 )
+from tandem_kernels.elementwise.gate_form import GateForm
 
 ExpertFactory = Callable[[Any, Shard], ExpertMethod | None]
 """Is given scheme and rank; returns a method for them, or None: dequantise."""
@@ -36,9 +37,15 @@ EXPERTS: dict[type[Any], ExpertFactory] = {
 """Methods of experts that compute with quantised numbers, by scheme."""
 
 
-def expert_method(shard: Shard, scheme: Scheme | None) -> ExpertMethod:
-    """Returns the method for experts on this rank."""
+WITH_SILU = (Int4Scheme, Int8Scheme)
+"""Kernels of these know no other activation: experts that have one are dequantised."""
+
+
+def expert_method(shard: Shard, scheme: Scheme | None, gate: GateForm | None) -> ExpertMethod:
+    """Returns the method for experts on this rank, of an activation; None: SiLU."""
     factory = None if scheme is None else EXPERTS.get(type(scheme))
+    if gate is not None and isinstance(scheme, WITH_SILU):
+        factory = None
     method = None if factory is None else factory(scheme, shard)
     if method is None and isinstance(scheme, Mxfp4Scheme) and scheme.layout == "gpt-oss":
         method = DequantisedMxfp4Experts()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
-from engine.head_sizes import HeadSizes
 from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile
-from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.experts import ExpertSpec, first_layers
+from engine.models.specs.faults import head_faults, number_faults, size_faults
 from engine.models.specs.kv_planes import planes_of_heads
 from engine.models.specs.latent import LatentSpec
 from engine.models.specs.linear import LinearSpec
+from engine.models.specs.parallel_checks import (
+    check_counts,
+    check_experts,
+    check_kv_heads,
+    check_one_stage,
+)
 from engine.models.specs.rope import read_rotary
 from engine.rope import UNROTATED, QueryScale, Rotary
 from kv_transfer.layout import Plane
@@ -98,6 +102,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         logit_scale: Multiplies logits.
         attention_softcap, final_softcap: Bound of scores and of logits, `cap * tanh(x / cap)`; 0:
             none.
+        first_sharing_layer: Layers from here on keep no keys and values, but attend to those of the
+            last layer before it of their kind; None: there are none.
+        wide_layers: Layers whose dense feed-forward block has twice as many units.
+        layer_input_size, layer_input_vocab: Numbers of a token that each layer reads by itself, and
+            the tokens that have them; see `engine.layers.layer_inputs`. 0: there are none.
         experts: Those of layers with a mixture of experts; None: no layer has one.
         latent: All heads share one latent vector a token; None: heads have keys and values.
         linear: Some layers keep one state of all tokens instead; None: none does.
@@ -149,13 +158,17 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     attention_scale: float | None = None
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
+    first_sharing_layer: int | None = None
+    wide_layers: tuple[int, ...] = ()
+    layer_input_size: int = 0
+    layer_input_vocab: int = 0
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
     linear: LinearSpec | None = None
 
     @classmethod
     def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
-        for fault in (*cls._faults(file), *_head_faults(cls.read_heads(file))):
+        for fault in (*cls._faults(file), *head_faults(cls.read_heads(file))):
             raise fault
         window = cls.read_window(file)
         tied = file.tie_word_embeddings
@@ -223,11 +236,24 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         is_local = self.window_layers is not None and layer in self.window_layers
         return self.window_rotary if is_local and self.window_rotary is not None else self.rotary
 
+    def kv_source(self, layer: int) -> int:
+        """Returns the layer whose keys and values one attends to: mostly itself."""
+        first = self.first_sharing_layer
+        if first is None or layer < first:
+            return layer
+        local = set(self.window_layers or ())
+        return max(one for one in range(first) if (one in local) == (layer in local))
+
+    def units_of(self, layer: int) -> int:
+        """Returns the units of a layer's dense feed-forward block."""
+        return self.intermediate_size * (2 if layer in self.wide_layers else 1)
+
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         if self.sliding_window is None and not model.layer_heads:
             return ()
-        every = range(model.num_layers)
-        local = () if self.sliding_window is None else self.window_layers or every
+        every = range(self.first_sharing_layer or model.num_layers)
+        windows = self.window_layers or every
+        local = () if self.sliding_window is None else [one for one in windows if one in every]
         kinds: dict[tuple[int | None, tuple[Plane, ...]], list[int]] = {}
         for layer in sorted(every, key=lambda layer: layer in local):
             window = self.sliding_window if layer in local else None
@@ -246,7 +272,14 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     def rare_attention(self) -> str:
         if self.latent is not None:
             return "latent attention"
+        if self.first_sharing_layer is not None:
+            return "layers that attend to keys of another layer"
         return "a soft bound of scores" if self.attention_softcap else ""
+
+    @property
+    def reads_across_layers(self) -> bool:
+        """Returns whether a layer needs more than what the one before it gives."""
+        return self.first_sharing_layer is not None or self.layer_input_size > 0
 
     @property
     def has_many_launches(self) -> bool:
@@ -269,43 +302,22 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         return 0 if self.experts is None else self.experts.top_k
 
     def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
-        experts, tp_size = self.experts, parallel.tensor_parallel_size
-        spreads_experts = parallel.enable_expert_parallel
-        num_sharing = parallel.num_ranks // parallel.pipeline_parallel_size
-        if spreads_experts and 0 < self.num_experts < num_sharing:
-            raise CheckpointError(
-                model.path,
-                f"has {self.num_experts} experts in a layer, which {num_sharing} ranks "
-                "cannot share as a whole",
-                "start fewer ranks, or without --enable-expert-parallel",
-            )
-        has_dense = experts is None or len(experts.dense_layers) > 0
-        for count, name in (
+        experts, spreads_experts = self.experts, parallel.enable_expert_parallel
+        check_experts(model, parallel, self.num_experts)
+        if self.reads_across_layers:
+            check_one_stage(model, parallel)
+        has_dense = experts is None or experts.stands_beside_dense or len(experts.dense_layers) > 0
+        units = 0 if experts is None or spreads_experts else experts.intermediate_size
+        counts = (
             *((heads.num_heads, "attention heads") for heads in model.kinds_of_heads),
             (self.intermediate_size if has_dense else 0, "feed-forward units"),
-            (
-                0 if experts is None or spreads_experts else experts.intermediate_size,
-                "units in each expert",
-            ),
+            (units, "units in each expert"),
             (0 if experts is None else experts.shared_size, "units in the shared expert"),
             (0 if self.linear is None else self.linear.key_heads, "key heads of linear attention"),
-        ):
-            if count % tp_size:
-                raise CheckpointError(
-                    model.path,
-                    f"has {count} {name}, which {tp_size} tensor-parallel ranks cannot share "
-                    "evenly",
-                    "choose a tensor_parallel_size that divides them",
-                )
-        kv_heads = () if self.latent is not None else model.kinds_of_heads
-        for count in (heads.num_kv_heads for heads in kv_heads):
-            if count % tp_size and tp_size % count:
-                raise CheckpointError(
-                    model.path,
-                    f"has {count} key/value heads, which {tp_size} tensor-parallel ranks "
-                    "can neither share nor repeat evenly",
-                    "choose a tensor_parallel_size that divides them or is a multiple of them",
-                )
+        )
+        check_counts(model, parallel, counts)
+        if self.latent is None:
+            check_kv_heads(model, parallel)
 
     def hash_facts(self, model: ModelConfig) -> tuple[Any, ...]:
         return (
@@ -342,14 +354,17 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ("layer_heads", model.layer_heads, ()),
             ("shared_projections", self.shared_projections, ()),
             ("value_scale", self.value_scale, 1.0),
+            ("first_sharing_layer", self.first_sharing_layer, None),
+            ("wide_layers", self.wide_layers, ()),
+            ("layer_input_size", self.layer_input_size, 0),
         )
         return tuple((name, value) for name, value, default in facts if value != default)
 
     @classmethod
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
         """Yields what config.json asks for and this family does not have."""
-        yield from _size_faults(file, cls.may_have_dense_layers(file))
-        yield from _number_faults(file)
+        yield from size_faults(file, cls.may_have_dense_layers(file))
+        yield from number_faults(file)
         activation = file.hidden_activation or file.hidden_act
         if ACTIVATIONS.get(activation) != cls.activation:
             yield UnsupportedField("hidden_act", repr(activation))
@@ -373,44 +388,4 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         if cls.default_rotary_part is None and part != 1.0:
             yield UnsupportedField(
                 "partial_rotary_factor", "rotary embedding of a part of each head"
-            )
-
-
-def _number_faults(file: ConfigFile) -> Iterator[UnsupportedField]:
-    """Yields numbers that JSON of Python may hold and no model can."""
-    for name in file.__struct_fields__:
-        value = getattr(file, name)
-        if isinstance(value, float) and not math.isfinite(value):
-            yield UnsupportedField(name, f"the number {value}")
-
-
-def _size_faults(file: ConfigFile, has_dense_layers: bool) -> Iterator[UnsupportedField]:
-    sizes = {
-        "vocab_size": file.vocab_size,
-        "hidden_size": file.hidden_size,
-        "intermediate_size": file.intermediate_size if has_dense_layers else 1,
-        "num_hidden_layers": file.num_hidden_layers,
-        "num_attention_heads": file.num_attention_heads,
-        "max_position_embeddings": file.max_position_embeddings,
-        "num_key_value_heads": file.num_kv_heads,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            yield UnsupportedField(name, "a size below 1")
-    heads, kv_heads = file.num_attention_heads, file.num_kv_heads
-    if heads % kv_heads:
-        yield UnsupportedField(
-            "num_key_value_heads", f"{heads} heads over {kv_heads} key/value heads"
-        )
-
-
-def _head_faults(layers: Iterable[HeadSizes]) -> Iterator[UnsupportedField]:
-    """Yields what is wrong with the heads of any layer, where layers differ."""
-    for heads in dict.fromkeys(layers):
-        queries, kv_heads = heads.num_heads, heads.num_kv_heads
-        if min(queries, kv_heads, heads.head_dim, heads.v_head_dim) < 1:
-            yield UnsupportedField("num_key_value_heads", "a size below 1 in some layers")
-        elif queries % kv_heads:
-            yield UnsupportedField(
-                "num_key_value_heads", f"{queries} heads over {kv_heads} in some layers"
             )

@@ -17,6 +17,10 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
             the bias of its logits.
         gate, up, down: Of an expert's projections, unless they are stacked.
         shared: Of the expert that every token goes to.
+        router_norm, expert_scales: Of the weight of a norm of what the router reads, and of numbers
+            by which experts' weights are multiplied; "": there are none.
+        input_norm, dense_norm, sparse_norm: Of the layer's norms of what experts read, of what a
+            dense block beside them gives, and of what they give; "": there is no such block.
     """
 
     block: str = "mlp"
@@ -27,6 +31,11 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
     shared: str = "shared_expert"
     choice_bias: str = "gate.e_score_correction_bias"
     router_bias: str = "gate.bias"
+    router_norm: str = ""
+    expert_scales: str = ""
+    input_norm: str = ""
+    dense_norm: str = ""
+    sparse_norm: str = ""
 
 
 SHARED_EXPERTS = ExpertNames(shared="shared_experts")
@@ -52,8 +61,9 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
         biases: The projections of experts have one each.
         stacked: The checkpoint has the tensors of all experts of a layer in one; see
             `engine.layers.expert_methods.stacked`.
-        gate_limit, gate_alpha: See `tandem_kernels.elementwise.clamped_gate.ClampedGate`; limit 0:
+        gate_limit, gate_alpha: See `tandem_kernels.elementwise.gate_form.GateForm`; limit 0:
             SiLU.
+        gelu: The activation is GELU by its tanh formula, not SiLU.
     """
 
     count: int
@@ -73,7 +83,13 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
     stacked: bool = False
     gate_limit: float = 0.0
     gate_alpha: float = 0.0
+    gelu: bool = False
     names: ExpertNames = ExpertNames()
+
+    @property
+    def stands_beside_dense(self) -> bool:
+        """Returns whether layers with experts have an ordinary feed-forward block as well."""
+        return bool(self.names.dense_norm)
 
 
 def number_of(file: ConfigFile, name: str) -> int:

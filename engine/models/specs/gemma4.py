@@ -8,26 +8,35 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.head_sizes import HeadSizes
-from engine.models.config_file import ConfigFile, RopeFields
+from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import HeadNorm
+from engine.models.specs.experts import ExpertNames, ExpertSpec, num_experts_of, number_of
 from engine.models.specs.gemma import GemmaSpec
+from engine.models.specs.gemma4_fields import FULL_HEAD_DIM, WINDOW, with_common_names
 
-_FULL, _WINDOW = "full_attention", "sliding_attention"
-_FULL_HEAD_DIM = 512
-_ROPE = RopeFields(
-    full_attention=RopeFields(
-        rope_type="proportional", rope_theta=1_000_000.0, partial_rotary_factor=0.25
-    ),
-    sliding_attention=RopeFields(rope_theta=10_000.0),
+_LAYER_INPUT, _LAYER_INPUT_VOCAB = 256, 262_144
+"""transformers takes these where config.json says nothing."""
+_NAMES = ExpertNames(
+    router="router.proj.weight",
+    router_norm="router.scale",
+    expert_scales="router.per_expert_scale",
+    input_norm="pre_feedforward_layernorm_2",
+    dense_norm="post_feedforward_layernorm_1",
+    sparse_norm="post_feedforward_layernorm_2",
 )
-"""transformers takes it where config.json says nothing."""
 
 
 class Gemma4Spec(GemmaSpec, frozen=True, kw_only=True):
     """Heads that are wider, and KV heads that are fewer, in layers that see everything, where
     values may be projected by the weights of keys; norms of queries, keys and values; each layer
-    scales the stream. Weights of norms are stored as they are."""
+    scales the stream. Weights of norms are stored as they are. Some have experts beside each dense
+    block (26B-A4B); in others the last layers attend to keys and values of layers before them, and
+    each layer reads an embedding of its own (E2B, E4B)."""
+
+    renamed_tensors: ClassVar[tuple[tuple[str, str], ...]] = (
+        (r"^(model\.layers\.\d+)\.(router|experts)\.", r"\1.mlp.\2."),
+    )
 
     norm_offset: ClassVar[float] = 0.0
     default_head_norm: ClassVar[HeadNorm] = "each"
@@ -40,25 +49,11 @@ class Gemma4Spec(GemmaSpec, frozen=True, kw_only=True):
 
     @classmethod
     def renamed(cls, file: ConfigFile) -> ConfigFile:
-        every = cls.full_layer_every
-        kinds = file.layer_types or [
-            _WINDOW if (i + 1) % every else _FULL for i in range(file.num_hidden_layers)
-        ]
-        return msgspec.structs.replace(
-            file,
-            # As in transformers the last layer sees everything, whatever is said.
-            layer_types=[*kinds[:-1], _FULL],
-            rope_parameters=file.rope_parameters or _ROPE,
-            num_global_key_value_heads=_of_full_layers(file, kinds, "num_key_value_heads")
-            or (file.num_global_key_value_heads if file.attention_k_eq_v else None),
-            global_head_dim=_of_full_layers(file, kinds, "head_dim")
-            or file.global_head_dim
-            or _FULL_HEAD_DIM,
-        )
+        return with_common_names(file, cls.full_layer_every)
 
     @classmethod
     def head_dim_of(cls, file: ConfigFile) -> int:
-        return file.global_head_dim or _FULL_HEAD_DIM
+        return file.global_head_dim or FULL_HEAD_DIM
 
     @classmethod
     def window_head_dim_of(cls, file: ConfigFile) -> int:
@@ -71,7 +66,7 @@ class Gemma4Spec(GemmaSpec, frozen=True, kw_only=True):
             count, file.num_global_key_value_heads or kv_heads, cls.head_dim_of(file)
         )
         local = HeadSizes.alike(count, kv_heads, cls.window_head_dim_of(file))
-        return tuple(local if kind == _WINDOW else full for kind in file.layer_types or ())
+        return tuple(local if kind == WINDOW else full for kind in file.layer_types or ())
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
@@ -81,36 +76,41 @@ class Gemma4Spec(GemmaSpec, frozen=True, kw_only=True):
         more = super().read_more(file, max_model_len)
         local = set(more["window_layers"])
         full = tuple(i for i in range(file.num_hidden_layers) if i not in local)
+        size, vocab = file.hidden_size_per_layer_input, file.vocab_size_per_layer_input
+        count, shared = file.num_hidden_layers, file.num_kv_shared_layers
         return {
             **more,
             "attention_scale": 1.0,
             "shared_projections": full if file.attention_k_eq_v else (),
+            "first_sharing_layer": count - shared if shared else None,
+            "wide_layers": tuple(range(count - shared, count)) if file.use_double_wide_mlp else (),
+            "layer_input_size": _LAYER_INPUT if size is None else size,
+            "layer_input_vocab": _LAYER_INPUT_VOCAB if vocab is None else vocab,
+            "experts": cls.read_experts(file) if file.enable_moe_block else None,
         }
+
+    @classmethod
+    def read_experts(cls, file: ConfigFile) -> ExpertSpec:
+        """Returns the experts of all layers. Raises `UnsupportedField`."""
+        return ExpertSpec(
+            count=num_experts_of(file),
+            top_k=number_of(file, "num_experts_per_tok"),
+            intermediate_size=number_of(file, "moe_intermediate_size"),
+            renormalise=True,
+            gelu=True,
+            names=_NAMES,
+        )
 
     @classmethod
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
         yield from super()._faults(file)
-        if file.num_kv_shared_layers:
-            yield UnsupportedField("num_kv_shared_layers", "layers that share keys and values")
-        # transformers takes 256 where nothing is said.
-        if file.hidden_size_per_layer_input != 0:
-            yield UnsupportedField("hidden_size_per_layer_input", "embeddings of each layer")
-        if file.enable_moe_block:
-            yield UnsupportedField("enable_moe_block", "experts beside a dense block")
-
-
-def _of_full_layers(file: ConfigFile, kinds: list[str], name: str) -> int | None:
-    """Returns what transformers writes of layers that see everything; None: nothing. Raises
-    `UnsupportedField` where other layers, or some of these alone, have a number of their own."""
-    changes = file.per_layer_config or {}
-    found = {
-        number: fields[name] for number, fields in changes.items() if fields.get(name) is not None
-    }
-    numbers = set(found.values())
-    full = {str(i) for i, kind in enumerate(kinds) if kind == _FULL}
-    if not found:
-        return None
-    (number,) = numbers if len(numbers) == 1 else (None,)
-    if set(found) != full or not isinstance(number, int):
-        raise UnsupportedField("per_layer_config", f"{name} of layers of one kind that differ")
-    return number
+        kinds, shared = file.layer_types or [], file.num_kv_shared_layers
+        first = file.num_hidden_layers - shared
+        if shared < 0 or (shared and set(kinds[: max(0, first)]) != set(kinds)):
+            yield UnsupportedField(
+                "num_kv_shared_layers", f"{shared} layers that share keys and values of no other"
+            )
+        if shared and file.attention_k_eq_v:
+            yield UnsupportedField("attention_k_eq_v", "values of keys beside layers that share")
+        if (file.hidden_size_per_layer_input or 0) < 0:
+            yield UnsupportedField("hidden_size_per_layer_input", "a size below 0")

@@ -8,11 +8,19 @@ import triton.language as tl
 
 @triton.jit
 def activated(
-    gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, CLAMPED: tl.constexpr
+    gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, GATE: tl.constexpr
 ) -> tl.tensor:
-    """Returns silu(gate) * up, or what `ClampedGate` says."""
-    if CLAMPED:
+    """Returns silu(gate) * up, or what `GateForm` says; GATE is a `gate_code`."""
+    if GATE == 1:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
-    return gate / (1.0 + tl.exp(-gate)) * up
+    steep = gate
+    if GATE == 2:
+        # GELU's tanh formula is SiLU of another argument; see `silu_and_mul`.
+        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    found = gate / (1.0 + tl.exp(-steep))
+    if GATE == 3:
+        found = tl.minimum(found, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    return found * up

@@ -24,7 +24,7 @@ def write_pairs(
     alpha: tl.tensor,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
 ) -> None:
     """Writes sums [ROWS, COLS] of the outputs `col` of `pair`, with the bias of the part of an
     expert that begins at `of_part`, and activated with `second`, or times the pair's weight."""
@@ -36,7 +36,7 @@ def write_pairs(
             of_up = tl.load(of_col + num_outputs, mask=real_col, other=0.0)
             second += of_up.to(tl.float32)[None, :]
     if GATED:
-        acc = activated(acc, second, limit, alpha, CLAMPED)
+        acc = activated(acc, second, limit, alpha, GATE)
     else:
         acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
     to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
@@ -110,7 +110,7 @@ def fp8_expert_gemm_kernel(
     BY_PAIR: tl.constexpr,
     OVERLAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCKS: tl.constexpr,
     QUANTISES: tl.constexpr,
     WIDE: tl.constexpr,
@@ -185,7 +185,7 @@ def fp8_expert_gemm_kernel(
         if GATED:
             second += _of_columns(bias + first + num_outputs, real_col)
     if GATED:
-        acc = activated(acc, second, limit, alpha, CLAMPED)
+        acc = activated(acc, second, limit, alpha, GATE)
     else:
         acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
     to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
@@ -210,7 +210,7 @@ def fp8_experts(
     fixed_order: bool = False,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     summed: bool = True,
 ) -> Tensor:
     """See `reference.quantised_experts.fp8_experts`."""
@@ -248,7 +248,7 @@ def fp8_gemm(
     out: tuple[Tensor, Tensor | None],
     tuning: ExpertTuning,
     bias: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
 ) -> None:
     """Computes one of the two GEMMs; the first where the weight has two parts.
 
@@ -286,13 +286,13 @@ def fp8_gemm(
         shares.stride(0),
         0 if result_scales is None else result_scales.stride(0),
         row_tiles,
-        *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
+        *gate_arguments(gate),
         TOP_K=rows.experts.shape[1],
         COLS=tuning.cols,
         GROUP=tuning.group,
         GATED=num_parts == 2,
         HAS_BIAS=bias is not None,
-        CLAMPED=gate is not None,
+        GATE=gate_code(gate),
         BLOCKS=scales.dim() == 4,
         QUANTISES=result_scales is not None,
         WIDE=tuning.rows >= _MIN_WIDE_ROWS,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.expert_outputs import write_pairs
 from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
@@ -55,7 +55,7 @@ def expert_gemm_kernel(
     BY_PAIR: tl.constexpr,
     OVERLAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
@@ -103,7 +103,7 @@ def expert_gemm_kernel(
             second = tl.dot(given, by, second, input_precision=PRECISION)
     write_pairs(
         acc, second, pair, col, out, bias, expert.to(tl.int64) * width, pair_weights, num_pairs,
-        num_outputs, limit, alpha, GATED, HAS_BIAS, CLAMPED,
+        num_outputs, limit, alpha, GATED, HAS_BIAS, GATE,
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def fused_experts(
     fixed_order: bool = False,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     summed: bool = True,
 ) -> Tensor:
     """See `reference.experts.fused_experts`."""
@@ -144,7 +144,7 @@ def expert_gemm(
     *,
     gated: bool,
     bias: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
 ) -> None:
     """Computes one of the two GEMMs.
 
@@ -175,14 +175,14 @@ def expert_gemm(
         inner,
         x.stride(0),
         row_tiles,
-        *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
+        *gate_arguments(gate),
         TOP_K=rows.experts.shape[1],
         COLS=tuning.cols,
         DEPTH=tuning.depth,
         GROUP=tuning.group,
         GATED=gated,
         HAS_BIAS=bias is not None,
-        CLAMPED=gate is not None,
+        GATE=gate_code(gate),
         EVEN=inner % tuning.depth == 0 and num_outputs % tuning.cols == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **constants,

@@ -99,7 +99,7 @@ def int4_expert_gemm_kernel(
     )
     if GATED:
         gate, up = gate_and_up(acc, ROWS, COLS)
-        result = activated(gate, up, 0.0, 0.0, False)
+        result = activated(gate, up, 0.0, 0.0, 0)
         out_col = col_tile * (COLS // 2) + tl.arange(0, COLS // 2)
     else:
         result = acc * tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]

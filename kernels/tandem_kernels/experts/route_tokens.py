@@ -32,6 +32,7 @@ def route_tokens_kernel(
     slot_mapping: tl.tensor,
     bias: tl.tensor,
     logit_bias: tl.tensor,
+    expert_scales: tl.tensor,
     own_numbers: tl.tensor,
     loads: tl.tensor,
     weights: tl.tensor,
@@ -48,6 +49,7 @@ def route_tokens_kernel(
     TOP_GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LOGIT_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     COPIES: tl.constexpr,
     COUNTED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -101,6 +103,8 @@ def route_tokens_kernel(
         by = tl.where(lane == place, lowest, by)
     if RENORMALISE:
         share = share / (total + 1e-20)
+    if HAS_SCALES:
+        share *= tl.load(expert_scales + chosen, mask=k < TOP_K, other=0.0)
     if COPIES > 0:
         chosen = tl.load(own_numbers + token % COPIES * NUM_EXPERTS + chosen, mask=k < TOP_K)
     if tl.load(slot_mapping + token) < 0:
@@ -124,6 +128,7 @@ def route_tokens(
     num_groups: int = 1,
     top_groups: int = 1,
     logit_bias: Tensor | None = None,
+    expert_scales: Tensor | None = None,
     own_numbers: Tensor | None = None,
     loads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -138,6 +143,7 @@ def route_tokens(
             slot_mapping,
             bias,
             logit_bias,
+            expert_scales,
             own_numbers,
             loads,
             weights,
@@ -154,6 +160,7 @@ def route_tokens(
             TOP_GROUPS=top_groups,
             HAS_BIAS=bias is not None,
             HAS_LOGIT_BIAS=logit_bias is not None,
+            HAS_SCALES=expert_scales is not None,
             COPIES=0 if own_numbers is None else len(own_numbers),
             COUNTED=loads is not None,
             OVERLAP=overlap,

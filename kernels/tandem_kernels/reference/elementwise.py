@@ -117,7 +117,8 @@ def rope_and_cache(
 
     Args:
         q: [T, Hq, D], changed in place.
-        k: [T, Hkv, D].
+        k: [T, Hkv, D]; of a layer that attends to keys of another one no heads: queries alone are
+            rotated then.
         v: [T, Hkv, Dv].
         positions: [T] int64.
         cos_sin_cache: [M, D] float32, cosines in the first half, sines in the second.
@@ -135,6 +136,8 @@ def rope_and_cache(
     """
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     q.copy_(_rotate(q, cos, sin, q_weight, eps))
+    if k.shape[1] == 0:
+        return q
     rotated_k = _rotate(k, cos, sin, k_weight, eps)
     formed_v = v if values.is_plain else _formed(v, values, eps)
     if keep_k:

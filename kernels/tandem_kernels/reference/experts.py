@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.reference import steady
 from tandem_kernels.reference.elementwise import fused_add_rms_norm, rms_norm
 from tandem_kernels.reference.gemm import few_row_gemm
@@ -48,6 +48,7 @@ def route_tokens(
     num_groups: int = 1,
     top_groups: int = 1,
     logit_bias: Tensor | None = None,
+    expert_scales: Tensor | None = None,
     own_numbers: Tensor | None = None,
     loads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,7 @@ def route_tokens(
         num_groups, top_groups: Only experts of the best `top_groups` of `num_groups` groups may be
             chosen. A group counts as much as its best expert, or with a bias as its best two.
         logit_bias: [E] float32 or None, added to the logits.
+        expert_scales: [E] float32 or None, by which weights are multiplied in the end.
         own_numbers: [C, E] int32 or None: what an expert is numbered here, -1 if it is elsewhere.
             Token t looks in row t % C, so that copies of an expert share its tokens.
         loads: [experts that are here] int64 or None: each gets the number of its tokens added.
@@ -87,6 +89,8 @@ def route_tokens(
     weights = scores.gather(1, experts)
     if renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if expert_scales is not None:
+        weights = weights * expert_scales[experts]
     padding = (slot_mapping < 0)[:, None]
     if own_numbers is not None:
         row = torch.arange(len(logits), device=logits.device) % len(own_numbers)
@@ -106,7 +110,7 @@ def fused_experts(
     fixed_order: bool = False,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     summed: bool = True,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts.
@@ -174,15 +178,19 @@ def _one_expert(
     w2: Tensor,
     b13: Tensor | None,
     b2: Tensor | None,
-    gate: ClampedGate | None,
+    gate: GateForm | None,
 ) -> Tensor:
     """Computes [n, H] -> [n, H] float32, as halves round it."""
     gates, ups = F.linear(x, w13, b13).float().chunk(2, dim=-1)
     return F.linear(activated(gates, ups, gate).to(x.dtype), w2, b2).float()
 
 
-def activated(gates: Tensor, ups: Tensor, gate: ClampedGate | None) -> Tensor:
+def activated(gates: Tensor, ups: Tensor, gate: GateForm | None) -> Tensor:
     if gate is None:
         return steady.silu(gates) * ups
+    if gate.kind == "gelu_tanh":
+        return steady.gelu_tanh(gates) * ups
+    if gate.kind == "limited":
+        return steady.silu(gates).clamp(max=gate.limit) * ups.clamp(-gate.limit, gate.limit)
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
     return (ups + 1) * gates * steady.sigmoid(gate.alpha * gates)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.gemm.fp4_tiles import untile_fp4
 from tandem_kernels.reference.experts import activated, fused_experts, of_tokens, route_tokens
 from tandem_kernels.reference.fp8 import BLOCK, dequantise_weight, quantise_fp8
@@ -22,7 +22,7 @@ def fp8_experts(
     fixed_order: bool = False,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     summed: bool = True,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does. What goes into
@@ -72,7 +72,7 @@ def fp4_experts(
     fixed_order: bool = False,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     summed: bool = True,
     f13: Tensor | None = None,
     f2: Tensor | None = None,
@@ -121,7 +121,7 @@ def fp4_routed_experts(
     scaling: float = 1.0,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     f13: Tensor | None = None,
     f2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

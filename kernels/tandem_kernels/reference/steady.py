@@ -20,6 +20,11 @@ def silu(x: Tensor) -> Tensor:
     return x / (1.0 + torch.exp(-x))
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Computes GELU by its tanh formula, which is SiLU of another argument."""
+    return x / (1.0 + torch.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
 def softplus(x: Tensor) -> Tensor:
     """Computes log(1 + exp(x))."""
     return x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs()))

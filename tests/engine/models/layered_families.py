@@ -55,6 +55,20 @@ LAYERED_FAMILIES = {
         {**_GEMMA4, "attention_k_eq_v": False, "global_head_dim": 24, "num_hidden_layers": 2}
         | {"layer_types": [_WINDOW, _FULL], "tie_word_embeddings": False},
     ),
+    "gemma4_experts": Family(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {**_GEMMA4, "enable_moe_block": True, "num_experts": 10, "top_k_experts": 3}
+        | {"moe_intermediate_size": 24},
+    ),
+    "gemma4_shared": Family(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {**_GEMMA4, "attention_k_eq_v": False, "num_hidden_layers": 6, "num_kv_shared_layers": 3}
+        | {"layer_types": [_WINDOW, _FULL, _WINDOW] * 2, "num_key_value_heads": 1}
+        | {"use_double_wide_mlp": True, "num_global_key_value_heads": None}
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 101},
+    ),
     "laguna": Family(LagunaForCausalLM, LagunaConfig, _LAGUNA),
     "laguna_gated_by_element": Family(
         LagunaForCausalLM,

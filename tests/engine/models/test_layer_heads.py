@@ -82,6 +82,27 @@ GEMMA4_31B = {
     },
 }  # fmt: skip
 
+_GEMMA4_TEXT = GEMMA4_31B["text_config"]
+GEMMA4_26B = GEMMA4_31B | {
+    "text_config": _GEMMA4_TEXT  # type: ignore[operator]
+    | {
+        "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
+        "layer_types": ([WINDOW] * 5 + [FULL]) * 5, "enable_moe_block": True, "num_experts": 128,
+        "top_k_experts": 8, "moe_intermediate_size": 704,
+    },
+}  # fmt: skip
+GEMMA4_E2B = GEMMA4_31B | {
+    "text_config": _GEMMA4_TEXT  # type: ignore[operator]
+    | {
+        "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "num_global_key_value_heads": None,
+        "layer_types": ([WINDOW] * 4 + [FULL]) * 7, "attention_k_eq_v": False,
+        "sliding_window": 512, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+    },
+}  # fmt: skip
+
 
 @dataclass
 class Published:
@@ -124,6 +145,21 @@ PUBLISHED = {
         {(None, 10): 4 * 1024 * 2, (1024, 50): 16 * 512 * 2},
         {1: (128, 64, 64, 64, 64, 64), 8: (64, 64, 64, 64, 64, 64)},
         {"attention_scale": 1.0, "shared_projections": 10, "final_softcap": 30.0},
+    ),
+    "gemma4_26b": Published(
+        GEMMA4_26B,
+        {FULL: heads(16, 2, 512, 512), WINDOW: heads(16, 8, 256, 256)},
+        {(None, 5): 2 * 1024 * 2, (1024, 25): 8 * 512 * 2},
+        {1: (128, 64, 64, 64, 64, 64), 8: (64, 128, 128, 128, 128, 128)},
+        {"num_experts": 128, "num_experts_per_token": 8, "shared_projections": 5},
+    ),
+    "gemma4_e2b": Published(
+        GEMMA4_E2B,
+        {FULL: heads(8, 1, 512, 512), WINDOW: heads(8, 1, 256, 256)},
+        # 20 of 35 layers keep nothing.
+        {(None, 3): 1024 * 2, (512, 12): 512 * 2},
+        {1: (64, 128, 128, 128, 128), 8: (64, 128, 128, 128, 128)},
+        {"first_sharing_layer": 15, "wide_layers": 20, "layer_input_size": 256},
     ),
 }
 each = pytest.mark.parametrize("name", PUBLISHED)
@@ -193,9 +229,10 @@ def test_peers_with_other_heads_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers"),
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
-        ({"enable_moe_block": True}, "enable_moe_block"),
+        ({"num_kv_shared_layers": 59}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 20}, "attention_k_eq_v"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
+        ({"enable_moe_block": True}, "num_experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"per_layer_config": {"3": {"head_dim": 128}}}, "per_layer_config"),
     ],

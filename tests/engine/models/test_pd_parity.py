@@ -5,11 +5,13 @@ KV is laid out in different ways: windows in groups of their own, reordered head
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.models.checkpoint import load_model_config
+from engine.node.speculative_settings import parse_speculative_config
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
 from tests.engine.models.parity_cases import prompts
@@ -20,6 +22,14 @@ from tests.engine.models.quantised_checkpoints import (
 )
 from tests.engine.models.reference_models import GreedyAnswers, reference
 
+NGRAMS = parse_speculative_config(
+    '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
+)
+DRAFTED = frozenset(
+    {"mimo_v2", "gemma4", "gemma4_experts", "gemma4_shared", "laguna", "ministral3", "mistral4"}
+)
+"""Families whose decode nodes draft."""
+
 
 @pytest.mark.parametrize(
     ("family", "transports", "tp_size", "block_sizes"),
@@ -27,6 +37,9 @@ from tests.engine.models.reference_models import GreedyAnswers, reference
         ("gemma3", "stream", 2, (16, 32)),
         ("mimo_v2", "stream", 2, (16, 64)),
         ("gemma4", "cuda_ipc,stream", 2, (16, 32)),
+        ("gemma4_experts", "stream", 2, (16, 32)),
+        ("gemma4_shared", "stream", 2, (32, 16)),
+        ("mistral4", "cuda_ipc,stream", 2, (16, 32)),
         ("laguna", "stream", 1, (32, 16)),
         ("deepseek_v3_yarn", "stream", 2, (16, 64)),
         ("deepseek_v2", "cuda_ipc,stream", 1, (32, 16)),
@@ -38,10 +51,14 @@ from tests.engine.models.reference_models import GreedyAnswers, reference
 def test_two_nodes_equal_transformers(
     family: str, transports: str, tp_size: int, block_sizes: tuple[int, int], checkpoints: Path
 ) -> None:
-    """Prefill nodes may have more ranks, other blocks, and their experts on different ranks."""
+    """Prefill nodes may have more ranks, other blocks, and their experts on different ranks; decode
+    nodes may guess by n-grams."""
     folder = checkpoints / family
     spreads = family == "deepseek_v3_yarn"
-    check_two_nodes(folder, folder, transports, tp_size, block_sizes, spreads_experts=spreads)
+    check_two_nodes(
+        folder, folder, transports, tp_size, block_sizes,
+        spreads_experts=spreads, drafts=family in DRAFTED,
+    )  # fmt: skip
 
 
 def test_two_nodes_on_fp8_weights_equal_transformers_on_plain_ones(
@@ -61,6 +78,7 @@ def check_two_nodes(
     block_sizes: tuple[int, int],
     *,
     spreads_experts: bool = False,
+    drafts: bool = False,
 ) -> None:
     """`plain` has the weights of `folder` as transformers reads them."""
     with ExitStack() as stack:
@@ -78,8 +96,12 @@ def check_two_nodes(
                 kv_transfer=kv,
                 spreads_experts=spreads_experts and ranks > 1,
             )
+            if drafts and role == "kv_consumer":
+                config = replace(config, decode_query_len=3, speculative=NGRAMS)
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)
         asked = {str(index): prompt for index, prompt in enumerate(prompts())}
         hand_over(*nodes, asked, GreedyAnswers(reference(plain)))
-        assert nodes[1].core.stats().prompt_tokens_computed == 0
+        stats = nodes[1].core.stats()
+        assert stats.prompt_tokens_computed == 0
+        assert (stats.drafts.num_draft_tokens > 0) == drafts

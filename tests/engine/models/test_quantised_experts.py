@@ -303,7 +303,7 @@ def test_what_no_kernel_takes_is_dequantised(
     place = ParallelPlace(range(1), FakeGroup(0, 1))
 
     def method(on: str, kind: torch.dtype, how: Fp8Scheme) -> ExpertMethod:
-        return choice.expert_method(Shard(place, kind, torch.device(on)), how)
+        return choice.expert_method(Shard(place, kind, torch.device(on)), how, None)
 
     assert isinstance(method(device, dtype, scheme), PlainExperts)
     taken = Fp8Scheme(scales="block", block=(128, 128))

@@ -50,17 +50,17 @@ def _write_strips(
     STRIPS: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
 ) -> None:
     """Writes [ROWS, COLS] of the outputs `col`, and of two strips those behind, [COLS, ROWS]."""
     write_pairs(
         acc, second, pair, col, out, bias, of_part, pair_weights, num_pairs, num_outputs,
-        limit, alpha, GATED, HAS_BIAS, CLAMPED,
+        limit, alpha, GATED, HAS_BIAS, GATE,
     )  # fmt: skip
     if STRIPS > 1:
         write_pairs(
             next_acc.T, next_second.T, pair, col + col.shape[0], out, bias, of_part, pair_weights,
-            num_pairs, num_outputs, limit, alpha, GATED, HAS_BIAS, CLAMPED,
+            num_pairs, num_outputs, limit, alpha, GATED, HAS_BIAS, GATE,
         )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def expert_tile(
     STRIPS: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     WAITS: tl.constexpr,
@@ -174,12 +174,12 @@ def expert_tile(
     if finishes:
         _write_strips(
             acc, second, next_acc, next_second, pair, col, out, bias, of_part, pair_weights,
-            num_pairs, num_outputs, limit, alpha, STRIPS, GATED, HAS_BIAS, CLAMPED,
+            num_pairs, num_outputs, limit, alpha, STRIPS, GATED, HAS_BIAS, GATE,
         )  # fmt: skip
         if EXTRA > 0:  # noqa: SIM102
             if has_extra:
                 _write_strips(
                     acc2.T, second2.T, next_acc2, next_second2, pair2, col, out, bias, of_part,
                     pair_weights, num_pairs, num_outputs, limit, alpha,
-                    STRIPS, GATED, HAS_BIAS, CLAMPED,
+                    STRIPS, GATED, HAS_BIAS, GATE,
                 )  # fmt: skip

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.arrival_counts import MAX_TILES, arrival_counts
 from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
@@ -76,7 +76,7 @@ def fp4_expert_gemm_kernel(
     BY_PAIR: tl.constexpr,
     OVERLAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     WAITS: tl.constexpr,
@@ -111,7 +111,7 @@ def fp4_expert_gemm_kernel(
             col_tile * COLS, num_pairs, num_outputs, inner, x_stride, num_tile_rows,
             num_tile_columns, limit, alpha, TOP_K, ROWS, COLS, DEPTH, SPLITS, BY_WARP, EXTRA,
             SPARES_EXTRA, UNROLL, STRIPS,
-            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
+            GATED, HAS_BIAS, GATE, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
         )  # fmt: skip
     else:
         expert_tile(
@@ -119,7 +119,7 @@ def fp4_expert_gemm_kernel(
             col_tile * COLS, num_pairs, num_outputs, inner, x_stride, num_tile_rows,
             num_tile_columns, limit, alpha, TOP_K, ROWS, COLS // 2, DEPTH, SPLITS, BY_WARP,
             EXTRA, SPARES_EXTRA, UNROLL, STRIPS,
-            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
+            GATED, HAS_BIAS, GATE, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
         )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def fp4_experts(
     fixed_order: bool = False,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     summed: bool = True,
     f13: Tensor | None = None,
     f2: Tensor | None = None,
@@ -169,7 +169,7 @@ def fp4_expert_gemm(
     out: Tensor,
     tuning: ExpertTuning,
     bias: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     factors: Tensor | None = None,
 ) -> None:
     """Computes one of the two GEMMs; the first where the weight has two parts.
@@ -211,7 +211,7 @@ def fp4_expert_gemm(
         num_tile_rows,
         num_tile_columns,
         row_tiles,
-        *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
+        *gate_arguments(gate),
         TOP_K=rows.experts.shape[1],
         COLS=tuning.cols,
         DEPTH=tuning.depth,
@@ -224,7 +224,7 @@ def fp4_expert_gemm(
         HALF_LAST=_halves_last(tuning, rows, num_tile_rows),
         GATED=num_parts == 2,
         HAS_BIAS=bias is not None,
-        CLAMPED=gate is not None,
+        GATE=gate_code(gate),
         EVEN=x.shape[1] % tuning.depth == 0,
         **operand_constants(x, weight, tuning.num_warps),
         **constants,

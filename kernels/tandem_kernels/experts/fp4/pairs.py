@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.arrival_counts import arrival_counts
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_tuning import ExpertTuning
@@ -150,7 +150,7 @@ def fp4_pair_gemm_kernel(
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     BY_WARP: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
@@ -229,7 +229,7 @@ def fp4_pair_gemm_kernel(
             of_col = bias + expert.to(tl.int64) * width + col
             gates += tl.load(of_col, mask=real, other=0.0).to(tl.float32)
             ups += tl.load(of_col + num_outputs, mask=real, other=0.0).to(tl.float32)
-        total = activated(gates, ups, limit, alpha, CLAMPED)
+        total = activated(gates, ups, limit, alpha, GATE)
     else:
         total = sum_of_pairs(
             sums, bias, pair_weights, experts, row_of_out, col, real, width, num_pairs,
@@ -250,7 +250,7 @@ def fp4_pair_gemm(
     out: Tensor,
     tuning: ExpertTuning,
     bias: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     choice: TokenChoice | None = None,
     *,
     adds: bool = False,
@@ -295,7 +295,7 @@ def fp4_pair_gemm(
         x.stride(0),
         num_tile_rows,
         num_tile_columns,
-        *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
+        *gate_arguments(gate),
         1.0 if choice is None else choice.scaling,
         TOP_K=top_k,
         ROWS=tuning.rows,
@@ -304,7 +304,7 @@ def fp4_pair_gemm(
         SPLITS=tuning.splits,
         GATED=num_parts == 2,
         HAS_BIAS=bias is not None,
-        CLAMPED=gate is not None,
+        GATE=gate_code(gate),
         **operand_constants(x, weight, tuning.num_warps),
         **_constants_of(choice),
         WARPS=tuning.num_warps,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.device import gpu_name
-from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.experts.expert_tuning import ExpertShape
 from tandem_kernels.experts.fp4.pair_shapes import format_of, fp4_pair_tunings
 from tandem_kernels.experts.fp4.pairs import TokenChoice, fp4_pair_gemm
@@ -29,7 +29,7 @@ def fp4_routed_experts(
     scaling: float = 1.0,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: GateForm | None = None,
     f13: Tensor | None = None,
     f2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

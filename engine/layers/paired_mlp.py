@@ -1,0 +1,46 @@
+"""A dense feed-forward block and a mixture of experts beside each other. Source: Gemma 4 (Google,
+2026).
+
+    x ─┬─ norm ─ dense ─────────── norm ─┐
+       ├─ norm ─ router ─┐              (+)─ norm ─▶ residual stream
+       └─ norm ─ experts ┴──────── norm ─┘
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engine.layers.mlp import GatedMLP
+from engine.layers.norm import RMSNorm
+from engine.layers.residual import ResidualStream
+from engine.layers.sparse_mlp import SparseMLP
+
+
+class PairedMLP(nn.Module):
+    """Adds the norm of the sum of what both blocks make of the stream, each with a norm of its own.
+
+    Args:
+        sparse: Norms its inputs itself.
+        norms: Of what the dense block gives, and of what the experts give.
+        norm: Of their sum.
+    """
+
+    def __init__(
+        self, dense: GatedMLP, sparse: SparseMLP, norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
+    ) -> None:
+        super().__init__()
+        self.dense, self.sparse = dense, sparse
+        self.dense_norm, self.sparse_norm = norms
+        self.norm = norm
+
+    def forward(self, stream: ResidualStream, norm: RMSNorm | None, slot_mapping: Tensor) -> None:
+        """Computes the blocks; `norm` is that of what the dense one reads. `slot_mapping` [T]
+        int64; -1: padding, which no expert computes."""
+        dense = self.dense.partial(stream.read_rows(norm, self.dense.input_form))
+        routed = self.sparse.routed(stream.read(None), slot_mapping)
+        group = self.sparse.group
+        if group.size > 1:
+            both = group.all_reduce(torch.cat((dense, routed)))
+            dense, routed = both[: len(dense)], both[len(dense) :]
+        stream.add(self.norm(self.dense_norm(dense) + self.sparse_norm(routed)))

@@ -1,0 +1,45 @@
+"""What tokens are to a decoder: the stream's first rows, and what its layers read by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.layers.layer_inputs import LayerInput, LayerInputs
+from engine.layers.shard import Shard
+from engine.models.specs.dense import DenseSpec
+
+
+def scaled(embedded: Tensor, spec: DenseSpec) -> Tensor:
+    """Returns rows of the embedding, [T, H], as the stream begins with them."""
+    if spec.scales_embedding:
+        embedded = embedded * torch.tensor(spec.hidden_size**0.5, dtype=embedded.dtype)
+    return embedded if spec.stream_scale == 1.0 else embedded * spec.stream_scale
+
+
+def layer_inputs(model: ModelConfig, spec: DenseSpec, shard: Shard) -> LayerInputs | None:
+    """Returns what makes the inputs of single layers, not yet loaded; None: they have none."""
+    if spec.layer_input_size == 0:
+        return None
+    sizes = model.num_layers, spec.layer_input_size, spec.hidden_size
+    return LayerInputs(spec.layer_input_vocab, *sizes, spec.rms_norm_eps, shard.at("model"))
+
+
+def layer_input(spec: DenseSpec, shard: Shard) -> LayerInput | None:
+    """Returns what reads a layer's own input, not yet loaded; None: it has none."""
+    if spec.layer_input_size == 0:
+        return None
+    return LayerInput(spec.layer_input_size, spec.hidden_size, spec.rms_norm_eps, shard)
+
+
+def inputs_by_layer(
+    inputs: LayerInputs | None, input_ids: Tensor, embedded: Tensor, num_layers: int
+) -> Sequence[Tensor | None]:
+    """Returns each layer's own input, [T, P]; None: it has none."""
+    if inputs is None:
+        return (None,) * num_layers
+    found: Tensor = inputs(input_ids, embedded)
+    return found.unbind(1)

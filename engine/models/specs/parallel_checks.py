@@ -1,0 +1,59 @@
+"""Finds what the ranks of an engine cannot share of a model. All raise `CheckpointError`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.config import ModelConfig, ParallelConfig
+from engine.models.errors import CheckpointError
+
+
+def check_experts(model: ModelConfig, parallel: ParallelConfig, num_experts: int) -> None:
+    """Refuses more ranks than a layer has experts, where each has some as a whole."""
+    num_sharing = parallel.num_ranks // parallel.pipeline_parallel_size
+    if parallel.enable_expert_parallel and 0 < num_experts < num_sharing:
+        raise CheckpointError(
+            model.path,
+            f"has {num_experts} experts in a layer, which {num_sharing} ranks cannot share as a "
+            "whole",
+            "start fewer ranks, or without --enable-expert-parallel",
+        )
+
+
+def check_one_stage(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuses stages of a pipeline, for a model whose layers need more than what the one before
+    gives."""
+    if parallel.pipeline_parallel_size > 1:
+        raise CheckpointError(
+            model.path,
+            "has layers that attend to keys of others, or embeddings of their own, which stages of "
+            "a pipeline would not have",
+            "start it with pipeline_parallel_size 1",
+        )
+
+
+def check_counts(
+    model: ModelConfig, parallel: ParallelConfig, counts: Iterable[tuple[int, str]]
+) -> None:
+    """Refuses ranks that cannot share what there are so many of, of a name each, evenly."""
+    tp_size = parallel.tensor_parallel_size
+    for count, name in counts:
+        if count % tp_size:
+            raise CheckpointError(
+                model.path,
+                f"has {count} {name}, which {tp_size} tensor-parallel ranks cannot share evenly",
+                "choose a tensor_parallel_size that divides them",
+            )
+
+
+def check_kv_heads(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuses ranks that can neither share key/value heads evenly nor repeat them."""
+    tp_size = parallel.tensor_parallel_size
+    for count in (heads.num_kv_heads for heads in model.kinds_of_heads):
+        if count % tp_size and tp_size % count:
+            raise CheckpointError(
+                model.path,
+                f"has {count} key/value heads, which {tp_size} tensor-parallel ranks can neither "
+                "share nor repeat evenly",
+                "choose a tensor_parallel_size that divides them or is a multiple of them",
+            )

@@ -1,0 +1,35 @@
+"""The activation of gated blocks where it is not SiLU, as a value that has no need of Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GateKind = Literal["silu", "clamped", "gelu_tanh", "limited"]
+_KINDS: tuple[GateKind, ...] = ("silu", "clamped", "gelu_tanh", "limited")
+
+
+@dataclass(frozen=True, slots=True)
+class GateForm:
+    """Describes what is made of a gate and of what it lets through.
+
+    clamped     (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within
+                +-`limit` (OpenAI, gpt-oss, 2025)
+    gelu_tanh   gelu(gate) * up, by its tanh formula (Gemma)
+    limited     silu(gate) * up, silu(gate) at most `limit`, up within +-`limit` (StepFun,
+                Step-3.5-Flash, 2026)
+    """
+
+    kind: GateKind
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+def gate_arguments(gate: GateForm | None) -> tuple[float, float]:
+    """Returns (limit, alpha) for a kernel; None: SiLU."""
+    return (0.0, 0.0) if gate is None else (gate.limit, gate.alpha)
+
+
+def gate_code(gate: GateForm | None) -> int:
+    """Returns the number by which kernels know a kind; None: SiLU."""
+    return 0 if gate is None else _KINDS.index(gate.kind)
