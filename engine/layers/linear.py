@@ -31,7 +31,7 @@ from engine.layers.methods.choice import column_method, gate_up_method, qkv_meth
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, UnscaledProduct
-from engine.layers.shard import CheckpointWeight, Shard, nothing_of
+from engine.layers.shard import CheckpointWeight, Shard, nothing_of, unread
 from kv_transfer.layout import NO_HEADS, HeadRange
 
 GateForm = Literal["none", "paired", "apart", "per_head"]
@@ -198,6 +198,31 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         launch computes all that; else None. Not for layers with gates, nor where values are
         narrower than keys."""
         return self.method.project_heads(self, x, places)
+
+    def cut_weights(self, prefix: str, num_ranks: int) -> Iterator[CheckpointWeight]:
+        """Lists the checkpoint's tensors where each of `num_ranks` ranks, whoever we are, has one
+        of its own, `prefix`.RANK, with its parts of all projections behind each other."""
+        sizes = [part.total // num_ranks for part in self.parts]
+        shape = sum(sizes), self.input_size
+        unseen, row, before = set(range(num_ranks)), 0, 0
+        for part, size in zip(self.parts, sizes, strict=True):
+            for rank in range(num_ranks):
+                start = max(part.start, rank * size)
+                count = min(part.start + part.count, (rank + 1) * size) - start
+                if count <= 0:
+                    continue
+                own = start - part.start
+                rows = slice(row + own, row + own + count)
+                order = None if part.order is None else part.order[own : own + count] - own
+                at = LinearPart(
+                    f"{prefix}.{rank}", shape, 0, before + start - rank * size, rows, order
+                )
+                yield from self.method.checkpoint_weights(self, at)
+                unseen.discard(rank)
+            row, before = row + part.count, before + size
+        for rank in sorted(unseen):
+            nothing = LinearPart(f"{prefix}.{rank}", shape, 0, 0, slice(0, 1))
+            yield from map(unread, self.method.checkpoint_weights(self, nothing))
 
 
 def repeated(order: Tensor, num_heads: int) -> Tensor:

@@ -112,7 +112,9 @@ class DecoderLayer(nn.Module):
         elif isinstance(self.self_attn, LatentAttentionBlock):
             yield from self.self_attn.checkpoint_weights(attention)
         else:
-            yield from self.self_attn.checkpoint_weights(attention, is_fused=spec.fused_qkv)
+            yield from self.self_attn.checkpoint_weights(
+                attention, is_fused=spec.fused_qkv, cut_for=spec.projection_ranks
+            )
         yield from mlp_weights(self.mlp, spec, prefix)
         if self.input is not None:
             yield from self.input.checkpoint_weights(prefix)

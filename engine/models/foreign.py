@@ -13,7 +13,6 @@ _MAMBA2 = "layers with a Mamba2 state"
 _ENCODER = "it encodes its input and has no decoder alone"
 _LLAMA, _DEEPSEEK = "LlamaForCausalLM", "DeepseekV3ForCausalLM"
 _PARALLEL = "attention and feed-forward block side by side, and norms that subtract the mean"
-_HEADS_BY_LAYER = "numbers of heads that differ by layer, windows, and gates of heads"
 _OLD_DECODER = "learned or other positions, norms that subtract the mean, and no gate"
 DIFFERENCES = {
     "apertus": (_LLAMA, "a feed-forward block without a gate (xIELU)"),
@@ -70,10 +69,6 @@ DIFFERENCES = {
     "longcat_flash": (_DEEPSEEK, "two blocks of attention a layer, and experts that do nothing"),
     "mamba": (_LLAMA, _MAMBA),
     "mamba2": (_LLAMA, _MAMBA2),
-    "mimo_v2": (
-        "MiMoV2FlashForCausalLM",
-        "queries, keys and values in one tensor, cut for four ranks",
-    ),
     "minimax": ("MixtralForCausalLM", "layers with a state of lightning attention"),
     "minimax_m3_vl": ("MiniMaxM2ForCausalLM", "blocks of tokens chosen by index keys"),
     "mllama": (_LLAMA, "layers that attend to an image"),
@@ -89,8 +84,6 @@ DIFFERENCES = {
     "stablelm": (_LLAMA, "norms that subtract the mean"),
     "starcoder2": ("MistralForCausalLM", "norms that subtract the mean, and no gate"),
     "step3_text": ("Qwen3MoeForCausalLM", "queries from a latent that all heads share"),
-    "step3p5": ("Qwen3MoeForCausalLM", _HEADS_BY_LAYER),
-    "step3p7": ("Qwen3MoeForCausalLM", _HEADS_BY_LAYER),
     "t5": ("", _ENCODER),
     "vaultgemma": ("Gemma2ForCausalLM", "no norms behind the blocks"),
     "whisper": ("", _ENCODER),

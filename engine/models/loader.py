@@ -18,6 +18,7 @@ import torch
 
 from engine.config import EngineConfig, ModelConfig
 from engine.layers.shard import FLOATS, CheckpointWeight, TensorSlice
+from engine.models.cut_projections import cut_projections
 from engine.models.dummy_weights import fill_dummy
 from engine.models.errors import CheckpointError
 from engine.models.fill_jobs import fill_jobs
@@ -98,6 +99,8 @@ def load_weights(
             files = files_of(config.model)
             if is_tower:
                 files.take_tower()
+            if num_ranks := config.model.spec.get("projection_ranks", 0):
+                files.tensors = cut_projections(files.tensors, num_ranks)
             if (experts := model.stackable_experts) is not None:
                 files.tensors = unstacked(files.tensors, experts)
             _take_tied_head(files, wanted)

@@ -32,7 +32,7 @@ from engine.models.specs.granite import GraniteSpec
 from engine.models.specs.hunyuan import HYV3Spec
 from engine.models.specs.laguna import LagunaSpec
 from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec, TeleChat3Spec
-from engine.models.specs.mimo import MiMoV2Spec
+from engine.models.specs.mimo import MiMoV2Spec, MiMoV25Spec
 from engine.models.specs.minimax import MiniMaxM2Spec
 from engine.models.specs.mistral import Ministral3Spec, MistralSpec
 from engine.models.specs.mistral_latent import Mistral4Spec
@@ -72,6 +72,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "LlamaForCausalLM": LlamaSpec,
     "MiMoForCausalLM": MiMoSpec,
     "MiMoV2FlashForCausalLM": MiMoV2Spec,
+    "MiMoV2ForCausalLM": MiMoV25Spec,
     "MiniMaxM2ForCausalLM": MiniMaxM2Spec,
     "Ministral3ForCausalLM": Ministral3Spec,
     "Mistral4ForCausalLM": Mistral4Spec,

@@ -204,12 +204,17 @@ class AttentionBlock(nn.Module):
         heads = self.attention.write(qkv, kv_cache, inputs, q_weight, k_weight, self.eps)
         return heads, gates
 
-    def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
+    def checkpoint_weights(
+        self, prefix: str, *, is_fused: bool, cut_for: int = 0
+    ) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `is_fused` says that queries, keys and values are one
-        tensor.
+        tensor, `cut_for` that each of so many ranks has one.
         """
         names = ("qkv_proj",) if is_fused else self.qkv_proj.names
-        yield from self.qkv_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
+        if cut_for > 0:
+            yield from self.qkv_proj.cut_weights(f"{prefix}.qkv_proj", cut_for)
+        else:
+            yield from self.qkv_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
         if self.sinks is not None:
             first, total = self.heads

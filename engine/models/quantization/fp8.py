@@ -4,10 +4,18 @@ and `mxfp8`. `--quantization fp8` needs nothing from the checkpoint."""
 from __future__ import annotations
 
 from engine.models.quantization.fields import Fields
-from engine.quantization import Activations, Fp8Scheme, Mxfp8Scheme, Quantization, SchemeRule
+from engine.quantization import (
+    Activations,
+    Fp8Scheme,
+    Mxfp4Scheme,
+    Mxfp8Scheme,
+    Quantization,
+    SchemeRule,
+)
 
 LM_HEAD = "lm_head"
 """Never quantised by these methods, listed or not."""
+_EXPERTS = "mlp.experts"
 
 ONLINE = Quantization(
     method="fp8",
@@ -37,9 +45,14 @@ def read_fp8(fields: Fields) -> Quantization:
         scale_name="weight_scale_inv" if block else "weight_scale",
     )
     listed = fields.names("modules_to_not_convert") + fields.names("ignored_layers")
+    rules: tuple[SchemeRule, ...] = (SchemeRule(("Linear",), scheme),)
+    if fields.choice("store_dtype", "", "mxfp4"):
+        # MiMo-V2.6: experts alone.
+        fields.expect("mxfp4_block_size", 32)
+        rules = (SchemeRule((_EXPERTS,), Mxfp4Scheme("modelopt")), *rules)
     return Quantization(
         method="fp8",
-        rules=(SchemeRule(("Linear",), scheme),),
+        rules=rules,
         ignored=(*listed, LM_HEAD),
         kv_cache="fp8" if kv_cache else None,
     )

@@ -85,6 +85,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             `engine.layers.linear.GateForm`.
         sink_layers: Layers whose query heads each have an attention sink; see `AttentionSpec`.
         shared_projections: Layers whose values are projected by the weights of their keys.
+        projection_ranks: The checkpoint has projections of attention cut for so many ranks; see
+            `engine.models.cut_projections`. 0: they are not cut.
         value_scale: Multiplies values.
         head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
             ranks together, or none.
@@ -145,6 +147,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     output_gate: OutputGate = "none"
     sink_layers: tuple[int, ...] = ()
     shared_projections: tuple[int, ...] = ()
+    projection_ranks: int = 0
     value_scale: float = 1.0
     head_norm: HeadNorm = "none"
     num_extra_layers: int = 0

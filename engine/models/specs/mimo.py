@@ -33,6 +33,7 @@ class MiMoV2Spec(WindowedSpec, frozen=True, kw_only=True):
     full_layer_every: ClassVar[int] = _FULL_EVERY
     num_dense: ClassVar[int | None] = 1
     default_v_head_dim: ClassVar[int] = 128
+    default_layout: ClassVar[str] = "split"
     other_weights: ClassVar[tuple[str, ...]] = ("model.mtp.",)
 
     @classmethod
@@ -79,11 +80,15 @@ class MiMoV2Spec(WindowedSpec, frozen=True, kw_only=True):
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
-        if file.attention_projection_layout not in (None, "split"):
+        layout = file.attention_projection_layout or cls.default_layout
+        if layout not in ("split", "fused_qkv"):
+            raise UnsupportedField("attention_projection_layout", repr(layout))
+        if layout == "fused_qkv" and any(
+            heads.num_heads % file.num_kv_heads or heads.num_kv_heads % file.num_kv_heads
+            for heads in cls.read_heads(file)
+        ):
             raise UnsupportedField(
-                "attention_projection_layout",
-                f"{file.attention_projection_layout!r}: queries, keys and values in one tensor",
-                "use a release whose projections are apart",
+                "num_key_value_heads", f"projections cut for {file.num_kv_heads} ranks"
             )
         more = super().read_more(file, max_model_len)
         local = set(more["window_layers"])
@@ -94,7 +99,18 @@ class MiMoV2Spec(WindowedSpec, frozen=True, kw_only=True):
         scale = file.attention_value_scale
         return {
             **more,
+            "projection_ranks": file.num_kv_heads if layout == "fused_qkv" else 0,
             "sink_layers": tuple(i for i in range(file.num_hidden_layers) if has_sinks[i in local]),
             "value_scale": _VALUE_SCALE if scale is msgspec.UNSET else scale or 1.0,
             "experts": sigmoid_experts(file, cls.num_dense or 0),
         }
+
+
+class MiMoV25Spec(MiMoV2Spec, frozen=True, kw_only=True):
+    """MiMo-V2-Flash with projections in one tensor, cut for as many ranks as layers that see
+    everything have KV heads, beside encoders of images and sound."""
+
+    default_layout: ClassVar[str] = "fused_qkv"
+    other_weights: ClassVar[tuple[str, ...]] = (
+        "model.mtp.", "visual.", "audio_encoder.", "speech_embeddings.",
+    )  # fmt: skip

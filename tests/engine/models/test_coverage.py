@@ -24,11 +24,12 @@ ELSEWHERE = {
     "MistralLarge3ForCausalLM",
     "MistralNativeForCausalLM",
     "Kimi_K25ForConditionalGeneration",
+    "MiMoV2ForCausalLM",
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
 }
-"""`test_wrappers` and `test_mistral_params` make these of another family's checkpoint, and compare
-them with it."""
+"""`test_wrappers`, `test_mistral_params` and `test_cut_projections` make these of another family's
+checkpoint, and compare them with it."""
 
 
 @pytest.mark.parametrize("name", sorted([*MODELS, *WRAPPERS]))

@@ -132,6 +132,15 @@ PUBLISHED = {
         {1: (128, 64, 64, 64, 64, 64), 8: (64, 64, 64, 64, 64, 64)},
         {"value_scale": 0.707, "sink_layers": 39},
     ),
+    "mimo_v2_5": Published(
+        MIMO
+        | {"architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2"}
+        | {"rope_theta": 10000000, "attention_projection_layout": "fused_qkv"},
+        {FULL: heads(64, 4, 192, 128), WINDOW: heads(64, 8, 192, 128)},
+        {(None, 9): 4 * (192 + 128) * 2, (129, 39): 8 * (192 + 128) * 2},
+        {1: (128, 64, 64, 64, 64, 64), 8: (64, 64, 64, 64, 64, 64)},
+        {"value_scale": 0.707, "projection_ranks": 4},
+    ),
     "laguna_xs": Published(
         LAGUNA,
         {FULL: heads(48, 8, 128, 128), WINDOW: heads(64, 8, 128, 128)},
@@ -271,7 +280,7 @@ def test_what_laguna_cannot_mean_is_refused_by_name(
         ({"swa_num_attention_heads": -64}, "num_key_value_heads"),
         ({"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern"),
         ({"moe_layer_freq": [0, 1]}, "moe_layer_freq"),
-        ({"attention_projection_layout": "fused_qkv"}, "attention_projection_layout"),
+        ({"attention_projection_layout": "by_head"}, "attention_projection_layout"),
     ],
     ids=str,
 )
