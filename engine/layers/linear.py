@@ -33,6 +33,7 @@ from engine.layers.residual import ResidualStream
 from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of, unread
 from kv_transfer.layout import NO_HEADS, HeadRange
+from tandem_kernels import ops
 
 GateForm = Literal["none", "paired", "apart", "per_head"]
 """Says where a checkpoint has the gates of query heads: behind each of them, or as a projection of
@@ -109,16 +110,26 @@ class ReplicatedLinear(MergedColumnParallelLinear):
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """[T, hidden] -> [T, I / ranks]: activation(gate) * up, where the activation is SiLU, or GELU
-    by its tanh formula. Source: Shazeer, GLU Variants (arXiv 2002.05202)."""
+    by its tanh formula. Source: Shazeer, GLU Variants (arXiv 2002.05202).
+
+    Args:
+        limit: See `tandem_kernels.reference.elementwise.limited_silu_and_mul`; 0: there is none.
+    """
 
     method_for = staticmethod(gate_up_method)
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, shard: Shard, *, is_gelu: bool = False
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        shard: Shard,
+        *,
+        is_gelu: bool = False,
+        limit: float = 0.0,
     ) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
         super().__init__(hidden_size, (part, part), shard, names=("gate_proj", "up_proj"))
-        self.is_gelu = is_gelu
+        self.is_gelu, self.limit = is_gelu, limit
 
     def forward(self, x: Rows) -> Tensor:
         activated = self.activated(x, None)
@@ -128,6 +139,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     def activated(self, x: Rows, form: RowForm | None) -> Rows:
         """Returns the activation, [T, I / ranks], in `form`: the `input_form` of the layer that
         reads it."""
+        if self.limit > 0.0:
+            return ops.limited_silu_and_mul(self.method.apply_rows(self, x), self.limit)
         return self.method.gate_up_rows(self, x, form, self.is_gelu)
 
 
@@ -200,8 +213,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         return self.method.project_heads(self, x, places)
 
     def cut_weights(self, prefix: str, num_ranks: int) -> Iterator[CheckpointWeight]:
-        """Lists the checkpoint's tensors where each of `num_ranks` ranks, whoever we are, has one
-        of its own, `prefix`.RANK, with its parts of all projections behind each other."""
+        """Lists the checkpoint's tensors where it has one for each rank of some other node with
+        `num_ranks`, `prefix`.RANK, with the rank's parts of all projections behind each other."""
         sizes = [part.total // num_ranks for part in self.parts]
         shape = sum(sizes), self.input_size
         unseen, row, before = set(range(num_ranks)), 0, 0

@@ -18,6 +18,7 @@ class GatedMLP(nn.Module):
 
     Args:
         is_gelu: The activation is GELU by its tanh formula, not SiLU.
+        limit: See `GateUpParallelLinear`.
         norm: Of what is added; None: none.
     """
 
@@ -28,11 +29,12 @@ class GatedMLP(nn.Module):
         shard: Shard,
         *,
         is_gelu: bool = False,
+        limit: float = 0.0,
         norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
         self.gate_up_proj = GateUpParallelLinear(
-            hidden_size, intermediate_size, shard, is_gelu=is_gelu
+            hidden_size, intermediate_size, shard, is_gelu=is_gelu, limit=limit
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard.at("down_proj"))
         self.norm = norm

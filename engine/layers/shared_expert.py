@@ -17,16 +17,23 @@ class SharedExpert(nn.Module):
 
     Args:
         has_gate: Its output counts by the sigmoid of a projection of the token.
+        limit: See `GateUpParallelLinear`.
     """
 
     gate: nn.Parameter | None
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, shard: Shard, *, has_gate: bool
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        shard: Shard,
+        *,
+        has_gate: bool,
+        limit: float = 0.0,
     ) -> None:
         super().__init__()
         self.deterministic = shard.gemms.deterministic
-        self.mlp = GatedMLP(hidden_size, intermediate_size, shard)
+        self.mlp = GatedMLP(hidden_size, intermediate_size, shard, limit=limit)
         self.gate = shard.parameter(1, hidden_size) if has_gate else None
 
     def forward(self, x: Tensor) -> Tensor:

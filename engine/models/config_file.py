@@ -94,7 +94,8 @@ class ConfigFile(msgspec.Struct):
     head_dim: int | None = None
     rms_norm_eps: float | None = None
     """Families differ in the default."""
-    rope_theta: float | None = None
+    rope_bases: float | list[float] | None = msgspec.field(default=None, name="rope_theta")
+    """A number for each layer is Step's form."""
     rope_local_base_freq: float | None = None
     rope_scaling: RopeFields | None = None
     rope_parameters: RopeFields | None = None
@@ -110,6 +111,7 @@ class ConfigFile(msgspec.Struct):
     final_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
     use_bidirectional_attention: bool | str | None = None
     partial_rotary_factor: float | None = None
+    partial_rotary_factors: list[float] | None = None
     original_max_position_embeddings: int | None = None
     sliding_window: int | msgspec.UnsetType | None = msgspec.UNSET
     use_sliding_window: bool = False
@@ -225,6 +227,26 @@ class ConfigFile(msgspec.Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
+
+    num_attention_groups: int | None = None
+    """Step's names: this one of `num_key_value_heads`."""
+    attention_other_setting: dict[str, object] | None = None
+    num_sliding_attention_heads: int | None = None
+    moe_layers_enum: str | list[int] | None = None
+    moe_top_k: int | None = None
+    share_expert_dim: int | None = None
+    share_expert_dims: int | None = None
+    moe_router_activation: str | None = None
+    moe_router_scaling_factor: float | None = None
+    norm_expert_weight: bool | None = None
+    use_moe_router_bias: bool | None = None
+    use_head_wise_attn_gate: bool | None = None
+    swiglu_limits: list[float | None] | None = None
+    swiglu_limits_shared: list[float | None] | None = None
+
+    @property
+    def rope_theta(self) -> float | None:
+        return None if isinstance(self.rope_bases, list) else self.rope_bases
 
     @property
     def num_kv_heads(self) -> int:

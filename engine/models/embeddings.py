@@ -1,4 +1,4 @@
-"""What tokens are to a decoder: the stream's first rows, and what its layers read by themselves."""
+"""Makes what a decoder reads of tokens: the stream's first rows, and inputs of single layers."""
 
 from __future__ import annotations
 

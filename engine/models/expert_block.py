@@ -26,9 +26,10 @@ def sparse_mlp(
     norm: RMSNorm | None = None,
     *,
     eps: float = 0.0,
+    index: int = 0,
 ) -> SparseMLP:
-    """Returns one layer's block, not yet loaded; `norm` is that of what it adds. `eps`: of norms
-    inside it."""
+    """Returns the block of layer `index`, not yet loaded; `norm` is that of what it adds. `eps`: of
+    norms inside it."""
     names = spec.names
     inner = shard.at(names.block)
     options = RouterOptions(
@@ -45,7 +46,11 @@ def sparse_mlp(
     shared = None
     if spec.shared_size:
         shared = SharedExpert(
-            hidden_size, spec.shared_size, inner.at(names.shared), has_gate=spec.shared_gate
+            hidden_size,
+            spec.shared_size,
+            inner.at(names.shared),
+            has_gate=spec.shared_gate,
+            limit=spec.dense_limit_of(index),
         )
     share = ExpertShare.of(spec.count, shard.place.expert_ranks)
     router_norm = input_norm = None
@@ -63,7 +68,7 @@ def sparse_mlp(
             (names.gate, names.up, names.down),
             biases=spec.biases,
             stacked=spec.stacked,
-            gate=_gate(spec),
+            gate=_gate(spec, spec.limit_of(index)),
         ),
         shared,
         inner,
@@ -72,9 +77,11 @@ def sparse_mlp(
     )
 
 
-def _gate(spec: ExpertSpec) -> GateForm | None:
+def _gate(spec: ExpertSpec, limit: float) -> GateForm | None:
     if spec.gelu:
         return GateForm("gelu_tanh")
+    if limit > 0.0:
+        return GateForm("limited", limit)
     return GateForm("clamped", spec.gate_limit, spec.gate_alpha) if spec.gate_limit else None
 
 
@@ -85,7 +92,7 @@ def mlp_block(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) -
     if experts is None or index in experts.dense_layers:
         return _dense_mlp(spec, index, shard, norm)
     if not experts.stands_beside_dense:
-        return sparse_mlp(spec.hidden_size, experts, shard, norm, eps=eps)
+        return sparse_mlp(spec.hidden_size, experts, shard, norm, eps=eps, index=index)
     assert norm is not None
     return PairedMLP(
         _dense_mlp(spec, index, shard, None),
@@ -101,6 +108,7 @@ def _dense_mlp(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) 
         spec.units_of(index),
         shard.at("mlp"),
         is_gelu=spec.activation == "gelu_tanh",
+        limit=0.0 if spec.experts is None else spec.experts.dense_limit_of(index),
         norm=norm,
     )
 

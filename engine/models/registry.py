@@ -46,6 +46,7 @@ from engine.models.specs.qwen_moe import Qwen2MoeSpec, Qwen3MoeSpec
 from engine.models.specs.sarvam import SarvamMlaSpec
 from engine.models.specs.seed_oss import SeedOssSpec
 from engine.models.specs.smollm3 import SmolLM3Spec
+from engine.models.specs.step import StepSpec
 from engine.models.wrappers import WRAPPERS, text_architecture
 
 MODELS: dict[str, type[ModelSpec]] = {
@@ -92,6 +93,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "SeedOssForCausalLM": SeedOssSpec,
     "SolarOpenForCausalLM": SolarOpenSpec,
     "SmolLM3ForCausalLM": SmolLM3Spec,
+    "Step3p5ForCausalLM": StepSpec,
     "TeleChat3ForCausalLM": TeleChat3Spec,
     "Qwen3NextForCausalLM": Qwen3NextSpec,
     "Qwen3_5ForCausalLM": Qwen35Spec,

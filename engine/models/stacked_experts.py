@@ -27,6 +27,8 @@ _IN_MEMORY = "mlp"
 
 
 _SCALES = re.compile(r"(gate_up_proj|down_proj)_(scale_inv|activation_scale)")
+_PROJECTION = re.compile(r"(.*\.experts)\.((?:gate|up|down)_proj\..*)")
+"""Step has a tensor of all experts for each projection, and scales alike."""
 _OF_TENSORS = {"scale_inv": "weight_scale", "activation_scale": "input_scale"}
 """Most publishers call scales of whole tensors so."""
 
@@ -74,6 +76,9 @@ def unstacked(
         if parent.endswith(".experts") and last in shapes and tensor.shape[1:] == wanted:
             for part, at in _parts(parent, tensor, projections[last], is_turned=is_turned):
                 found[_published(part, names.block)] = at
+        elif (whole := _PROJECTION.fullmatch(name)) and len(tensor.shape) == 3:
+            for part, at in _experts(whole[1], whole[2], tensor):
+                found[_published(part, names.block)] = at
         elif parent.endswith(".experts") and (scaled := _SCALES.fullmatch(last)):
             for part, at in _scales(parent, tensor, projections[scaled[1]], scaled[2]):
                 found[_published(part, names.block)] = at
@@ -101,6 +106,16 @@ def _parts(
     for (index, name), start in zip(names, starts, strict=False):
         part = replace(tensor, shape=(rows, columns), start=start, stop=start + size)
         yield f"{prefix}.{index}.{name}.weight", part
+
+
+def _experts(prefix: str, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors of single experts, which lie behind each other."""
+    count, *shape = tensor.shape
+    size = tensor.num_bytes // max(1, count)
+    for index in range(count):
+        start = tensor.start + index * size
+        part = replace(tensor, shape=tuple(shape), start=start, stop=start + size)
+        yield f"{prefix}.{index}.{name}", part
 
 
 def _scales(

@@ -20,7 +20,7 @@ import msgspec
 
 _VISION = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.",
-    "vision_embedder.", "embed_vision.",
+    "vision_embedder.", "embed_vision.", "vit_large_projector.",
 )  # fmt: skip
 _OTHERS = ("thinker.", "talker.", "code2wav.", "time_series.", "audio_tower.", "embed_audio.")
 """These are the other parts of a model that speaks (Qwen3-Omni), takes audio (Gemma 4), or reads
@@ -107,6 +107,7 @@ WRAPPERS = {
     "Qwen3VLMoeForConditionalGeneration": Wrapper(
         {"": "Qwen3MoeForCausalLM"}, {"norm_topk_prob": True, "rope_theta": 500_000.0}
     ),
+    "Step3p7ForConditionalGeneration": Wrapper({"": "Step3p5ForCausalLM"}),
     "Qwen3_5ForConditionalGeneration": Wrapper({"": "Qwen3_5ForCausalLM"}),
     "Qwen3_5MoeForConditionalGeneration": Wrapper({"": "Qwen3_5MoeForCausalLM"}),
 }

@@ -209,8 +209,13 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
             yield Case(
                 silu_and_mul.silu_and_mul_kernel,
                 f"{dtype} gelu={is_gelu}",
-                pointers,
-                {"BLOCK": 1024, "GELU": is_gelu, "OVERLAP": capability >= 90},
+                {**pointers, "limit": "fp32"},
+                {
+                    "BLOCK": 1024,
+                    "GELU": is_gelu,
+                    "LIMITED": not is_gelu,
+                    "OVERLAP": capability >= 90,
+                },
             )
 
 

@@ -208,7 +208,7 @@ class AttentionBlock(nn.Module):
         self, prefix: str, *, is_fused: bool, cut_for: int = 0
     ) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `is_fused` says that queries, keys and values are one
-        tensor, `cut_for` that each of so many ranks has one.
+        tensor, `cut_for` for how many ranks it is cut; 0: for none.
         """
         names = ("qkv_proj",) if is_fused else self.qkv_proj.names
         if cut_for > 0:

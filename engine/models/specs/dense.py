@@ -85,8 +85,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             `engine.layers.linear.GateForm`.
         sink_layers: Layers whose query heads each have an attention sink; see `AttentionSpec`.
         shared_projections: Layers whose values are projected by the weights of their keys.
-        projection_ranks: The checkpoint has projections of attention cut for so many ranks; see
-            `engine.models.cut_projections`. 0: they are not cut.
+        projection_ranks: The number of ranks that the checkpoint's projections of attention are cut
+            for; see `engine.models.cut_projections`. 0: they are not cut.
         value_scale: Multiplies values.
         head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
             ranks together, or none.
@@ -368,6 +368,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         """Yields what config.json asks for and this family does not have."""
         yield from size_faults(file, cls.may_have_dense_layers(file))
         yield from number_faults(file)
+        if isinstance(file.rope_bases, list):
+            yield UnsupportedField("rope_theta", "a number for each layer")
         activation = file.hidden_activation or file.hidden_act
         if ACTIVATIONS.get(activation) != cls.activation:
             yield UnsupportedField("hidden_act", repr(activation))

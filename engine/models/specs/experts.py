@@ -64,6 +64,9 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
         gate_limit, gate_alpha: See `tandem_kernels.elementwise.gate_form.GateForm`; limit 0:
             SiLU.
         gelu: The activation is GELU by its tanh formula, not SiLU.
+        limits: Of the activations of routed experts, a number a layer; see `GateForm`'s "limited".
+            0: there is none. Empty: no layer has one.
+        dense_limits: The same of shared experts, and of dense blocks.
     """
 
     count: int
@@ -84,7 +87,15 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
     gate_limit: float = 0.0
     gate_alpha: float = 0.0
     gelu: bool = False
+    limits: tuple[float, ...] = ()
+    dense_limits: tuple[float, ...] = ()
     names: ExpertNames = ExpertNames()
+
+    def limit_of(self, layer: int) -> float:
+        return self.limits[layer] if self.limits else 0.0
+
+    def dense_limit_of(self, layer: int) -> float:
+        return self.dense_limits[layer] if self.dense_limits else 0.0
 
     @property
     def stands_beside_dense(self) -> bool:

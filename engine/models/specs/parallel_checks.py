@@ -35,7 +35,7 @@ def check_one_stage(model: ModelConfig, parallel: ParallelConfig) -> None:
 def check_counts(
     model: ModelConfig, parallel: ParallelConfig, counts: Iterable[tuple[int, str]]
 ) -> None:
-    """Refuses ranks that cannot share what there are so many of, of a name each, evenly."""
+    """Refuses ranks that cannot share each count evenly; a name says what is counted."""
     tp_size = parallel.tensor_parallel_size
     for count, name in counts:
         if count % tp_size:

@@ -17,8 +17,10 @@ def silu_and_mul_kernel(
     out: tl.tensor,
     x_stride: tl.tensor,
     width: tl.tensor,
+    limit: tl.tensor,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    LIMITED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Writes, in program (t, j), columns j * BLOCK and on of row t."""
@@ -35,7 +37,11 @@ def silu_and_mul_kernel(
     steep = wide
     if GELU:
         steep = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-    activated = wide / (1.0 + tl.exp(-steep)) * up
+    activated = wide / (1.0 + tl.exp(-steep))
+    if LIMITED:
+        activated = tl.minimum(activated, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    activated = activated * up
     tl.store(out + row * width + column, activated.to(gate.dtype), mask=inside)
 
 
@@ -49,7 +55,12 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return _activate(x, is_gelu=True)
 
 
-def _activate(x: Tensor, *, is_gelu: bool) -> Tensor:
+def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
+    """See `reference.elementwise.limited_silu_and_mul`."""
+    return _activate(x, is_gelu=False, limit=limit)
+
+
+def _activate(x: Tensor, *, is_gelu: bool, limit: float = 0.0) -> Tensor:
     num_tokens, doubled = x.shape
     width = doubled // 2
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
@@ -62,8 +73,10 @@ def _activate(x: Tensor, *, is_gelu: bool) -> Tensor:
             out,
             x.stride(0),
             width,
+            limit,
             BLOCK=block,
             GELU=is_gelu,
+            LIMITED=limit > 0.0,
             OVERLAP=overlap,
             num_warps=4,
             **({"launch_pdl": True} if overlap else {}),

@@ -79,6 +79,14 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate.float(), approximate="tanh").mul_(up).to(x.dtype)
 
 
+def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
+    """Computes `silu_and_mul` of [T, 2I] -> [T, I] with silu(gate) at most `limit`, and what it is
+    multiplied by within +-`limit` (StepFun, Step-3.5-Flash, 2026)."""
+    gate, up = x.chunk(2, dim=-1)
+    activated = F.silu(gate.float()).clamp_(max=limit)
+    return activated.mul_(up.clamp(-limit, limit)).to(x.dtype)
+
+
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     """Computes `x * sigmoid(gate)`: x [T, I], gate [T, I], or [T, H] with a number for each I / H
     neighbours. The memory of `x` may be reused."""

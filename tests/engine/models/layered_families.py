@@ -9,6 +9,8 @@ from transformers import (
     LagunaForCausalLM,
     MiMoV2FlashConfig,
     MiMoV2FlashForCausalLM,
+    Step3p7Config,
+    Step3p7ForConditionalGeneration,
 )
 
 from tests.engine.models.family import YARN, Family
@@ -75,6 +77,32 @@ LAYERED_FAMILIES = {
         LagunaConfig,
         {**_LAGUNA, "gating": "per-element", "num_hidden_layers": 2}
         | {"num_attention_heads_per_layer": [4, 8], "layer_types": [_FULL, _WINDOW]},
+    ),
+    "step3p7": Family(
+        Step3p7ForConditionalGeneration,
+        Step3p7Config,
+        {
+            **_NO_TOKENS,
+            **_EXPERTS,
+            "head_dim": 16,
+            "num_sliding_attention_heads": 8,
+            "n_routed_experts": 10,
+            "share_expert_dim": 32,
+            "moe_router_scaling_factor": 1.5,
+            "sliding_window": 17,
+            "num_hidden_layers": 4,
+            "layer_types": [_FULL, _WINDOW] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "swiglu_limits": [None, None, 0.3, 0.2],
+            "swiglu_limits_shared": [None, 0.2, None, 0.3],
+            "rope_parameters": {
+                _FULL: {**YARN, "partial_rotary_factor": 0.5},
+                _WINDOW: {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+        norm_center=0.0,
+        vision={"width": 16, "heads": 2, "layers": 1, "image_size": 28, "patch_size": 14},
+        whole={"tie_word_embeddings": False},
     ),
     "mimo_v2": Family(
         MiMoV2FlashForCausalLM,

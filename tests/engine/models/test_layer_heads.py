@@ -82,6 +82,29 @@ GEMMA4_31B = {
     },
 }  # fmt: skip
 
+STEP = {
+    "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "vocab_size": 128896,
+    "hidden_size": 4096, "intermediate_size": 11264, "num_hidden_layers": 45,
+    "num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "sliding_window": 512,
+    "layer_types": [FULL, WINDOW, WINDOW, WINDOW] * 12, "num_nextn_predict_layers": 3,
+    "attention_other_setting": {
+        "attention_type": "sliding_attention", "num_attention_heads": 96,
+        "num_attention_groups": 8, "head_dim": 128, "true_head_dim": 128,
+    },
+    "rope_theta": [5000000.0, 10000.0, 10000.0, 10000.0] * 12,
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072,
+        "low_freq_factor": 1.0, "high_freq_factor": 32.0,
+    },
+    "yarn_only_types": [FULL], "use_head_wise_attn_gate": True, "moe_num_experts": 288,
+    "moe_top_k": 8, "moe_intermediate_size": 1280, "share_expert_dim": 1280,
+    "moe_layers_enum": ",".join(map(str, range(3, 45))), "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 3.0, "norm_expert_weight": True, "use_moe_router_bias": True,
+    "swiglu_limits": [0.0] * 43 + [7.0] * 2 + [0.0] * 3, "torch_dtype": "bfloat16",
+    "swiglu_limits_shared": [0.0] * 44 + [16.0] + [0.0] * 3,
+}  # fmt: skip
 _GEMMA4_TEXT = GEMMA4_31B["text_config"]
 GEMMA4_26B = GEMMA4_31B | {
     "text_config": _GEMMA4_TEXT  # type: ignore[operator]
@@ -140,6 +163,13 @@ PUBLISHED = {
         {(None, 9): 4 * (192 + 128) * 2, (129, 39): 8 * (192 + 128) * 2},
         {1: (128, 64, 64, 64, 64, 64), 8: (64, 64, 64, 64, 64, 64)},
         {"value_scale": 0.707, "projection_ranks": 4},
+    ),
+    "step3_5": Published(
+        STEP,
+        {FULL: heads(64, 8, 128, 128), WINDOW: heads(96, 8, 128, 128)},
+        {(None, 12): 8 * 256 * 2, (512, 33): 8 * 256 * 2},
+        {1: (64, 64, 64, 64), 8: (64, 64, 64, 64)},
+        {"output_gate": "per_head", "num_experts": 288, "num_extra_layers": 3},
     ),
     "laguna_xs": Published(
         LAGUNA,
@@ -271,6 +301,42 @@ def test_what_laguna_cannot_mean_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=named):
         model_of(LAGUNA | changes, tmp_path)
+
+
+def test_each_kind_of_step_rotates_by_itself(tmp_path: Path) -> None:
+    spec = spec_of(model_of(STEP, tmp_path))
+    assert isinstance(spec, DenseSpec) and spec.experts is not None
+    full, local = spec.rotary_of(0), spec.rotary_of(1)
+    assert (full.theta, full.dim, full.scaling is None) == (5_000_000.0, 64, False)
+    assert (local.theta, local.dim, local.scaling) == (10_000.0, 128, None)
+    assert spec.experts.dense_layers == (0, 1, 2)
+    limits = [(spec.experts.limit_of(i), spec.experts.dense_limit_of(i)) for i in (42, 43, 44)]
+    assert limits == [(0.0, 0.0), (7.0, 0.0), (7.0, 16.0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": [FULL] * 44}, "layer_types"),
+        ({"rope_theta": [1.0, 2.0, 3.0] * 15}, "rope_theta"),
+        ({"moe_layers_enum": "3,x"}, "moe_layers_enum"),
+        ({"attention_other_setting": {"num_attention_groups": 4}}, "attention_other_setting"),
+        ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate"),
+        ({"use_moe_router_bias": False}, "use_moe_router_bias"),
+        ({"moe_router_activation": "softmax"}, "moe_router_activation"),
+    ],
+    ids=str,
+)
+def test_what_step_cannot_mean_is_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        model_of(STEP | changes, tmp_path)
+
+
+def test_bases_by_layer_are_of_no_other_family(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="rope_theta"):
+        model_of(MIMO | {"rope_theta": [1.0] * 48}, tmp_path)
 
 
 @pytest.mark.parametrize(
