@@ -37,8 +37,8 @@ _LAGUNA = {
 }
 
 _GEMMA4 = {
-    "head_dim": 8,
-    "global_head_dim": 16,
+    "head_dim": 16,
+    "global_head_dim": 32,
     "num_key_value_heads": 4,
     "num_global_key_value_heads": 2,
     "attention_k_eq_v": True,
@@ -54,7 +54,7 @@ LAYERED_FAMILIES = {
     "gemma4_apart": Family(
         Gemma4ForCausalLM,
         Gemma4TextConfig,
-        {**_GEMMA4, "attention_k_eq_v": False, "global_head_dim": 24, "num_hidden_layers": 2}
+        {**_GEMMA4, "attention_k_eq_v": False, "global_head_dim": 48, "num_hidden_layers": 2}
         | {"layer_types": [_WINDOW, _FULL], "tie_word_embeddings": False},
     ),
     "gemma4_experts": Family(
