@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.layers.attention import flash_attention
 from tandem_kernels import ops
+from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 
 OnKernel = Callable[[ops.Op[..., Any], tuple[Any, ...], dict[str, Any]], None]
 LIBRARY = "library"
@@ -180,11 +181,15 @@ def _routed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _gathered_context(
-    kv_cache: Tensor, tables: Tensor, first: Tensor, bounds: Tensor, num_keys: int,
+    kv_cache: PagedKV, tables: Tensor, first: Tensor, bounds: Tensor, num_keys: int,
     dtype: torch.dtype, *rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    keys = kv_cache.new_empty((num_keys, kv_cache.shape[2], kv_cache.shape[4]), dtype=dtype)
-    return keys, torch.empty_like(keys)
+    sizes = sizes_of(kv_cache)
+    keys, values = (
+        tables.new_empty((num_keys, sizes.num_kv_heads, width), dtype=dtype)
+        for width in (sizes.key_dim, sizes.value_dim)
+    )
+    return keys, values
 
 
 def _gathered_latents(
@@ -208,6 +213,10 @@ def _states_read(
     return mixed.new_empty((len(mixed), states.shape[1], states.shape[3]))
 
 
+def _attended(q: Tensor, kv_cache: PagedKV, *args: Any, **kwargs: Any) -> Tensor:
+    return q.new_empty((*q.shape[:2], sizes_of(kv_cache).value_dim))
+
+
 def _like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(x)
 
@@ -217,7 +226,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 _RESULTS: dict[str, Callable[..., Any]] = {
-    "paged_attention": _like_first,
+    "paged_attention": _attended,
     "latent_attention": _like_first,
     "rope_and_cache": _like_first,
     "latent_rope_and_cache": _nothing,

@@ -236,6 +236,45 @@ SHAPES["mimo-v2-flash-7-layers"] = {
     "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
     "rope_theta": 5_000_000.0,
 }
+_GEMMA_4: dict[str, object] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "vocab_size": 262_144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0,
+}
+SHAPES["gemma-4-26b-a4b"] = {
+    **_GEMMA_4,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "moe_intermediate_size": 704,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+}
+# The second layer sees everything, and the last two keep nothing of their own.
+SHAPES["gemma-4-e4b-4-layers"] = {
+    **_GEMMA_4,
+    "hidden_size": 2560,
+    "intermediate_size": 10_240,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "sliding_window": 512,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 256,
+}
 SHAPES["tiny"] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 128_256,

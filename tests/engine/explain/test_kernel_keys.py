@@ -31,6 +31,9 @@ FAMILIES = {
     "windows": ("gpt-oss-20b", 2, ""),
     "latents": ("deepseek-v2-lite", 2, ""),
     "states": ("qwen3.5-35b-a3b", 4, ""),
+    "heads by layer": ("mimo-v2-flash-7-layers", None, ""),
+    "experts beside dense": ("gemma-4-26b-a4b", 6, ""),
+    "shared keys": ("gemma-4-e4b-4-layers", None, ""),
 }
 NUM_DRAWN = 16
 
@@ -99,6 +102,9 @@ def drawn(chance: random.Random, config: EngineConfig) -> Batch:
         ("windows", False),
         ("latents", True),
         ("states", True),
+        ("heads by layer", True),
+        ("experts beside dense", False),
+        ("shared keys", False),
     ],
 )
 def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_flash: bool) -> None:

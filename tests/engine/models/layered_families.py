@@ -54,7 +54,7 @@ LAYERED_FAMILIES = {
     "gemma4_apart": Family(
         Gemma4ForCausalLM,
         Gemma4TextConfig,
-        {**_GEMMA4, "attention_k_eq_v": False, "global_head_dim": 48, "num_hidden_layers": 2}
+        {**_GEMMA4, "attention_k_eq_v": False, "global_head_dim": 40, "num_hidden_layers": 2}
         | {"layer_types": [_WINDOW, _FULL], "tie_word_embeddings": False},
     ),
     "gemma4_experts": Family(
