@@ -54,15 +54,16 @@ def stored(x: Tensor, scales: Tensor) -> Tensor:
 class _QuantisedCache(DynamicCache):
     """Gives back what comes out of an FP8 cache, of the step's own keys and values, too."""
 
-    def __init__(self, config: PreTrainedConfig, table: KVScaleTable, num_kv_heads: int) -> None:
+    def __init__(self, config: PreTrainedConfig, table: KVScaleTable) -> None:
         super().__init__(config=config)
-        self._table, self._num_kv_heads = table, num_kv_heads
+        self._table = table
         self._is_latent = _is_latent(config)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        scales = self._table.of_layer(layer_idx, self._num_kv_heads)
+        heads = 1 if self._is_latent else key_states.shape[1]
+        scales = self._table.of_layer(layer_idx, heads)
         if self._is_latent:  # Latents, and the part of the keys that rotates.
             scales = scales[0], scales[0]
         keys, values = (
@@ -85,9 +86,7 @@ class QuantisedReference:
         self._table = table
 
     def _cache(self) -> _QuantisedCache:
-        heads = 1 if _is_latent(self._config) else 0
-        heads = heads or self._config.num_key_value_heads or self._config.num_attention_heads
-        return _QuantisedCache(self._config, self._table, heads)
+        return _QuantisedCache(self._config, self._table)
 
     @torch.no_grad()
     def logits(self, prompt: list[int]) -> Tensor:

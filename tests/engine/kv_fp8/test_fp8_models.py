@@ -35,10 +35,10 @@ from tests.engine.models.reference_models import (
 
 MODELS = [
     "llama", "gemma2", "gemma3", "qwen3_tied", "gpt_oss", "qwen3_next", "deepseek_v2",
-    "deepseek_v3_yarn",
+    "deepseek_v3_yarn", "gemma4",
 ]  # fmt: skip
 """Plain, soft bounds and windows, KV groups of windows and all tokens, norms of heads, sinks,
-layers with states, which are not quantised, and latents."""
+layers with states, which are not quantised, latents, and heads by layer."""
 NUM_TOKENS = 24
 
 
@@ -55,7 +55,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def table_of(folder: Path) -> KVScaleTable:
     model = load_model_config(folder)
     is_latent = any(plane.name == "latent" for kv in model.kv_layers for plane in kv.planes)
-    return scale_table(model.num_layers, 1 if is_latent else model.num_kv_heads)
+    is_one = is_latent or len(model.kinds_of_heads) > 1
+    return scale_table(model.num_layers, 1 if is_one else model.num_kv_heads)
 
 
 @cache
