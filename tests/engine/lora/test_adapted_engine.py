@@ -49,7 +49,7 @@ def serve(
     return engine
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2", "gemma2", "gemma4_apart"])
 def test_a_batch_of_many_adapters_answers_as_merged_models_do(
     adapted_family: Callable[[str], Adapted], family: str
 ) -> None:
