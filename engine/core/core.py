@@ -12,12 +12,12 @@ that step N+1 could take along. Pipeline stages compute a step each, and one mor
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections import deque
 from collections.abc import Callable
 
+from edge.program import settle
 from engine.config import EngineConfig
 from engine.contracts.crash_facts import EngineFacts
 from engine.contracts.errors import EngineDeadError
@@ -257,7 +257,7 @@ class EngineCore:
         self.connector.shutdown()
         self._begin(config, self._executor.switch_role(config))
         self.adapters.take_over(before)
-        gc.collect()  # The former role's objects are in cycles; no step waits now.
+        settle()  # The former role's objects are in cycles; no step waits now.
 
     def shutdown(self) -> None:
         """Ends all transfers. Idempotent."""

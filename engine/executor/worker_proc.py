@@ -151,7 +151,9 @@ class WorkerProc:
                 settle()
                 self._reply(WorkerReady(self._rank, handle, self._worker.prompt_steps))
             case SwitchWorker(engine):
-                self._reply(WorkerReady(self._rank, self._worker.switch_role(engine)))
+                handle = self._worker.switch_role(engine)
+                settle()
+                self._reply(WorkerReady(self._rank, handle))
             case _:
                 return False
         return True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import aiohttp
 import pytest
 
 from cli.local_cluster.cluster import free_ports
+from edge.program import settle
 from edge.tracing.context import TraceContext
 from edge.tracing.file import TraceFile
 from edge.tracing.span import Span
@@ -92,3 +95,25 @@ def test_traces_that_cannot_be_written_end_nothing() -> None:
     for _ in range(2):
         tracer.write(TraceContext.from_headers({}), [Span("request", 1.0, 2.0)])
     assert tracer.counts()["file"] == 2
+
+
+def test_what_has_ended_since_is_collected_when_a_program_settles_again() -> None:
+    """A role that a node has given up leaves cycles, which were there when it was ready."""
+
+    class Life:
+        def __init__(self) -> None:
+            self.itself = self
+
+    life = Life()
+    ended = weakref.ref(life)
+    thresholds = gc.get_threshold()
+    try:
+        settle()
+        del life
+        gc.collect()
+        assert ended() is not None
+        settle()
+        assert ended() is None
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
