@@ -54,8 +54,8 @@ def kernel_keys(
     return found
 
 
-def _run_launcher(op: ops.Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    op.kernel(*args, **kwargs)
+def _run_launcher(op: ops.Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op.kernel(*args, **kwargs)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from engine.layers.attention import flash_attention
 from tandem_kernels import ops
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 
-OnKernel = Callable[[ops.Op[..., Any], tuple[Any, ...], dict[str, Any]], None]
+OnKernel = Callable[[ops.Op[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 LIBRARY = "library"
 """Stands for a GEMM of torch: cuBLAS on a GPU."""
 _GEMMS = {F.linear, torch.mm, torch.addmm, Tensor.addmm_, torch.bmm, torch.baddbmm, Tensor.bmm}
@@ -52,7 +52,8 @@ class Launches:
     behind the last of layer `num_layers`.
 
     Args:
-        on_kernel: Called with each operation and its arguments; None: nothing is.
+        on_kernel: Called with each operation and its arguments in place of its reference, and
+            returns what that does; None: nothing is.
     """
 
     def __init__(self, on_kernel: OnKernel | None = None) -> None:
@@ -118,7 +119,7 @@ class Launches:
             is_inside = self._depth > 0
             with self.inside():
                 if on_kernel is not None and not is_inside:
-                    on_kernel(op, args, kwargs)
+                    return on_kernel(op, args, kwargs)
                 shape = _RESULTS.get(name)
                 return meaning(*args, **kwargs) if shape is None else shape(*args, **kwargs)
 
