@@ -27,7 +27,6 @@ from engine.layers.attention.backend import AttentionBackend
 from engine.layers.gemm_policy import GemmPolicy
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.factory import create_model
-from engine.models.registry import spec_of
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from engine.worker.attention_of_model import attention_of, group_inputs
@@ -191,8 +190,7 @@ def _recorded_tokens(config: EngineConfig, gpu: GpuFacts | None) -> int:
     """Returns the tokens of the largest step with prompts that is a CUDA graph; 0: none is."""
     if gpu is None:
         return 0
-    many = spec_of(config.model).has_many_launches
-    return longest_prompt(recorded_prompts(config, many_launches=many))
+    return longest_prompt(recorded_prompts(config))
 
 
 @contextmanager

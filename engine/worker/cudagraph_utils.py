@@ -27,6 +27,7 @@ from engine.batch.input_batch import BatchOrder
 from engine.config import SHORT_PROMPT_TOKENS, EngineConfig
 from engine.contracts.errors import CannotStartError
 from engine.contracts.step_shapes import lengths_up_to
+from engine.models.registry import spec_of
 from engine.quantization import Fp8Scheme
 
 logger = logging.getLogger(__name__)
@@ -106,8 +107,14 @@ class GraphKey(NamedTuple):
         return "prompt-graphs among disabled_fast_paths"
 
 
-def recorded_prompts(config: EngineConfig, *, many_launches: bool) -> list[GraphKey]:
+def recorded_prompts(config: EngineConfig) -> list[GraphKey]:
     """Returns the graphs of steps with prompts that an engine records, smallest first."""
+    return prompts_to_record(config, many_launches=spec_of(config.model).has_many_launches)
+
+
+def prompts_to_record(config: EngineConfig, *, many_launches: bool) -> list[GraphKey]:
+    """Returns the same for a model of this kind. `many_launches`: the host is the limit for longer
+    prompts."""
     device, limits = config.device, config.scheduler
     if device.enforce_eager or not device.allows("prompt-graphs"):
         return []

@@ -40,7 +40,6 @@ from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, Sc
 from engine.layers.vocab_part import VocabPart
 from engine.models.base import CausalLM, ForwardInputs, Taps
 from engine.models.drafts.base import DraftNetwork
-from engine.models.registry import spec_of
 from engine.models.vision.tower import VisionTower
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
@@ -120,9 +119,7 @@ class ModelRunner:
             [group.window for group in self._groups],
         )
         self._result_copier = ResultCopier(device)
-        self._prompt_keys = recorded_prompts(
-            config, many_launches=spec_of(config.model).has_many_launches
-        )
+        self._prompt_keys = recorded_prompts(config)
         self._recorded_tokens = longest_prompt(self._prompt_keys)
         self._attention = attention_of(config, device, self._recorded_tokens)
         self._graphs: CudaGraphManager | None = None

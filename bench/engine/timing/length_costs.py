@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.models.registry import spec_of
 from engine.worker.cudagraph_utils import recorded_prompts
 
 TILE_ROWS, TILE_COLS = 128, 256
@@ -47,8 +46,7 @@ class LengthCost:
 
 def length_costs(config: EngineConfig, lengths: list[int]) -> list[LengthCost]:
     """Returns what each prompt costs under these settings, alone in its step."""
-    spec = spec_of(config.model)
-    keys = recorded_prompts(config, many_launches=spec.has_many_launches)
+    keys = recorded_prompts(config)
     sizes = sorted({key.num_tokens for key in keys})
     hidden = int(config.model.spec["hidden_size"])
     found = []

@@ -15,7 +15,6 @@ from bench.engine.models.shapes import shape_config
 from engine.config import EngineConfig
 from engine.explain.explanation import Batch
 from engine.explain.kernel_keys import KernelKey, kernel_keys
-from engine.models.registry import spec_of
 from engine.worker.cudagraph_utils import capture_sizes, recorded_prompts
 from engine.worker.dummy_steps import DummyStep, warm_up_steps
 from tandem_kernels.device import KNOWN_GPUS
@@ -68,8 +67,7 @@ def warmed(config: EngineConfig) -> list[Batch]:
     steps = [batch_of(step) for step in warm_up_steps(config)]
     most = config.scheduler.max_num_seqs
     steps += [Batch(size, config.model.max_model_len) for size in capture_sizes(config, most)]
-    many = spec_of(config.model).has_many_launches
-    keys = recorded_prompts(config, many_launches=many)
+    keys = recorded_prompts(config)
     steps += [Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs) for key in keys]
     return list(dict.fromkeys(steps))
 

@@ -18,7 +18,12 @@ from engine.fast_paths import FastPath
 from engine.models.quantization.fp8 import ONLINE
 from engine.quantization import Quantization
 from engine.worker import model_runner
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, prompt_keys, recorded_prompts
+from engine.worker.cudagraph_utils import (
+    CudaGraphManager,
+    GraphKey,
+    prompt_keys,
+    prompts_to_record,
+)
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
@@ -192,7 +197,7 @@ def test_steps_that_wait_for_the_host_are_recorded(make_config) -> None:
         parallel = replace(config.parallel, tensor_parallel_size=tp_size)
         model = replace(config.model, quantization=quantization)
         changed = replace(config, model=model, scheduler=limits, parallel=parallel)
-        keys = recorded_prompts(changed, many_launches=many_launches)
+        keys = prompts_to_record(changed, many_launches=many_launches)
         assert keys == prompt_keys(100, min(keys[-1].num_tokens, most_tokens))
         assert keys == sorted(keys, key=lambda key: key.num_tokens)
         assert all(key.num_reqs == 64 for key in keys if key.num_tokens > 512)
@@ -214,7 +219,7 @@ def test_steps_that_wait_for_the_host_are_recorded(make_config) -> None:
         replace(config.device, enforce_eager=True),
         replace(config.device, disabled_fast_paths=frozenset({"prompt-graphs"})),
     ):
-        assert recorded_prompts(replace(config, device=device), many_launches=True) == []
+        assert prompts_to_record(replace(config, device=device), many_launches=True) == []
 
 
 def test_the_smallest_that_holds_a_step_is_taken() -> None:
