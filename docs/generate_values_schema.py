@@ -44,7 +44,8 @@ TIER_SETS = {
     "port", "metrics_port", "grpc_port", "kv_host", "kv_network_status", "tensor_parallel_size",
     "device", "drain_timeout_s", "api_key_file", "distributed_executor_backend", "ray_address",
     "kv_port", "crash_report_dir", "pipeline_parallel_size", "data_parallel_size",
-    "kv_host_memory_bytes", "kv_host_memory_path", "kv_disk_path", "kv_disk_bytes", "role",
+    "kv_host_memory_bytes", "kv_host_memory_path", "kv_disk_path", "kv_disk_bytes", "kv_store",
+    "role",
 }  # fmt: skip
 """Settings that have a value of their own in the chart, which turns it into the flag."""
 

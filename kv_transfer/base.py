@@ -35,9 +35,8 @@ from kv_transfer.metadata import (
     KVConnectorOutput,
     KVPeer,
     KVTransferParams,
-    LoadTicket,
 )
-from kv_transfer.tier import Tier
+from kv_transfer.tier import LoadTicket, Tier
 
 
 class CudaCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +103,22 @@ class HostTier(ABC):
     capacity: int
     """Blocks that fit, at most."""
     has_disk: bool
+    has_store: bool
+
+    @property
+    @abstractmethod
+    def may_ask_store(self) -> bool:
+        """Returns whether the store behind it can be asked now."""
+
+    @abstractmethod
+    def ask_store(self, names: Sequence[bytes]) -> int:
+        """Asks how many of these blocks, from the first on, the store has. Returns the question's
+        number (`KVConnectorOutput.store_found`)."""
+
+    @abstractmethod
+    def num_with_room(self, names: Sequence[bytes]) -> int:
+        """Returns for how many of these blocks, from the first on, host memory has room, beside
+        those of them that it has."""
 
     @property
     @abstractmethod
@@ -129,9 +144,10 @@ class HostTier(ABC):
         job, and how many of them it is; None when all slots are in use now."""
 
     @abstractmethod
-    def load(self, names: Sequence[bytes], blocks: list[int]) -> int:
-        """Begins to copy blocks with these hashes, as many as `num_found` has said, to `blocks`;
-        those on disk are read to slots first. Returns the job."""
+    def load(self, names: Sequence[bytes], blocks: list[int], behind: Tier = Tier.DISK) -> int:
+        """Begins to copy blocks with these hashes, as many as `num_found` (or `num_with_room`) has
+        said, to `blocks`; those that host memory lacks are read to slots first, from the disk or
+        the store `behind`. Returns the job."""
 
     @abstractmethod
     def ticket(self, job: int) -> LoadTicket | None:

@@ -20,7 +20,7 @@ import msgspec
 from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.layer_times import LayerTime
 from kv_transfer.layout import BlockIds, KVLayout
-from kv_transfer.tier import LoadTimes, Tier
+from kv_transfer.tier import LoadTicket, TierCommand, TierEvent
 from kv_transfer.transfer_id import group_of_transfer
 
 
@@ -133,77 +133,8 @@ class ReleaseMeta(msgspec.Struct, frozen=True, tag="release", array_like=True):
     complete: bool
 
 
-class StoreMeta(msgspec.Struct, frozen=True, tag="store", array_like=True):
-    """Either side: copy `blocks[i]` to slot `slots[i]` of the host tier, which then holds the block
-    of hash `names[i]`. Answered by a HostTierEvent."""
-
-    job: int
-    blocks: list[int]
-    slots: list[int]
-    names: list[bytes]
-
-
-class LoadTicket(msgspec.Struct, frozen=True, array_like=True):
-    """Names a load whose layers can be waited for, as `kv_transfer.memory.load_marks` says. Numbers
-    grow in the order in which loads begin."""
-
-    place: int
-    number: int
-
-
-class LoadMeta(msgspec.Struct, frozen=True, tag="load", array_like=True):
-    """Either side: copy slot `slots[i]` of the host tier to `blocks[i]`, layer by layer. Answered
-    by a HostTierEvent.
-
-    `ticket`: mark each layer that is there, and say `LoadBegun` with the first. None: nothing waits
-    for layers.
-    """
-
-    job: int
-    blocks: list[int]
-    slots: list[int]
-    ticket: LoadTicket | None = None
-
-
-class SpillMeta(msgspec.Struct, frozen=True, tag="spill", array_like=True):
-    """Either side: write what `slots` of the host tier hold to the disk tier. Answered by a
-    HostTierEvent."""
-
-    job: int
-    slots: list[int]
-
-
-class FetchMeta(msgspec.Struct, frozen=True, tag="fetch", array_like=True):
-    """Either side: read the block of hash `names[i]` from the disk tier to slot `slots[i]` of the
-    host tier. Answered by a HostTierEvent."""
-
-    job: int
-    names: list[bytes]
-    slots: list[int]
-
-
-class ForgetMeta(msgspec.Struct, frozen=True, tag="forget", array_like=True):
-    """Either side: remove these blocks from the disk tier; None: everything, from the host tier
-    too. Not answered."""
-
-    names: list[bytes] | None
-
-
-TierJob = StoreMeta | LoadMeta | SpillMeta | FetchMeta
-TierCommand = TierJob | ForgetMeta
-
 TransferCommand = (
-    SendMeta
-    | ExportMeta
-    | RecvMeta
-    | ComputedMeta
-    | AbortMeta
-    | ReleaseMeta
-    | StoreMeta
-    | LoadMeta
-    | SpillMeta
-    | FetchMeta
-    | ForgetMeta
+    SendMeta | ExportMeta | RecvMeta | ComputedMeta | AbortMeta | ReleaseMeta | TierCommand
 )
 
 
@@ -324,53 +255,6 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
     plaintext_connections: int = 0
 
 
-class HostTierEvent(msgspec.Struct, frozen=True, tag="host_tier", array_like=True):
-    """A transfer process has done its share of a job; nothing of it is on its way any more.
-
-    Attributes:
-        damaged: Slots of which nothing is to be used: checksums are wrong, or it failed.
-        times: Of a load that went well.
-    """
-
-    job: int
-    process: int
-    damaged: list[int] = []
-    times: LoadTimes | None = None
-
-
-class LoadBegun(msgspec.Struct, frozen=True, tag="load_begun", array_like=True):
-    """A transfer process has loaded and marked the first of its layers."""
-
-    job: int
-    process: int
-
-
-class TierContents(msgspec.Struct, frozen=True, tag="tier_contents", array_like=True):
-    """A transfer process has started, and this is what its share of the tiers holds.
-
-    Attributes:
-        slots: Of the host tier: the hash of each block that outlived the process's former life.
-        files: Of the disk tier, the same, those used longest ago first; `damaged_files`: others.
-        off: Why a tier is off, by its name.
-    """
-
-    process: int
-    generation: int
-    slots: dict[int, bytes] = {}
-    files: list[bytes] = []
-    damaged_files: int = 0
-    off: dict[Tier, str] = {}
-
-
-class TierOff(msgspec.Struct, frozen=True, tag="tier_off", array_like=True):
-    """A tier of a transfer process takes nothing any more, because of `reason`."""
-
-    process: int
-    tier: Tier
-    reason: str
-
-
-TierEvent = HostTierEvent | LoadBegun | TierContents | TierOff
 ProcessEvent = TransferEvent | TierEvent
 ProcessMessage = ProcessEvent | ProcessReport
 
@@ -399,6 +283,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     stats: for each finished transfer, summed bytes and streams, earliest and latest byte.
     host_jobs: of the host tier, by job that is done everywhere: whether all of it is right.
     host_begun: loads of the host tier whose first layers are there.
+    store_found: questions to the store, by job: how many blocks are there, from the first on.
     """
 
     finished_sending: list[str] = []
@@ -411,3 +296,4 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     stats: dict[str, TransferStats] = {}
     host_jobs: dict[int, bool] = {}
     host_begun: list[int] = []
+    store_found: dict[int, int] = {}

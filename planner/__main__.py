@@ -93,15 +93,21 @@ def _objectives(arguments: argparse.Namespace) -> Objectives:
         raise PlanError(f"--price {arguments.price:g}: it is the price of a GPU for an hour")
     if not 1 <= arguments.max_nodes <= 1000:
         raise PlanError(f"--max-nodes {arguments.max_nodes}: it is a number of nodes, 1 to 1000")
-    return Objectives(arguments.slo_ttft_ms / 1e3, arguments.slo_itl_ms / 1e3)
+    if not 50 <= arguments.percentile < 100:
+        raise PlanError(f"--percentile {arguments.percentile:g}: it is 50 to less than 100")
+    needed = round(100 / (100 - arguments.percentile))
+    if arguments.requests < needed:
+        raise PlanError(
+            f"--requests {arguments.requests}: percentile {arguments.percentile:g} needs {needed} "
+            "at least"
+        )
+    return Objectives(arguments.slo_ttft_ms / 1e3, arguments.slo_itl_ms / 1e3, arguments.percentile)
 
 
 def _traffic(arguments: argparse.Namespace) -> Traffic:
     if arguments.trace is not None:
         if arguments.rate is not None:
             raise PlanError("give either --trace or --rate")
-        if arguments.requests < 100:
-            raise PlanError("--requests: a 99th percentile needs 100 at least")
         if not 1 <= arguments.block_tokens <= _MAX_BLOCK_TOKENS:
             raise PlanError(
                 f"--block-tokens {arguments.block_tokens}: it is the tokens that one hash "
@@ -181,8 +187,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the setting of the nodes",
     )
     goal = parser.add_argument_group("objectives")
-    goal.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="p99 of the first token")
-    goal.add_argument("--slo-itl-ms", type=float, default=50.0, help="p99 between two tokens")
+    goal.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="of the first token")
+    goal.add_argument("--slo-itl-ms", type=float, default=50.0, help="between two tokens")
+    goal.add_argument("--percentile", type=float, default=99.0, help="of first tokens, and of "
+                      "times between tokens, that keep the objectives")  # fmt: skip
     goal.add_argument("--price", type=float, default=0.0, help="of one GPU for an hour")
     goal.add_argument("--max-nodes", type=int, default=64, help="of a tier")
     result = parser.add_argument_group("result")

@@ -44,9 +44,13 @@ def draw(report: Report) -> str:
         y = _TOP + _ROW * row + 17
         weight = ' font-weight="bold"' if outcome is plan.best else ""
         parts.append(f'<text x="12" y="{y}"{weight}>{escape(str(outcome.nodes))}</text>')
-    parts += _bars(shown, lambda o: o.ttft_p99_s, limits.ttft_s, _LEFT, "TTFT p99, ms", ".0f")
+    parts += _bars(
+        shown, lambda o: o.ttft_tail_s, limits.ttft_s, _LEFT, f"TTFT {limits.tail}, ms", ".0f"
+    )
     second = _LEFT + _WIDTH + _GAP
-    parts += _bars(shown, lambda o: o.itl_p99_s, limits.itl_s, second, "ITL p99, ms", ".1f")
+    parts += _bars(
+        shown, lambda o: o.itl_tail_s, limits.itl_s, second, f"ITL {limits.tail}, ms", ".1f"
+    )
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -67,7 +67,7 @@ class Report:
         return {
             "prefill": best.nodes.prefill,
             "decode": best.nodes.decode,
-            "objectives": {"ttft_p99_s": objectives.ttft_s, "itl_p99_s": objectives.itl_s},
+            "objectives": asdict(objectives),
             "traffic": {
                 "name": self.traffic.name,
                 "requests": len(self.traffic.arrivals),
@@ -112,7 +112,16 @@ class Report:
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        heads = ["", "nodes", "TTFT p50/p99", "ITL p50/p99", "in time", "P/D busy", "cached"]
+        tail = self.objectives.tail
+        heads = [
+            "",
+            "nodes",
+            f"TTFT p50/{tail}",
+            f"ITL p50/{tail}",
+            "in time",
+            "P/D busy",
+            "cached",
+        ]
         for number, head in enumerate([*heads, "1M out"] if self.price else heads):
             table.add_column(head, justify="right" if number > 1 else "left", no_wrap=True)
         for label, outcome in self._rows():
@@ -120,8 +129,8 @@ class Report:
             cells = [
                 "✓" if outcome.meets(self.objectives) else "✗",
                 str(outcome.nodes),
-                f"{1e3 * outcome.ttft_p50_s:.0f}/{1e3 * outcome.ttft_p99_s:.0f} ms",
-                f"{1e3 * outcome.itl_p50_s:.1f}/{1e3 * outcome.itl_p99_s:.1f} ms",
+                f"{1e3 * outcome.ttft_p50_s:.0f}/{1e3 * outcome.ttft_tail_s:.0f} ms",
+                f"{1e3 * outcome.itl_p50_s:.1f}/{1e3 * outcome.itl_tail_s:.1f} ms",
                 f"{outcome.attained:.1%}",
                 f"{prefill}/{outcome.decode_busy:.0%}",
                 f"{outcome.prefill_hit:.0%}",
@@ -153,8 +162,8 @@ class Report:
         best, limits = self.plan.best, self.objectives
         text = (
             f"Recommended: {best.nodes.prefill} prefill and {best.nodes.decode} decode nodes: TTFT "
-            f"p99 {1e3 * best.ttft_p99_s:.0f} ms (objective {1e3 * limits.ttft_s:.0f}), ITL p99 "
-            f"{1e3 * best.itl_p99_s:.1f} ms (objective {1e3 * limits.itl_s:g})"
+            f"{limits.tail} {1e3 * best.ttft_tail_s:.0f} ms (objective {1e3 * limits.ttft_s:.0f}), "
+            f"ITL {limits.tail} {1e3 * best.itl_tail_s:.1f} ms (objective {1e3 * limits.itl_s:g})"
         )
         if self.price:
             text += f", {self.cost(best)[0]:.3f} per million tokens of answers"
@@ -166,24 +175,25 @@ class Report:
         yield (
             f"The {tier} tier is the bottleneck: prefill nodes compute {best.prefill_busy:.0%} of "
             f"the time, and decode nodes run {best.decode_busy:.0%} of the sequences that the ITL "
-            f"objective and their KV cache allow. TTFT p99 is at "
-            f"{best.ttft_p99_s / limits.ttft_s:.0%} of its objective, ITL p99 at "
-            f"{best.itl_p99_s / limits.itl_s:.0%}."
+            f"objective and their KV cache allow. TTFT {limits.tail} is at "
+            f"{best.ttft_tail_s / limits.ttft_s:.0%} of its objective, ITL {limits.tail} at "
+            f"{best.itl_tail_s / limits.itl_s:.0%}."
         )
         for outcome in self.plan.around:
             change = _difference(best.nodes, outcome.nodes)
             verdict = "both objectives hold" if outcome.meets(limits) else "an objective fails"
             yield (
-                f"With {change}: TTFT p99 {1e3 * outcome.ttft_p99_s:.0f} ms, ITL p99 "
-                f"{1e3 * outcome.itl_p99_s:.1f} ms, {outcome.attained:.1%} in time; {verdict}."
+                f"With {change}: TTFT {limits.tail} {1e3 * outcome.ttft_tail_s:.0f} ms, "
+                f"ITL {limits.tail} {1e3 * outcome.itl_tail_s:.1f} ms, "
+                f"{outcome.attained:.1%} in time; {verdict}."
             )
 
     def _undivided(self) -> str:
-        plan = self.plan
+        plan, tail = self.plan, self.objectives.tail
         total, fewest, same = plan.best.nodes.total, plan.fewest_undivided, plan.same_undivided
         text = (
-            f"{total} undivided nodes would have a TTFT p99 of {1e3 * same.ttft_p99_s:.0f} ms and "
-            f"an ITL p99 of {1e3 * same.itl_p99_s:.1f} ms"
+            f"{total} undivided nodes would have a TTFT {tail} of "
+            f"{1e3 * same.ttft_tail_s:.0f} ms and an ITL {tail} of {1e3 * same.itl_tail_s:.1f} ms"
         )
         if fewest is None:
             return f"{text}; no number of them up to {4 * total} meets both objectives."

@@ -64,15 +64,16 @@ class Search:
         evaluator = self.evaluator
         times, profile, limits = evaluator.times, evaluator.profile, evaluator.objectives
         lengths = sorted(arrival.num_prompt for arrival in evaluator.traffic.arrivals)
-        length = lengths[int(0.99 * (len(lengths) - 1))]
+        length = lengths[int(limits.percentile / 100 * (len(lengths) - 1))]
         new = max(1, round(length * (1 - evaluator.traffic.hit_limit())))
         alone_s = times.prompt_s(new, length) + profile.overhead_s
         step_s = times.decode_s(1, evaluator.traffic.mean_prompt) * times.spread
         if alone_s > limits.ttft_s:
             raise NoPlan(
-                f"one prompt in a hundred has {length} tokens or more, which takes "
+                f"the {limits.tail} of prompts has {length} tokens, which take "
                 f"{1e3 * alone_s:.0f} ms on an idle node, and --slo-ttft-ms is "
-                f"{1e3 * limits.ttft_s:.0f}: allow more time, or use faster nodes"
+                f"{1e3 * limits.ttft_s:.0f}: allow more time, use faster nodes, or lower "
+                "--percentile"
             )
         if step_s > limits.itl_s:
             raise NoPlan(
@@ -86,22 +87,22 @@ class Search:
         objectives = self.evaluator.objectives
         prefill = self._fewest(
             least_prefill,
-            lambda count: self._try(Nodes(count, plenty)).ttft_p99_s <= objectives.ttft_s,
+            lambda count: self._try(Nodes(count, plenty)).ttft_tail_s <= objectives.ttft_s,
         )
         if prefill is None:
             raise NoPlan(self._why("TTFT", Nodes(self.max_nodes, plenty)))
         enough = prefill
         decode = self._fewest(
             least_decode,
-            lambda count: self._try(Nodes(enough, count)).itl_p99_s <= objectives.itl_s,
+            lambda count: self._try(Nodes(enough, count)).itl_tail_s <= objectives.itl_s,
         )
         if decode is None:
             raise NoPlan(self._why("ITL", Nodes(prefill, self.max_nodes)))
         outcome = self._try(Nodes(prefill, decode))
         while not outcome.meets(objectives):
             prefill, decode = outcome.nodes.prefill, outcome.nodes.decode
-            decode_waits = self._try(Nodes(prefill, decode + 1)).ttft_p99_s <= objectives.ttft_s
-            late = outcome.ttft_p99_s > objectives.ttft_s and not decode_waits
+            decode_waits = self._try(Nodes(prefill, decode + 1)).ttft_tail_s <= objectives.ttft_s
+            late = outcome.ttft_tail_s > objectives.ttft_s and not decode_waits
             following = Nodes(prefill + 1, decode) if late else Nodes(prefill, decode + 1)
             if max(following.prefill, following.decode) > self.max_nodes:
                 raise NoPlan(self._why("TTFT and ITL together", outcome.nodes))
@@ -155,9 +156,9 @@ class Search:
         outcome, limits = self.evaluator.outcome(nodes), self.evaluator.objectives
         text = (
             f"{what} cannot be met with up to {self.max_nodes} nodes of a tier: {nodes} would have "
-            f"a TTFT p99 of {1e3 * outcome.ttft_p99_s:.0f} ms (objective "
-            f"{1e3 * limits.ttft_s:.0f} ms) and an ITL p99 of {1e3 * outcome.itl_p99_s:.1f} ms "
-            f"(objective {1e3 * limits.itl_s:.1f} ms). "
+            f"a TTFT {limits.tail} of {1e3 * outcome.ttft_tail_s:.0f} ms (objective "
+            f"{1e3 * limits.ttft_s:.0f} ms) and an ITL {limits.tail} of "
+            f"{1e3 * outcome.itl_tail_s:.1f} ms (objective {1e3 * limits.itl_s:.1f} ms). "
         )
         return text + "Allow more time, use faster nodes (more GPUs each), or raise --max-nodes"
 

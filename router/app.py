@@ -159,6 +159,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         metrics=services.metrics,
         recent=services.recent,
         body_limits=settings.body_limits(),
+        may_name_nodes=services.keys.may_name_nodes,
         tracer=services.tracer,
     )
     _serve_requests(app, settings, services, endpoint)

@@ -707,6 +707,7 @@ def test_environment_is_read_only_by_settings() -> None:
         "edge.program",  # tells gRPC's library to be quiet, before it is read
         "edge.tracing.environment",
         "kv_transfer.transports.nixl.environment",
+        "kv_transfer.memory.store_environment",
     }
     wrong = [
         module

@@ -1,6 +1,7 @@
 """Names tandem's own HTTP headers, in lower case, and says who says each to whom.
 
 Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID, LOAD_FORMAT
+Operators may say:        ENDPOINT
 Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL,
                           ADAPTER, SSE_KEEPALIVE, RESPONSE
 A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED, LOAD
@@ -18,6 +19,9 @@ PRIORITY = "x-tandem-priority"
 TTFT_DEADLINE = "x-slo-ttft-ms"
 TIMELINE = "x-tandem-timeline"
 """An answer says where its time went, if this header is `1`."""
+ENDPOINT = "x-gateway-destination-endpoint"
+"""The node that serves a request, by its address or id. The name is that of the Gateway API's
+endpoint pickers."""
 LOAD_FORMAT = "endpoint-load-metrics-format"
 """Asks a decode node for its load, or a router for that of its nodes, by the name of a format."""
 LOAD = "endpoint-load-metrics"

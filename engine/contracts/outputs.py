@@ -374,6 +374,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """Counts tokens from host memory, which are among the cached ones too."""
     prompt_tokens_from_disk: int = 0
     """Counts those of the loaded ones that had been on disk."""
+    prompt_tokens_from_store: int = 0
+    """Counts those that had come from the store."""
     num_evicted_blocks: int = 0
     prompt_tokens_pulled: int = 0
     """Counts tokens of prefixes that peers held, on a prefill node."""
@@ -404,3 +406,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     groups: list[GroupStats] = []
     """Tells of each data-parallel group, where there are several; all else is their sum."""
     experts: ExpertStats | None = None
+
+    @property
+    def prompt_tokens_from_host(self) -> int:
+        """Returns those of the loaded ones that had been in host memory."""
+        behind = self.prompt_tokens_from_disk + self.prompt_tokens_from_store
+        return max(0, self.prompt_tokens_loaded - behind)

@@ -71,6 +71,7 @@ class Request:
         "all_token_ids",
         "arrival_order",
         "arrival_time",
+        "asks_store",
         "block_hashes",
         "choice_ids",
         "draft_feature",
@@ -132,6 +133,8 @@ class Request:
         """Whether the peer is tried though it looks slower than computing: decided once."""
         self.reads_disk: bool | None = None
         """Whether it takes blocks from disk or computes them, once that was weighed."""
+        self.asks_store: bool | None = None
+        """Whether the store is to be asked, once that was weighed; False when it was."""
         self.pulled: PulledKV | None = None
         """The part of the KV that came from a peer, until it is computed anew."""
         self.draft_feature = b""

@@ -195,9 +195,7 @@ class NodeStatus:
             version=_VERSION,
             prompt_tokens_computed=stats.prompt_tokens_computed,
             prompt_tokens_cached=stats.prompt_tokens_cached,
-            prompt_tokens_from_host=max(
-                0, stats.prompt_tokens_loaded - stats.prompt_tokens_from_disk
-            ),
+            prompt_tokens_from_host=stats.prompt_tokens_from_host,
             prompt_tokens_from_disk=stats.prompt_tokens_from_disk,
             prompt_tokens_transferred=stats.prompt_tokens_transferred,
             generation_tokens=stats.generation_tokens,

@@ -1,4 +1,4 @@
-"""Shows the tiers in which KV of prompts is looked for: cache (`gpu`), host memory, disk.
+"""Shows the tiers in which KV of prompts is looked for: cache (`gpu`), host memory, disk, store.
 
 A tier is asked for what the one before it lacks, so what a tier misses is what a later one gives,
 or what is pulled or computed.
@@ -30,10 +30,11 @@ def tier_metrics(
     if transfer is None or not transfer.host_tier_bytes:
         return
     tiers = [Tier.GPU, Tier.HOST, *([Tier.DISK] if transfer.disk_tier_bytes else [])]
+    asked = [*tiers, *([Tier.STORE] if transfer.store_tier_url else [])]
     names, by_name = (*labels, "tier"), _counted(stats)
     for name, text in _COUNTERS.items():
         counter = CounterMetricFamily(f"tandem_kv_tier_{name}", text, labels=names)
-        for tier in tiers:
+        for tier in asked:
             if tier in by_name[name]:
                 counter.add_metric((*values, tier), by_name[name][tier])
         yield counter
@@ -62,17 +63,20 @@ def tier_metrics(
 def _counted(stats: SchedulerStats) -> dict[str, dict[Tier, float]]:
     """Returns what `_COUNTERS` counts, by tier."""
     counters, from_disk = stats.kv_transfer, stats.prompt_tokens_from_disk
+    from_store = stats.prompt_tokens_from_store
     elsewhere = stats.prompt_tokens_computed + stats.prompt_tokens_pulled
     return {
         "hit_tokens": {
             Tier.GPU: stats.prompt_tokens_cached - stats.prompt_tokens_loaded,
-            Tier.HOST: stats.prompt_tokens_loaded - from_disk,
+            Tier.HOST: stats.prompt_tokens_from_host,
             Tier.DISK: from_disk,
+            Tier.STORE: from_store,
         },
         "miss_tokens": {
             Tier.GPU: elsewhere + stats.prompt_tokens_loaded,
-            Tier.HOST: elsewhere + from_disk,
-            Tier.DISK: elsewhere,
+            Tier.HOST: elsewhere + from_disk + from_store,
+            Tier.DISK: elsewhere + from_store,
+            Tier.STORE: elsewhere,
         },
         "evicted_blocks": {
             Tier.GPU: stats.num_evicted_blocks,

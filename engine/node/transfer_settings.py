@@ -21,6 +21,7 @@ from kv_transfer.control.sizing import (
     processes_for_this_host,
 )
 from kv_transfer.layout import KVLayout
+from kv_transfer.memory.store_address import StoreAddress
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
 
 _MAX_PORT = 65535
@@ -150,6 +151,13 @@ class TransferSettings(SecuritySettings):
         ge=0,
         description="Space of each worker for KV blocks below --kv-disk-path. 0: none.",
     )
+    kv_store: str = Field(
+        default="",
+        description="A store of KV behind host memory and disk, which all nodes of one model share "
+        "and which outlives them: mooncake://HOST:PORT of a master of Mooncake Store, with "
+        "?protocol=rdma, devices, metadata or replicas. Needs --kv-host-memory-bytes and the extra "
+        "store. Default: none.",
+    )
     kv_lease_s: float = Field(
         default=30.0,
         gt=0,
@@ -200,6 +208,7 @@ class TransferSettings(SecuritySettings):
             host_tier_path=str(self.kv_host_memory_path or ""),
             disk_tier_bytes=self.kv_disk_bytes,
             disk_tier_path=str(self.kv_disk_path or ""),
+            store_tier_url=self.kv_store,
             lease_s=self.kv_lease_s,
             stall_timeout_s=self.kv_stall_timeout_s,
             frozen_after_s=frozen_after_s,
@@ -214,11 +223,16 @@ class TransferSettings(SecuritySettings):
             raise SettingsError(
                 "--kv-disk-path and --kv-disk-bytes belong together: the folder, and how much of it"
             )
-        if not size and (self.kv_disk_bytes or self.kv_host_memory_path is not None):
+        if not size and (self.kv_disk_bytes or self.kv_host_memory_path or self.kv_store):
             raise SettingsError(
-                "--kv-disk-path and --kv-host-memory-path need --kv-host-memory-bytes: all KV that "
-                "leaves the cache goes through host memory"
+                "--kv-disk-path, --kv-host-memory-path and --kv-store need "
+                "--kv-host-memory-bytes: all KV that leaves the cache goes through host memory"
             )
+        if self.kv_store:
+            try:
+                StoreAddress.parse(self.kv_store)
+            except ValueError as error:
+                raise SettingsError(f"--kv-store {self.kv_store}: {error}") from None
         for flag, is_on in (
             ("--kv-share-prefixes", self.shares_prefixes),
             ("--kv-host-memory-bytes", size > 0),

@@ -22,6 +22,7 @@ from engine.sched.arrivals.host_source import HostSource
 from engine.sched.arrivals.peer_source import PeerSource
 from engine.sched.arrivals.prefill_source import PrefillSource
 from engine.sched.arrivals.pull_rates import PullRates
+from engine.sched.arrivals.store_source import StoreSource
 from engine.sched.counters import PrefillRate
 from engine.sched.departures.exports import Exports, is_exported
 from engine.sched.departures.held_blocks import HeldBlocks
@@ -73,7 +74,9 @@ class RemoteKV:
         self.prefill = PrefillSource(arrivals, connector, kv_cache, config.draft_hash)
         self.host = HostSource(arrivals, connector, kv_cache, prefill_rate, config.short_prompt)
         self.peers = PeerSource(arrivals, connector, kv_cache, rates, is_on=pulls_prefixes)
-        arrivals.prefix_sources += [one for one in (self.host, self.peers) if one.is_on]
+        self.store = StoreSource(arrivals, connector, kv_cache, prefill_rate)
+        sources = self.host, self.peers, self.store
+        arrivals.prefix_sources += [one for one in sources if one.is_on]
 
     def refusal(self, request: Request) -> str:
         """Returns why this engine cannot take the request's KV parameters; empty when it can."""
@@ -110,6 +113,7 @@ class RemoteKV:
         self.host.check_reads()
         self.stores.store_offered()
         self.peers.check_asked()
+        self.store.check_answers()
 
     def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
         """Takes the chunks of exports."""
@@ -148,6 +152,8 @@ class RemoteKV:
         self.offers.jobs_done(output.host_jobs)
         for job in output.host_jobs:
             self.held.release(job)
+        self.store.found(output.store_found)
+        self.store.jobs_done(output.host_jobs)
         self.host.jobs_done(output.host_jobs)
         self.stores.store_offered()
 
@@ -185,6 +191,8 @@ class RemoteKV:
             more["prefix_offered_tokens_loaded"] = float(self.offers.num_loaded_tokens)
         if self.host.is_on:
             more["disk_tier_cheaper_to_compute"] = float(self.host.num_cheaper_to_compute)
+        if self.store.is_on:
+            more["store_tier_cheaper_to_compute"] = float(self.store.num_cheaper_to_compute)
         return {**self._connector.counters, **more}
 
     def forget_cached(self) -> None:
@@ -197,7 +205,7 @@ class RemoteKV:
 
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
-        parts = self.arrivals, self.host, self.exports, self.held, self.offers
+        parts = self.arrivals, self.host, self.store, self.exports, self.held, self.offers
         return [left for part in parts for left in part.leftovers()]
 
 

@@ -79,7 +79,9 @@ class SchedulerView:
         counters, remote, table = self._counters, self._remote, self._running.table
         totals = counters.by_name()
         totals["prefix_cache_queries"] += remote.host.num_tokens_loaded_again
-        totals["prefix_cache_hits"] += remote.host.num_loaded_tokens
+        totals["prefix_cache_queries"] += remote.store.num_tokens_again
+        num_loaded = remote.host.num_loaded_tokens + remote.store.num_tokens
+        totals["prefix_cache_hits"] += num_loaded
         return SchedulerStats(
             num_running=table.num_live,
             num_waiting=len(self._waiting) + len(self._forks.ready),
@@ -91,8 +93,9 @@ class SchedulerView:
             num_free_rows=table.num_free,
             num_delayed_frees=remote.held.num_transfers,
             prompt_tokens_cached=totals["prefix_cache_hits"],
-            prompt_tokens_loaded=remote.host.num_loaded_tokens,
+            prompt_tokens_loaded=num_loaded,
             prompt_tokens_from_disk=remote.host.num_tokens_from_disk,
+            prompt_tokens_from_store=remote.store.num_tokens,
             num_evicted_blocks=self._kv_cache.block_pool.num_evicted,
             prompt_tokens_pulled=remote.peers.counters.pulled_tokens,
             prompt_tokens_transferred=remote.prefill.num_transferred_tokens,

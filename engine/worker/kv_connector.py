@@ -18,7 +18,7 @@ from engine.contracts.scheduler_output import SchedulerOutput
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.factory import create_worker_connector
 from kv_transfer.layout import KVLayout
-from kv_transfer.metadata import LoadTicket
+from kv_transfer.tier import LoadTicket
 
 OnLayer = Callable[[int], None]
 

@@ -21,6 +21,47 @@
 - --kv-disk-path=/var/lib/tandem/kv/disk
 {{- end }}
 {{- end }}
+{{- if include "tandem.hasKvStore" . }}
+- {{ printf "--kv-store=%s" (include "tandem.kvStoreUrl" .root) | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Whether a tier's nodes use the store: root, of */}}
+{{- define "tandem.hasKvStore" -}}
+{{- if and (ne .root.Values.kvStore.kind "none") .of.kvTiers.hostGiB -}}true{{- end -}}
+{{- end -}}
+
+{{- define "tandem.kvStoreUrl" -}}
+{{- if eq .Values.kvStore.kind "url" -}}
+{{- .Values.kvStore.url -}}
+{{- else -}}
+{{- printf "mooncake://%s:50051" (include "tandem.serviceHost" (dict "root" . "component" "master")) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Towards the store's pods, which listen on ports of their choice: root, of */}}
+{{- define "tandem.kvStoreEgress" -}}
+{{- if and (include "tandem.hasKvStore" .) (eq .root.Values.kvStore.kind "chart") }}
+{{- range $component := list "master" "store" }}
+- to: [{podSelector: {matchLabels: {{ include "tandem.selectorLabels" (dict "root" $.root "component" $component) | fromYaml | toJson }}}}]
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.mistakes.kvStore" -}}
+{{- $store := .root.Values.kvStore -}}
+{{- if and (eq $store.kind "url") (not $store.url) -}}
+{{- include "tandem.mistake" (dict "found" .found "text" "kvStore.kind is url: set kvStore.url to mooncake://HOST:PORT of the master") -}}
+{{- else if and (ne $store.kind "url") $store.url -}}
+{{- include "tandem.mistake" (dict "found" .found "text" (printf "kvStore.url is set, but kvStore.kind is %s: set it to url" $store.kind)) -}}
+{{- end -}}
+{{- if ne $store.kind "none" -}}
+{{- $uses := false -}}
+{{- range .tiers -}}{{- if .kvTiers.hostGiB -}}{{- $uses = true -}}{{- end -}}{{- end -}}
+{{- if not $uses -}}
+{{- include "tandem.mistake" (dict "found" .found "text" "kvStore lies behind host memory: set prefill.kvTiers.hostGiB, decode.kvTiers.hostGiB or both") -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "tandem.kvTierMounts" -}}

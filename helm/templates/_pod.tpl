@@ -17,6 +17,7 @@ runtimeClassName: {{ . | quote }}
 {{- with include "tandem.schedulerName" . }}
 schedulerName: {{ . | quote }}
 {{- end }}
+{{- include "tandem.schedulingGroup" . }}
 {{- with .of.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}

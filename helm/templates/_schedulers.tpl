@@ -1,4 +1,5 @@
-{{/* Queues and gangs: Kueue lets a pod be scheduled when its queue has room, Volcano schedules itself. */}}
+{{/* Queues and gangs: Kueue lets a pod be scheduled when its queue has room, Volcano schedules itself, and
+  Kubernetes' own scheduler places gangs since 1.37. */}}
 
 {{/* Labels of a tier's Deployment or LeaderWorkerSet. Kueue's webhooks hand them on to the pods, each
   of which waits behind a scheduling gate. */}}
@@ -30,6 +31,15 @@ scheduling.volcano.sh/queue-name: {{ . | quote }}
 {{- if $scheduling.minMember }}
 scheduling.k8s.io/group-name: {{ include "tandem.fullname" .root | quote }}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The gang of a tier's pod, of Kubernetes' own kind: root, component, part */}}
+{{- define "tandem.schedulingGroup" -}}
+{{- $scheduling := .root.Values.scheduling -}}
+{{- if and (eq $scheduling.kind "kubernetes") $scheduling.minMember (ne .component "router") (not .part) }}
+schedulingGroup:
+  podGroupName: {{ include "tandem.fullname" .root | quote }}
 {{- end }}
 {{- end -}}
 

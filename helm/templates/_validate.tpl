@@ -24,6 +24,7 @@
 {{- include "tandem.mistakes.labels" (dict "found" $found "name" "commonLabels" "labels" .Values.commonLabels) -}}
 {{- include "tandem.mistakes.security" (dict "root" . "tiers" $roles "found" $found) -}}
 {{- include "tandem.mistakes.scheduling" $scope -}}
+{{- include "tandem.mistakes.kvStore" $scope -}}
 {{- include "tandem.mistakes.cache" $scope -}}
 {{- include "tandem.mistakes.relabelings" $scope -}}
 {{- range $model := $models.list -}}

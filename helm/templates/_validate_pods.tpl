@@ -159,8 +159,8 @@
 {{- $pods := 0 -}}
 {{- range $name, $tier := .tiers -}}
 {{- if eq (int $tier.parallelism.hosts) 1 -}}{{- $pods = add $pods (include "tandem.minPods" $tier | int) -}}{{- end -}}
-{{- if and (eq $scheduling.kind "volcano") $tier.schedulerName (ne $tier.schedulerName "volcano") -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.schedulerName is %s, but scheduling.kind is volcano: leave it empty" $name $tier.schedulerName)) -}}
+{{- if and (has $scheduling.kind (list "volcano" "kubernetes")) $tier.schedulerName (ne $tier.schedulerName $scheduling.kind) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.schedulerName is %s, but scheduling.kind is %s: leave it empty" $name $tier.schedulerName $scheduling.kind)) -}}
 {{- end -}}
 {{- end -}}
 {{- if eq $scheduling.kind "kueue" -}}
@@ -169,10 +169,20 @@
 {{- end -}}
 {{- else if and (eq $scheduling.kind "none") (or $scheduling.queue $scheduling.priorityClass) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "scheduling.queue and priorityClass are for a queue, but scheduling.kind is none: set it to kueue or volcano") -}}
+{{- else if eq $scheduling.kind "kubernetes" -}}
+{{- if semverCompare "<1.37-0" .root.Capabilities.KubeVersion.Version -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "scheduling.kind is kubernetes, whose gangs there are since 1.37, and this is %s: use volcano or kueue" .root.Capabilities.KubeVersion.Version)) -}}
+{{- end -}}
+{{- if $scheduling.queue -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "scheduling.queue is set, but Kubernetes' own scheduler has no queues: leave it empty, or set scheduling.kind to kueue or volcano") -}}
+{{- end -}}
+{{- if not $scheduling.minMember -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "scheduling.kind is kubernetes: set scheduling.minMember to the pods that are placed together") -}}
+{{- end -}}
 {{- end -}}
 {{- if $scheduling.minMember -}}
-{{- if ne $scheduling.kind "volcano" -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "scheduling.minMember is of Volcano: set scheduling.kind to volcano") -}}
+{{- if not (has $scheduling.kind (list "volcano" "kubernetes")) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "scheduling.minMember is of gangs: set scheduling.kind to volcano or kubernetes") -}}
 {{- else if gt (int $scheduling.minMember) (int $pods) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "scheduling.minMember (%d) is more than the %d pods of tiers of one host, so none would ever be placed: lower it, or raise the replicas (groups of several hosts are gangs of their own)" (int $scheduling.minMember) (int $pods))) -}}
 {{- end -}}

@@ -93,6 +93,9 @@ scheduling.kind kueue: kueue.x-k8s.io/v1beta1
 {{- if eq .Values.scheduling.kind "volcano" }}
 scheduling.kind volcano: scheduling.volcano.sh/v1beta1
 {{- end -}}
+{{- if eq .Values.scheduling.kind "kubernetes" }}
+scheduling.kind kubernetes: scheduling.k8s.io/v1beta1
+{{- end -}}
 {{- if eq .Values.tls.mode "certManager" }}
 tls.mode: cert-manager.io/v1
 {{- end -}}

@@ -42,6 +42,7 @@ from kv_transfer.control.sizing import available_cores, choose_check_threads
 from kv_transfer.layer_times import behind_others
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.host_pool import HostPool, PoolConfig
+from kv_transfer.memory.store_address import StoreAddress
 from kv_transfer.metadata import (
     AbortMeta,
     ComputedMeta,
@@ -53,7 +54,6 @@ from kv_transfer.metadata import (
     ReleaseMeta,
     SendMeta,
     StepProgress,
-    TierCommand,
     TransferCommand,
     TransferEvent,
 )
@@ -62,6 +62,7 @@ from kv_transfer.producer.pull_service import PullService
 from kv_transfer.producer.sender import KVSender
 from kv_transfer.producer.step_watch import StepWatch
 from kv_transfer.producer.worker import steps_address
+from kv_transfer.tier import TierCommand
 from kv_transfer.transports.stream.ends import new_pull_server
 from kv_transfer.wire.chunk import HEADER
 from kv_transfer.wire.pull_server import PullServer
@@ -371,6 +372,8 @@ def pool_config(config: TransferProcessConfig, num_slots: int) -> PoolConfig:
         ),
         memory_path=Path(transfer.host_tier_path) if transfer.host_tier_path else None,
         disk_path=Path(transfer.disk_tier_path) if transfer.disk_tier_path else None,
+        store=StoreAddress.parse(transfer.store_tier_url) if transfer.store_tier_url else None,
+        store_host=transfer.hosts[0],
     )
 
 

@@ -85,6 +85,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
                 config.num_disk_blocks(layout.block_bytes),
                 self._load_marks.let_go,
                 self._load_marks.num_places,
+                has_store=bool(config.store_tier_url),
             )
         self._transfers: TransferTable[NodeTransfer] = TransferTable()
         self._output = KVConnectorOutput()
@@ -176,6 +177,10 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
     def _take_host_jobs(self) -> None:
         if self._tier is None:
             return
+        if self._tier.store_index is not None:
+            found = self._tier.store_index.take_found()
+            self._output.store_found.update(found)
+            self._has_output |= bool(found)
         finished, begun = self._tier.take_finished(), self._tier.take_begun()
         if finished or begun:
             self._output.host_jobs.update(finished)

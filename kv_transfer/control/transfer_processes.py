@@ -47,10 +47,10 @@ from kv_transfer.metadata import (
     ProcessEvent,
     ProcessMessage,
     ProcessReport,
-    TierContents,
     TransferCommand,
     TransferEvent,
 )
+from kv_transfer.tier import TierContents
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     DIRECTORY/<identity>/rank<r>-<i>of<n>/lock
                                          /ab/abcd...ef.kv      named by the block's hash
 
-    header    magic, version, identity, name, a checksum for each layer, a checksum of the header
+    header    `block_header`
     pages     one for each of our layers
 
 A file is written under another name and renamed when it is complete; it is never changed. What a
@@ -18,22 +18,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import google_crc32c
-import numpy as np
-import numpy.typing as npt
-
+from kv_transfer.memory.block_header import BlockHeaders
 from kv_transfer.memory.slot_memory import (
-    NAME_BYTES,
     SlotMemory,
     TierUnavailable,
     lock_file,
 )
 
-_MAGIC = b"tandem KV block\x00"
-_VERSION = 2
 _ENDING = ".kv"
 _UNFINISHED = ".part"
-_PAGE = 4096
 
 
 class BlockFiles:
@@ -42,20 +35,8 @@ class BlockFiles:
     def __init__(self, folder: Path, identity: bytes, memory: SlotMemory) -> None:
         """Takes the folder for itself. Raises `TierUnavailable`."""
         self._folder = folder
-        self._identity = identity
         self._memory = memory
-        self._kind = np.dtype(
-            [
-                ("magic", "S16"),
-                ("version", "<u4"),
-                ("length", "<u4"),
-                ("identity", "V32"),
-                ("name", "V32"),
-                ("layers", "<u8", (memory.num_layers,)),
-                ("check", "<u4"),
-            ]
-        )
-        self._data_at = -(-self._kind.itemsize // _PAGE) * _PAGE
+        self._headers = BlockHeaders(identity, memory)
         self.num_damaged = 0
         """Files that were not what they should be, since the start."""
         self._is_scan_wanted = True
@@ -102,18 +83,13 @@ class BlockFiles:
         name = self._memory.name_of(slot)
         if name is None:
             return False
-        header = np.zeros((), self._kind)
-        header["magic"], header["version"] = _MAGIC, _VERSION
-        header["identity"] = np.void(self._identity)
-        header["name"], header["length"] = np.void(name.ljust(NAME_BYTES, b"\0")), len(name)
-        header["layers"] = self._memory.known_checksums(slot)
-        header["check"] = _check_of(header)
+        header = self._headers.make(name, self._memory.known_checksums(slot))
         path = self._path(name)
         unfinished = path.with_suffix(_UNFINISHED)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
             with open(unfinished, "wb", buffering=0, opener=_private) as file:
-                _write_all(file.fileno(), header.tobytes().ljust(self._data_at, b"\0"))
+                _write_all(file.fileno(), header)
                 _write_all(file.fileno(), self._memory.slot(slot).data)
             unfinished.rename(path)
         except OSError:
@@ -128,12 +104,11 @@ class BlockFiles:
         memory.clear(slot)
         try:
             with path.open("rb", buffering=0) as file:
-                header = self._header(file.read(self._data_at))
-                if header is not None and bytes(header["name"])[: header["length"]] == name:
+                found = self._headers.read(file.read(self._headers.num_bytes))
+                if found is not None and found[0] == name:
                     _read_all(file.fileno(), memory.slot(slot).data)
-                    sums = [int(code) for code in header["layers"]]
-                    if memory.checksums(slot) == sums:
-                        memory.put(slot, name, sums)
+                    if memory.checksums(slot) == found[1]:
+                        memory.put(slot, name, found[1])
                         os.utime(path)
                         return True
         except OSError:
@@ -170,28 +145,12 @@ class BlockFiles:
     def _name_in(self, path: Path) -> bytes | None:
         if path.suffix != _ENDING:
             return None
-        size = self._data_at + self._memory.slot_bytes
+        size = self._headers.num_bytes + self._memory.slot_bytes
         with path.open("rb", buffering=0) as file:
-            header = self._header(file.read(self._kind.itemsize))
-            if header is None or os.fstat(file.fileno()).st_size != size:
+            found = self._headers.read(file.read(self._headers.num_bytes))
+            if found is None or os.fstat(file.fileno()).st_size != size:
                 return None
-        name = bytes(header["name"])[: header["length"]]
-        return name if self._path(name) == path else None
-
-    def _header(self, text: bytes) -> np.void | None:
-        """Returns a header that can be trusted."""
-        if len(text) < self._kind.itemsize:
-            return None
-        header: np.void = np.frombuffer(text, self._kind, 1)[0]
-        if bytes(header["magic"]) != _MAGIC.rstrip(b"\0") or header["version"] != _VERSION:
-            return None
-        if bytes(header["identity"]) != self._identity or header["check"] != _check_of(header):
-            return None
-        return header
-
-
-def _check_of(header: npt.NDArray[np.void] | np.void) -> int:
-    return int(google_crc32c.value(header.tobytes()[:-4]))
+        return found[0] if self._path(found[0]) == path else None
 
 
 def _private(path: str, flags: int) -> int:

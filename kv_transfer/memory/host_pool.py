@@ -4,7 +4,8 @@
     2. `tell_contents`   what outlived a former life of this process
     3. `store`      blocks are copied to slots; then their checksums are computed, in a thread
        `spill`      slots are written to files
-       `fetch`      files are read to slots, whose checksums are compared
+       `fetch`      files, or blocks of the store, are read to slots, whose checksums are compared
+       `put`        slots are given to the store
        `load`       slots are copied to blocks, layer by layer; a layer is marked when its copies
                     are done and its checksums were right, so a step may compute with it
     4. `close`
@@ -17,42 +18,48 @@ processes, as a stage of a pipeline may have, some have none, and agree to every
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from kv_transfer.errors import KVTransferError
-from kv_transfer.layout import KVLayout
 from kv_transfer.memory.block_files import BlockFiles
+from kv_transfer.memory.block_header import identity_of
+from kv_transfer.memory.block_store import BlockStore
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_queue import CopyQueue
 from kv_transfer.memory.load_marks import LoadMarks
 from kv_transfer.memory.slot_checks import SlotChecks
 from kv_transfer.memory.slot_memory import SlotMemory, TierUnavailable
-from kv_transfer.metadata import (
+from kv_transfer.memory.store_address import StoreAddress
+from kv_transfer.memory.store_calls import StoreCalls
+from kv_transfer.tier import (
+    AskMeta,
     FetchMeta,
     ForgetMeta,
     HostTierEvent,
     LoadBegun,
     LoadMeta,
+    LoadTimes,
+    PutMeta,
     SpillMeta,
+    StoreFound,
     StoreMeta,
+    Tier,
     TierCommand,
     TierContents,
     TierEvent,
     TierJob,
     TierOff,
 )
-from kv_transfer.tier import LoadTimes, Tier
 
 T = TypeVar("T")
 
@@ -77,6 +84,8 @@ class PoolConfig:
         check_threads: That compare checksums of loads.
         memory_path: Folder for the memory, if it shall outlive this process. None: it does not.
         disk_path: Folder of the disk tier. None: there is none.
+        store: The store behind it. None: there is none.
+        store_host: Where its processes reach this one.
     """
 
     num_slots: int
@@ -87,6 +96,8 @@ class PoolConfig:
     check_threads: int = 1
     memory_path: Path | None = None
     disk_path: Path | None = None
+    store: StoreAddress | None = None
+    store_host: str = "127.0.0.1"
 
 
 class HostPool:
@@ -104,6 +115,7 @@ class HostPool:
         self._layers = list(range(index, num_layers, count))
         self._off: dict[Tier, str] = {}
         self._files: BlockFiles | None = None
+        self._store_calls: StoreCalls | None = None
         self._memory = self._take_memory()
         self._checks = SlotChecks(self._memory, config.check_threads)
         self._threads = {job: ThreadPoolExecutor(1, job) for job in ("checksums", "files")}
@@ -127,6 +139,8 @@ class HostPool:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
         self._checks.close()
+        if self._store_calls is not None:
+            self._store_calls.close()
         for thread in self._threads.values():
             thread.shutdown()
         self._copies.close()
@@ -173,8 +187,14 @@ class HostPool:
                 self._begin(command, self._load(command))
             case SpillMeta():
                 self._begin(command, self._spill(command))
+            case FetchMeta(tier=Tier.STORE):
+                self._begin(command, self._fetch_from_store(command))
             case FetchMeta():
                 self._begin(command, self._fetch(command, self._reads(command)))
+            case PutMeta():
+                self._begin(command, self._put(command))
+            case AskMeta():
+                self._begin(None, self._ask(command))
             case ForgetMeta():
                 self._forget(command)
 
@@ -255,6 +275,21 @@ class HostPool:
         failed = [s for s, is_right in zip(meta.slots, are_right, strict=True) if not is_right]
         self._end(meta, failed)
 
+    async def _fetch_from_store(self, meta: FetchMeta) -> None:
+        store, failed = self._store_calls, meta.slots
+        if store is not None:
+            failed = await store.read(meta.names, meta.slots)
+        self._end(meta, failed)
+
+    async def _put(self, meta: PutMeta) -> None:
+        store = self._store_calls
+        self._answer(meta, await store.write(meta.slots) if store is not None else meta.slots)
+
+    async def _ask(self, meta: AskMeta) -> None:
+        store = self._store_calls
+        count = await store.find(meta.names) if store is not None else 0
+        self._emit(StoreFound(meta.job, self._config.process, count))
+
     def _forget(self, meta: ForgetMeta) -> None:
         files, thread = self._files, self._threads["files"]
         if meta.names is None:
@@ -267,8 +302,8 @@ class HostPool:
 
     # Their parts ------------------------------------------------------------------------------
 
-    def _begin(self, meta: TierJob, job: asyncio._CoroutineLike[None]) -> None:
-        if Tier.HOST in self._off:
+    def _begin(self, meta: TierJob | None, job: asyncio._CoroutineLike[None]) -> None:
+        if Tier.HOST in self._off and meta is not None:
             job.close()
             self._answer(meta, meta.slots)
             return
@@ -342,6 +377,9 @@ class HostPool:
         else:
             if config.disk_path is not None:
                 self._take_files(memory, config.disk_path)
+            if config.store is not None and self._layers:
+                store = BlockStore(config.store, config.store_host, self._identity, memory)
+                self._store_calls = StoreCalls(store, partial(self._turn_off, Tier.STORE))
             return memory
         return SlotMemory.anonymous(0, len(self._layers), page)
 
@@ -375,10 +413,3 @@ class HostPool:
         if tier not in self._off:
             self._off[tier] = why
             self._emit(TierOff(self._config.process, tier, why))
-
-
-def identity_of(layout: KVLayout, rank: int, first_layer: int, share: tuple[int, int]) -> bytes:
-    """Returns 32 bytes that are equal exactly for bytes that mean the same: model, data types,
-    layout, layers and share of a block. The layout of a pipeline's stage does not say which of the
-    model's layers it has."""
-    return hashlib.sha256(msgspec.json.encode((layout, rank, first_layer, share))).digest()

@@ -25,7 +25,7 @@ from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.marks_page import MARK_BYTES, DevicePage, MarksPage
-from kv_transfer.metadata import LoadTicket
+from kv_transfer.tier import LoadTicket
 
 NUM_PLACES = 4
 """Loads that may be followed at once; others are used when they are complete."""

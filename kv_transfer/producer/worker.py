@@ -27,8 +27,9 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_handle import handle_of_tensor
 from kv_transfer.memory.load_marks import LoadGate, create_gate
-from kv_transfer.metadata import KVConnectorMetadata, LoadTicket, StepProgress
+from kv_transfer.metadata import KVConnectorMetadata, StepProgress
 from kv_transfer.producer.layer_marks import LayerMarker, LayerMarks, StreamMarker
+from kv_transfer.tier import LoadTicket
 
 
 def steps_address(engine_id: str, rank: int, index: int) -> str:

@@ -23,28 +23,27 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kv_transfer.base import HostTier
-from kv_transfer.metadata import (
+from kv_transfer.tier import (
     FetchMeta,
     ForgetMeta,
     HostTierEvent,
     LoadBegun,
     LoadMeta,
     LoadTicket,
+    PutMeta,
     SpillMeta,
+    StoreFound,
     StoreMeta,
-    TierCommand,
+    Tier,
     TierContents,
     TierEvent,
-    TierJob,
     TierOff,
 )
-from kv_transfer.tier import Tier
 from kv_transfer.tiers.disk_index import DiskIndex
 from kv_transfer.tiers.slot_table import SlotTable
+from kv_transfer.tiers.store_index import StoreIndex
+from kv_transfer.tiers.tier_jobs import Send, TierJobs
 from kv_transfer.tiers.tier_task import TierTask
-
-Send = Callable[[int, TierCommand], bool]
-"""Tells a transfer process, by number; False: it is down, and will not answer."""
 
 _MOST_SPILLED = 16
 """Blocks that one job writes to disk; there is one such job at a time."""
@@ -66,6 +65,8 @@ class PooledHostTier(HostTier):
         num_files: int = 0,
         let_go: Callable[[LoadTicket], None] | None = None,
         num_places: int = 0,
+        *,
+        has_store: bool = False,
     ) -> None:
         """`let_go`, `num_places`: this many loads can be followed layer by layer (`load_marks`)."""
         self.capacity = num_slots + num_files
@@ -77,10 +78,10 @@ class PooledHostTier(HostTier):
         self._spilling: set[bytes] = set()
         self.disk = DiskIndex(num_files, self._remove_files)
         self.has_disk = num_files > 0
-        self._jobs: dict[int, TierTask] = {}
-        self._next_job = 0
+        self.has_store = has_store
+        self.store_index = StoreIndex(num_processes, send) if has_store else None
+        self._jobs = TierJobs(num_processes, send, self._conclude)
         self._finished: dict[int, bool] = {}
-        self._begun: list[int] = []
         self._failed: dict[int, LoadTicket] = {}
         """Loads that failed, and that a step may still wait for."""
         self._places = list(range(num_places))
@@ -111,6 +112,7 @@ class PooledHostTier(HostTier):
             "disk_tier_evicted_blocks": float(self.disk.num_evicted),
             "disk_tier_residency_seconds": self.disk.residency_s,
             "disk_tier_damaged_files": float(self._totals["damaged_files"]),
+            **(self.store_index.counters if self.store_index is not None else {}),
         }
 
     @property
@@ -150,7 +152,21 @@ class PooledHostTier(HostTier):
             return count
         return next((i for i, name in enumerate(names[start:]) if name not in stored), count)
 
+    @property
+    def may_ask_store(self) -> bool:
+        return self.is_ready and self.store_index is not None and self.store_index.is_on
+
+    def num_with_room(self, names: Sequence[bytes]) -> int:
+        busy = (i for i, name in enumerate(names) if name in self._filling)
+        return self._slots.num_with_room(names[: next(busy, len(names))])
+
     # Jobs -------------------------------------------------------------------------------------
+
+    def ask_store(self, names: Sequence[bytes]) -> int:
+        assert self.store_index is not None
+        job = self._jobs.new_number()
+        self.store_index.ask(job, list(names))
+        return job
 
     def store(self, named: Sequence[tuple[bytes, int]]) -> tuple[int, int] | None:
         slots: list[int] = []
@@ -163,12 +179,12 @@ class PooledHostTier(HostTier):
         names = [name for name, _ in named[: len(slots)]]
         blocks = [block for _, block in named[: len(slots)]]
         self._filling.update(names)
-        job = self._new_job()
-        self._begin(StoreMeta(job, blocks, slots, names), names)
+        job = self._jobs.new_number()
+        self._jobs.begin(StoreMeta(job, blocks, slots, names), names)
         return job, len(slots)
 
-    def load(self, names: Sequence[bytes], blocks: list[int]) -> int:
-        job = self._new_job()
+    def load(self, names: Sequence[bytes], blocks: list[int], behind: Tier = Tier.DISK) -> int:
+        job = self._jobs.new_number()
         stored = self._slots.stored
         self._slots.pin(stored[name] for name in names if name in stored)
         fetched = [name for name in names if name not in stored]
@@ -184,12 +200,11 @@ class PooledHostTier(HostTier):
             self._begin_load(load, list(names))
             return job
         self._filling.update(fetched)
-        self._begin(FetchMeta(job, fetched, list(fresh.values())), list(names), load)
+        self._jobs.begin(FetchMeta(job, fetched, list(fresh.values()), behind), list(names), load)
         return job
 
     def ticket(self, job: int) -> LoadTicket | None:
-        command = self._jobs[job].command if job in self._jobs else None
-        return command.ticket if isinstance(command, LoadMeta) else None
+        return self._jobs.ticket(job)
 
     def let_go(self, job: int) -> None:
         ticket = self._failed.pop(job, None)
@@ -199,11 +214,7 @@ class PooledHostTier(HostTier):
                 self._let_go(ticket)
 
     def give_up(self, job: int) -> bool:
-        task = self._jobs.get(job)
-        if task is None or not isinstance(task.command, FetchMeta):
-            return False
-        task.is_given_up = True
-        return True
+        return self._jobs.give_up(job)
 
     def take_reads(self) -> list[tuple[int, float]]:
         return self.disk.take_reads()
@@ -215,8 +226,7 @@ class PooledHostTier(HostTier):
 
     def take_begun(self) -> list[int]:
         """Returns loads whose first layers are in the blocks, of all processes."""
-        begun, self._begun = self._begun, []
-        return [job for job in begun if job in self._jobs]
+        return self._jobs.take_begun()
 
     # What processes say -----------------------------------------------------------------------
 
@@ -226,40 +236,29 @@ class PooledHostTier(HostTier):
                 self._hear(event)
             case TierOff(_, tier, reason):
                 self._turn_off(tier, reason)
-            case LoadBegun(number, process):
-                job = self._jobs.get(number)
-                if job is not None and process in job.unbegun:
-                    job.unbegun.discard(process)
-                    if not job.unbegun:
-                        self._begun.append(number)
+            case LoadBegun():
+                self._jobs.load_begun(event)
+            case StoreFound():
+                if self.store_index is not None:
+                    self.store_index.answered(event)
             case HostTierEvent():
-                self._answered(event)
-
-    def _answered(self, event: HostTierEvent) -> None:
-        job = self._jobs.get(event.job)
-        if job is None or event.process not in job.unanswered:
-            return
-        job.unanswered.discard(event.process)
-        job.damaged.update(slot for slot in event.damaged if slot in job.command.slots)
-        if not job.unanswered:
-            self._conclude(event.job)
+                self._jobs.answered(event)
 
     def process_is_gone(self, process: int) -> None:
         """Finds nothing until it is back and has said what is left."""
         self._unheard.add(process)
         self._contents.pop(process, None)
-        for number, job in list(self._jobs.items()):
-            job.is_lost = True
-            job.unanswered.discard(process)
-            if not job.unanswered:
-                self._conclude(number)
+        if self.store_index is not None:
+            self.store_index.process_is_gone(process)
+        self._jobs.process_is_gone(process)
 
     def forget_all(self) -> None:
-        for job in self._jobs.values():
-            job.is_lost = job.is_lost or not isinstance(job.command, LoadMeta)
+        self._jobs.forget_stored()
         for name in list(self._slots.stored):
             self._slots.forget(name)
         self.disk.clear()
+        if self.store_index is not None:
+            self.store_index.clear()
         for process in range(self._num_processes):
             self._send(process, ForgetMeta(None))
 
@@ -292,53 +291,49 @@ class PooledHostTier(HostTier):
             return
         self._off[tier] = reason
         logger.warning("KV in the %s tier is off, and serving goes on: %s", tier, reason)
+        if tier is not Tier.DISK and self.store_index is not None:
+            self.store_index.turn_off()
+        if tier is Tier.STORE:
+            return
         self.disk.clear()
         self.has_disk = False
 
     # Inside -----------------------------------------------------------------------------------
 
-    def _new_job(self) -> int:
-        self._next_job += 1
-        return self._next_job
-
     def _begin_load(self, load: LoadMeta, names: list[bytes]) -> None:
         if self._places:
             # Not the job's number: a load behind a fetch begins after jobs that are younger.
-            ticket = LoadTicket(self._places.pop(), self._new_job())
+            ticket = LoadTicket(self._places.pop(), self._jobs.new_number())
             load = LoadMeta(load.job, load.blocks, load.slots, ticket)
-        self._begin(load, names)
+        self._jobs.begin(load, names)
 
-    def _begin(self, command: TierJob, names: list[bytes], load: LoadMeta | None = None) -> None:
-        everybody = set(range(self._num_processes))
-        job = TierTask(command, names, everybody, load=load)
-        if isinstance(command, LoadMeta) and command.ticket is not None:
-            job.unbegun = set(everybody)
-        self._jobs[command.job] = job
-        for process in range(self._num_processes):
-            if not self._send(process, command):
-                job.is_lost = True
-                job.unanswered.discard(process)
-        if not job.unanswered:
-            self._conclude(command.job)
-
-    def _conclude(self, number: int) -> None:
-        job = self._jobs.pop(number)
+    def _conclude(self, number: int, job: TierTask) -> None:
         is_right = job.is_right
         match job.command:
             case StoreMeta(slots=slots):
                 self._totals["damaged"] += len(job.damaged)
-                self._filled(job, job.names, slots, "stored")
-            case FetchMeta(names=names, slots=slots):
-                self._totals["damaged_files"] += len(job.damaged)
-                self._filled(job, names, slots, "fetched")
-                self.disk.drop(n for n, s in zip(names, slots, strict=True) if s in job.damaged)
+                whole = self._filled(job, job.names, slots, "stored")
+                if self.store_index is not None:
+                    self.store_index.stored(whole)
+            case FetchMeta(names=names, slots=slots, tier=behind):
+                whole = self._filled(job, names, slots, "fetched")
+                failed = [n for n, s in zip(names, slots, strict=True) if s in job.damaged]
+                if behind is Tier.STORE and self.store_index is not None:
+                    self.store_index.came(whole, failed)
+                else:
+                    self._totals["damaged_files"] += len(failed)
+                    self.disk.drop(failed)
                 if is_right and job.load is not None and not job.is_given_up:
-                    self.disk.took(len(names), time.monotonic() - job.begun_at)
+                    if behind is Tier.DISK:
+                        self.disk.took(len(names), time.monotonic() - job.begun_at)
                     self._begin_load(job.load, job.names)
                     return
                 self._unpin(job, job.load.slots if job.load is not None else [])
             case SpillMeta():
                 self._spilled(job, is_right)
+                return
+            case PutMeta():
+                self._given(job)
                 return
             case LoadMeta(slots=slots, ticket=ticket):
                 self._totals["damaged"] += len(job.damaged)
@@ -351,8 +346,11 @@ class PooledHostTier(HostTier):
         self._finished[number] = is_right
         self._reconcile()
         self._spill_ahead()
+        self._give_ahead()
 
-    def _filled(self, job: TierTask, names: list[bytes], slots: list[int], how: str) -> None:
+    def _filled(self, job: TierTask, names: list[bytes], slots: list[int], how: str) -> list[bytes]:
+        """Returns the names of blocks that are whole."""
+        whole: list[bytes] = []
         for name, slot in zip(names, slots, strict=True):
             self._filling.discard(name)
             if job.is_lost or slot in job.damaged:
@@ -360,6 +358,8 @@ class PooledHostTier(HostTier):
             else:
                 self._slots.put(name, slot)
                 self._totals[how] += 1
+                whole.append(name)
+        return whole
 
     def _unpin(self, job: TierTask, slots: list[int]) -> None:
         for name, slot in zip(job.names, slots, strict=True):
@@ -379,7 +379,7 @@ class PooledHostTier(HostTier):
             names, slots = [name for name, _ in due], [slot for _, slot in due]
             self._spilling.update(names)
             self._slots.pin(slots)
-            self._begin(SpillMeta(self._new_job(), slots), names)
+            self._jobs.begin(SpillMeta(self._jobs.new_number(), slots), names)
 
     def _spilled(self, job: TierTask, is_right: bool) -> None:
         self._spilling.difference_update(job.names)
@@ -393,13 +393,28 @@ class PooledHostTier(HostTier):
         if is_right:
             self._spill_ahead()
 
+    def _give_ahead(self) -> None:
+        """Begins to give the store what was stored last."""
+        index = self.store_index
+        if index is None or index.is_putting or not self.is_ready:
+            return
+        if due := index.next_due(self._slots):
+            names, slots = [name for name, _ in due], [slot for _, slot in due]
+            self._slots.pin(slots)
+            self._jobs.begin(PutMeta(self._jobs.new_number(), slots), names)
+
+    def _given(self, job: TierTask) -> None:
+        whole = job.whole
+        job.damaged.clear()
+        self._unpin(job, job.command.slots)
+        if self.store_index is not None:
+            self.store_index.given(whole)
+        self._reconcile()
+        self._give_ahead()
+
     def _remove_files(self, names: list[bytes]) -> None:
         for process in range(self._num_processes):
             self._send(process, ForgetMeta(names))
 
     def leftovers(self) -> list[str]:
-        return [
-            f"job {number} of the host tier"
-            for number, job in self._jobs.items()
-            if not isinstance(job.command, SpillMeta)
-        ]
+        return self._jobs.leftovers()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 
@@ -34,6 +34,16 @@ class SlotTable:
     def num_to_take(self) -> int:
         """Returns how many slots could be taken now, at least."""
         return len(self._free) + max(0, len(self.stored) - len(self.pins))
+
+    def num_with_room(self, names: Sequence[bytes]) -> int:
+        """Returns for how many of these blocks, from the first on, slots could be taken, beside
+        those that are stored."""
+        room = self.num_to_take - sum(name in self.stored for name in names)
+        for count, name in enumerate(names):
+            room -= name not in self.stored
+            if room < 0:
+                return count
+        return len(names)
 
     def fill(self, stored: Mapping[int, bytes]) -> None:
         """Records what all slots hold, by slot, when nothing is known of any."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from kv_transfer.metadata import LoadMeta, TierJob
+from kv_transfer.tier import LoadMeta, TierJob
 
 
 @dataclass(slots=True)

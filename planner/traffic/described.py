@@ -113,7 +113,5 @@ class Description:
                 f"--rate {self.rate:g}: {self.count} requests would take "
                 f"{self.count / self.rate / 86_400:.0f} days to come, and 400 are the most"
             )
-        if self.count < 100:
-            raise TrafficError(f"--requests {self.count}: a 99th percentile needs 100 at least")
         if self.count > _MAX_REQUESTS:
             raise TrafficError(f"--requests {self.count}: at most {_MAX_REQUESTS} are simulated")

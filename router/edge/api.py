@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
@@ -41,7 +42,7 @@ from router.admission.admission_gate import AdmissionGate
 from router.admission.cluster_load import cluster_load
 from router.admission.model_gates import ModelGates
 from router.admission.ticket import Ticket
-from router.errors import NoNodeAvailable
+from router.errors import AdminOnly, NoNodeAvailable
 from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCard, ModelCatalog
 from router.models.request_room import RequestRoom
@@ -73,6 +74,7 @@ class ProxyEndpoint:
     metrics: RouterMetrics
     recent: RecentRequests
     body_limits: BodyLimits
+    may_name_nodes: Callable[[Tenant], bool] = lambda tenant: True
     tracer: Tracer = field(default_factory=Tracer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,6 +154,9 @@ class ProxyEndpoint:
     async def _read(self, scope: Scope, receive: Receive, record: RequestHistory) -> ClientRequest:
         self.room.check()
         headers = request_headers(scope)
+        endpoint = headers.get(names.ENDPOINT, "")
+        if endpoint and not self.may_name_nodes(_tenant(scope)):
+            raise AdminOnly(f"{names.ENDPOINT} needs the key of an operator (`operator = true`)")
         name, tenant, table = record.trace.request_id, _tenant(scope), self.models.table
         with lease_of(scope, self.body_limits) as lease:
             body = await read_json_body(headers, receive, self.body_limits, lease)
@@ -162,6 +167,8 @@ class ProxyEndpoint:
         info = info.bounded(table.max_model_lens.get(info.model, 0))
         if scope["state"].get("is_idle"):
             info = replace(info, priority=Priority.IDLE)
+        if endpoint:
+            info = replace(info, endpoint=endpoint)
         record.read(info)
         return ClientRequest(info, headers, body, record, scope["state"].get("kept", ""))
 

@@ -55,6 +55,10 @@ class ApiKeys:
         """Returns whether callers of the API may act as operators: where nothing shows a key."""
         return not self.asks
 
+    def may_name_nodes(self, tenant: Tenant) -> bool:
+        """Returns whether a tenant's requests may name the node that serves them."""
+        return tenant.is_operator or self.may_change_nodes()
+
     def admit(self, shown: Iterable[str]) -> Tenant | None:
         """Returns whose key is among those that are shown, or None. Without any keys all
         may pass."""

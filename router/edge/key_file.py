@@ -6,6 +6,7 @@
     requests_per_s = 20                             # the rest is optional
     tokens_per_s = 50000
     priority = "interactive"                        # or "standard", "batch"
+    operator = true                                 # may name the node that serves a request
     salt = "any secret"                             # tenants of one salt share cached prompts
 
 `sha256:` is followed by the digest of the key as text: printf %s "$KEY" | sha256sum. Keys must be
@@ -38,6 +39,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     requests_per_s: _Rate = 0.0
     tokens_per_s: _Rate = 0.0
     priority: Literal["interactive", "standard", "batch"] = "standard"
+    operator: bool = False
     salt: str | None = None
 
 
@@ -84,6 +86,7 @@ def _keys_of(entry: _Entry) -> list[Key]:
         requests_per_s=entry.requests_per_s,
         tokens_per_s=entry.tokens_per_s,
         priority=Priority[entry.priority.upper()],
+        is_operator=entry.operator,
         salt=_salt(entry),
     )
     keys = []

@@ -17,6 +17,7 @@ from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
 from router.placement.adapter_homes import home_nodes
 from router.placement.decode_choice import DecodeChoice, OutputLengths, without
+from router.placement.forced_endpoint import forced_node, forced_partners
 from router.placement.node_pool import NodeGroup, NodePool
 from router.placement.policy import Placement, PrefillChoice
 from router.placement.prefill_outcome import PrefillOutcome
@@ -80,9 +81,16 @@ class BasePolicy(ABC):
         num_kv_tokens = 0
         if request.generates:
             num_kv_tokens = request.num_prompt_tokens + self.outputs.expected(request)
-        decode = self._pick_decode(request, tried, num_kv_tokens)
+        forced = forced_node(self.registry, request, tried)
+        prefill = forced if forced and forced.address.role is NodeRole.PREFILL else None
+        if forced is not None and prefill is None:
+            decode = forced
+        else:
+            decode = self._pick_decode(request, tried, num_kv_tokens, prefill)
         group = self.pool.partners(decode, request.adapter_digest)
-        if request.is_idle_class:
+        if prefill is not None:
+            ranked = RankedPrefills((prefill,), PrefillChoice.FORCED, request.num_prompt_tokens)
+        elif request.is_idle_class:
             ranked = self._rank_spare(request, group, decode)
         elif group.nodes and request.generates:
             ranked = self.rank(request, group, decode)
@@ -150,14 +158,21 @@ class BasePolicy(ABC):
         return named[0] if named else self.registry.find(NodeRole.PREFILL, target)
 
     def _pick_decode(
-        self, request: RequestInfo, tried: Collection[Node], num_kv_tokens: int
+        self,
+        request: RequestInfo,
+        tried: Collection[Node],
+        num_kv_tokens: int,
+        prefill: Node | None,
     ) -> Node:
+        """Picks one that can use KV of `prefill`, if that must compute the prompt."""
         nodes = without(self.pool.decodes(request.model, request.adapter_digest).nodes, tried)
         if not nodes and tried:
             digest = request.adapter_digest
             nodes = self.pool.doubtful_decodes(request.model, digest, tried)
         if not nodes:
             raise self._why_no_decode_node(request.adapter or request.model)
+        if prefill is not None:
+            nodes = forced_partners(nodes, prefill)
         if request.adapter:
             nodes = home_nodes(nodes, request.adapter_digest, num_kv_tokens)
         if request.is_idle_class:

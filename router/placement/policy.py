@@ -21,7 +21,7 @@ from router.request.info import RequestInfo
 
 class PrefillChoice(StrEnum):
     """Says why the first prefill node of a placement is the first. `local`: there are some, and the
-    decode node does it sooner by itself; `none`: there is none."""
+    decode node does it sooner by itself; `none`: there is none; `forced`: an operator named it."""
 
     HOME = "home"
     SPILL = "spill"
@@ -29,6 +29,7 @@ class PrefillChoice(StrEnum):
     ROUND_ROBIN = "round_robin"
     LOCAL = "local"
     NONE = "none"
+    FORCED = "forced"
 
 
 @dataclass(frozen=True, slots=True)

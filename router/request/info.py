@@ -96,6 +96,7 @@ class RequestInfo:
         num_prompts: This many it has, each with an answer of its own.
         num_answers: This many that it wants, to all prompts together.
         priority: Never better than the tenant's.
+        endpoint: The node that it must go to, as an operator names nodes; empty: any.
         ttft_deadline_s: The client's time to the first token, in seconds; 0 when it does not say.
     """
 
@@ -120,6 +121,7 @@ class RequestInfo:
     num_answers: int = 1
     tenant: Tenant = ANYONE
     priority: Priority = Priority.STANDARD
+    endpoint: str = ""
     ttft_deadline_s: float = 0.0
 
     @property

@@ -25,6 +25,7 @@ class Tenant:
         requests_per_s: Requests in the long run; 0 does not limit them.
         tokens_per_s: Prompt tokens plus `max_tokens` in the long run; 0 does not limit them.
         priority: The best class its requests may ask for, and the one they get unasked.
+        is_operator: Its requests may name the node that serves them (`edge.http.headers.ENDPOINT`).
         salt: Secret bytes that go into every key made of its prompts, so that no other tenant can
             reach its cached KV or guess where its sessions live. Empty: shares with all whose
             salt is empty.
@@ -34,6 +35,7 @@ class Tenant:
     requests_per_s: float = 0.0
     tokens_per_s: float = 0.0
     priority: Priority = Priority.STANDARD
+    is_operator: bool = False
     salt: bytes = b""
 
 

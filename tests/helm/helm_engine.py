@@ -42,6 +42,7 @@ API_VERSIONS = (
     "disaggregatedset.x-k8s.io/v1",
     "kueue.x-k8s.io/v1beta1",
     "scheduling.volcano.sh/v1beta1",
+    "scheduling.k8s.io/v1beta1",
 )
 """The kinds that a cluster with every integration serves beyond Kubernetes itself."""
 

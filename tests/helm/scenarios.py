@@ -14,7 +14,9 @@ SCENARIOS = {
     path.name.removesuffix("-values.yaml"): path
     for path in sorted((CHART / "ci").glob("*-values.yaml"))
 }
-FIRST_KUBE_VERSION = {"image-volume": "1.34", "devices": "1.34", "fabric": "1.30"}
+FIRST_KUBE_VERSION = {
+    "image-volume": "1.34", "devices": "1.34", "fabric": "1.30", "gang": "1.37",
+}  # fmt: skip
 """The version of scenarios that need a newer Kubernetes than the chart."""
 
 
@@ -24,8 +26,14 @@ def values_of(name: str) -> dict[str, Any]:
 
 
 @cache
-def rendered(name: str, kube_version: str = "1.34") -> Rendered:
-    return HelmSdk.shared().render(values_of(name), kube_version=f"{kube_version}.0")
+def rendered(name: str, kube_version: str = "") -> Rendered:
+    version = f"{kube_version}.0" if kube_version else version_of(name)
+    return HelmSdk.shared().render(values_of(name), kube_version=version)
+
+
+def version_of(name: str) -> str:
+    """Returns 1.34.0, or the first Kubernetes that has all of the scenario."""
+    return "1.34.0" if supports(name, "1.34") else f"{FIRST_KUBE_VERSION[name]}.0"
 
 
 def supports(name: str, kube_version: str) -> bool:

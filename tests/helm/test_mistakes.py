@@ -394,7 +394,17 @@ BETWEEN_VALUES += [
     ),
     ({"scheduling": {"kind": "kueue"}}, "set scheduling.queue to a LocalQueue"),
     ({"scheduling": {"queue": "q"}}, "set it to kueue or volcano"),
-    ({"scheduling": {"minMember": 2}}, "set scheduling.kind to volcano"),
+    ({"kvStore": {"kind": "url"}}, "set kvStore.url to mooncake://HOST:PORT"),
+    ({"kvStore": {"url": "mooncake://a:1"}}, "but kvStore.kind is none"),
+    ({"kvStore": {"kind": "chart"}}, "kvStore lies behind host memory"),
+    ({"scheduling": {"minMember": 2}}, "set scheduling.kind to volcano or kubernetes"),
+    ({"scheduling": {"kind": "kubernetes"}}, "whose gangs there are since 1.37"),
+    ({"scheduling": {"kind": "kubernetes"}}, "set scheduling.minMember to the pods"),
+    ({"scheduling": {"kind": "kubernetes", "queue": "q"}}, "own scheduler has no queues"),
+    (
+        {"scheduling": {"kind": "kubernetes"}, "decode": {"schedulerName": "other"}},
+        "decode.schedulerName is other",
+    ),
     (
         {"scheduling": {"kind": "volcano", "minMember": 3}},
         "scheduling.minMember (3) is more than the 2 pods",

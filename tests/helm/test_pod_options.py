@@ -304,6 +304,21 @@ def test_volcano_places_both_tiers_together() -> None:
     assert "schedulerName" not in serving_pod(found, "router")["spec"]
 
 
+def test_kubernetes_places_both_tiers_together() -> None:
+    found = rendered("gang", "1.37")
+    group = found.one("PodGroup")
+    assert group["apiVersion"] == "scheduling.k8s.io/v1beta1"
+    assert group["spec"] == {
+        "schedulingPolicy": {"gang": {"minCount": 4}},
+        "priorityClassName": "online",
+    }
+    for component in ("prefill", "decode"):
+        spec = serving_pod(found, component)["spec"]
+        assert spec["schedulingGroup"] == {"podGroupName": group["metadata"]["name"]}
+        assert "schedulerName" not in spec
+    assert "schedulingGroup" not in serving_pod(found, "router")["spec"]
+
+
 def test_groups_of_hosts_are_gangs_of_their_operator() -> None:
     """It makes a PodGroup for each: another one would be at odds with it."""
     volcano = {"scheduling": {"kind": "volcano", "queue": "q", "minMember": 1}}

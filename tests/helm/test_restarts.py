@@ -18,6 +18,7 @@ from tests.helm.scenarios import (
     reproducible,
     templates_of,
     values_of,
+    version_of,
     workloads,
 )
 
@@ -100,8 +101,9 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_new_chart_version_with_the_same_images_restarts_nothing(name: str, newer: Path) -> None:
     values = overlay(values_of(name), {"image": {"router": {"tag": "1"}, "engine": {"tag": "1"}}})
-    before = HelmSdk.shared().render(values)
-    after = HelmSdk.shared().render(values, chart=newer, upgrade=True)
+    version = version_of(name)
+    before = HelmSdk.shared().render(values, kube_version=version)
+    after = HelmSdk.shared().render(values, chart=newer, upgrade=True, kube_version=version)
     assert templates(before) == templates(after)
     for old, new in zip(before.all("Deployment"), after.all("Deployment"), strict=True):
         assert old["spec"]["selector"] == new["spec"]["selector"]

@@ -25,6 +25,7 @@ from tests.helm.scenarios import (
     serving_pod,
     templates_of,
     values_of,
+    version_of,
     workload,
     workloads,
 )
@@ -162,7 +163,9 @@ def test_probes_ask_ports_that_are_open(name: str) -> None:
 
 @each_scenario
 def test_names_are_unique_and_everything_is_in_the_namespace(name: str) -> None:
-    found = HelmSdk.shared().render(values_of(name), namespace="elsewhere")
+    found = HelmSdk.shared().render(
+        values_of(name), namespace="elsewhere", kube_version=version_of(name)
+    )
     names = [(o["kind"], o["metadata"]["name"]) for o in found.objects]
     assert len(names) == len(set(names))
     user_made = len(values_of(name).get("extraObjects", ()))
@@ -174,7 +177,7 @@ def test_names_are_unique_and_everything_is_in_the_namespace(name: str) -> None:
 @each_scenario
 def test_names_fit_with_the_longest_release_name(name: str) -> None:
     release = "r" + "e" * 51 + "d"
-    found = HelmSdk.shared().render(values_of(name), release=release)
+    found = HelmSdk.shared().render(values_of(name), release=release, kube_version=version_of(name))
     for manifest in found.objects:
         metadata = manifest["metadata"]
         # A pod of a Deployment is called name-<10 characters>-<5>.

@@ -11,7 +11,8 @@ from gpu_caches import GpuRankCache, gpu_layout
 from kv_nodes import KVNode, poll_until
 
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.metadata import KVConnectorOutput, LoadTicket
+from kv_transfer.metadata import KVConnectorOutput
+from kv_transfer.tier import LoadTicket
 from kv_transfer.tiers.host_tier import PooledHostTier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -86,7 +87,7 @@ def test_the_stream_reads_no_layer_before_it_is_loaded(node: KVNode) -> None:
     tier, words, worker = tier_of(node), node.caches[0].tensor, node.workers[0]
     tier._places.append(2)
     blocks = list(range(20, 20 + NUM_STORED))
-    ticket = LoadTicket(2, tier._next_job + 2)  # Behind the number of the job.
+    ticket = LoadTicket(2, tier._jobs._last + 2)  # Behind the number of the job.
     seen = []
     for layer in range(SHAPE.num_layers):
         worker.wait_for_layer_load(ticket, layer)

@@ -37,22 +37,22 @@ from kv_transfer.memory.host_pool import HostPool, PoolConfig
 from kv_transfer.memory.load_marks import LoadGate, LoadMarks
 from kv_transfer.memory.slot_checks import SlotChecks
 from kv_transfer.memory.slot_memory import SlotMemory
-from kv_transfer.metadata import (
+from kv_transfer.metadata import KVConnectorOutput
+from kv_transfer.tier import (
     FetchMeta,
     ForgetMeta,
     HostTierEvent,
-    KVConnectorOutput,
     LoadBegun,
     LoadMeta,
     LoadTicket,
     SpillMeta,
     StoreMeta,
+    Tier,
     TierCommand,
     TierContents,
     TierEvent,
     TierJob,
 )
-from kv_transfer.tier import Tier
 from kv_transfer.tiers.host_tier import PooledHostTier
 
 SHAPE = layout(num_layers=3)

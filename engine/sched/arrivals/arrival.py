@@ -29,6 +29,7 @@ Which of them a source uses:
     prefill node   QUEUED COMING RETRYING STOPPING HERE PART NOTHING RECLAIMED READY
     host, disk     QUEUED COMING EARLY HERE NOTHING READY
     a peer         QUEUED ASKED COMING HERE PART READY
+    a store        QUEUED ASKED COMING HERE NOTHING READY
 
 This node's own cache needs none: what it has is taken with the allocation.
 """

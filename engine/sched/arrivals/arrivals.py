@@ -141,6 +141,12 @@ class Arrivals:
                 return
         self.move(arrival, ArrivalState.READY)
 
+    def has_next(self, arrival: KVArrival, num_computed_tokens: int) -> bool:
+        """Returns whether `here` would ask another source for what is lacking then."""
+        index = self.prefix_sources.index(arrival.source)
+        later = self.prefix_sources[index + 1 :]
+        return any(source.find(arrival.request, num_computed_tokens) for source in later)
+
     def take_ready(self) -> Request:
         """Returns the first request of `ready`, which enters a row now."""
         request = self.ready.peek()

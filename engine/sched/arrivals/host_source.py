@@ -28,8 +28,8 @@ from engine.sched.arrivals.arrivals import Arrivals
 from engine.sched.arrivals.source_rate import SourceRate
 from engine.sched.counters import PrefillRate
 from kv_transfer.base import ChunkLike, KVConnectorScheduler
-from kv_transfer.metadata import KVConnectorMetadata, LoadTicket
-from kv_transfer.tier import Tier
+from kv_transfer.metadata import KVConnectorMetadata
+from kv_transfer.tier import LoadTicket, Tier
 
 _READ_LIMIT_S = 30.0
 """No request waits longer for a disk."""
@@ -207,8 +207,10 @@ class HostSource:
         the next step for itself. None: there is none."""
         for load in self._of_job.values():
             request = load.request
-            if load.state is not ArrivalState.COMING or request.prefix_peer:
-                continue  # A peer is asked for what follows, once all of this is here.
+            if load.state is not ArrivalState.COMING:
+                continue
+            if self._arrivals.has_next(load, request.num_computed_tokens):
+                continue  # Another source is asked for what follows, once all of this is here.
             if request.num_tokens - request.num_computed_tokens <= self._short_tail:
                 continue
             ticket = self._tier.ticket(load.job) if self._tier and load.has_begun else None

@@ -156,6 +156,8 @@ class MemoryConnector(KVConnectorScheduler):
         if self.host_tier is not None:
             events.host_jobs = self.host_tier.take_finished()
             events.host_begun = self.host_tier.take_begun()
+            if self.host_tier.store_index is not None:
+                events.store_found = self.host_tier.store_index.take_found()
         return events
 
     def request_finished(self, request: RequestLike) -> bool:

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import random
 
-from kv_transfer.metadata import (
+from kv_transfer.tier import (
+    AskMeta,
     FetchMeta,
     ForgetMeta,
     HostTierEvent,
     LoadBegun,
     LoadMeta,
     LoadTicket,
+    PutMeta,
     SpillMeta,
+    StoreFound,
     StoreMeta,
+    Tier,
     TierCommand,
     TierContents,
     TierJob,
@@ -32,14 +36,26 @@ _NUM_PLACES = 2
 _GARBAGE = (-8, -8)
 
 Row = tuple[int, int] | None
+Store = list[dict[bytes, list[Row]]]
+"""Holds what a store has, by process and block, whoever put it there."""
+
+
+def new_store() -> Store:
+    return [{} for _ in range(NUM_PROCESSES)]
 
 
 class MemoryHostTier:
     """`tier` is what the scheduler asks."""
 
     def __init__(
-        self, memory: PagedMemory, num_slots: int, rng: random.Random, num_files: int = 0
+        self,
+        memory: PagedMemory,
+        num_slots: int,
+        rng: random.Random,
+        num_files: int = 0,
+        store: Store | None = None,
     ) -> None:
+        self._store = store
         self.let_go: set[int] = set()
         """Numbers of tickets of loads that failed."""
         self._marks = [[0] * _NUM_PLACES for _ in range(NUM_PROCESSES)]
@@ -54,6 +70,7 @@ class MemoryHostTier:
             num_files,
             lambda ticket: self.let_go.add(ticket.number),
             num_places=_NUM_PLACES,
+            has_store=store is not None,
         )
         self._memory = memory
         self._rng = rng
@@ -91,7 +108,14 @@ class MemoryHostTier:
         if isinstance(command, ForgetMeta):
             self._forget(process, command)
             return
+        if isinstance(command, AskMeta):
+            self._ask(process, command, may_fail=may_fail)
+            return
         damaged = [slot for slot in command.slots if may_fail and self._rng.random() < 0.05]
+        if isinstance(command, FetchMeta) and command.tier is Tier.STORE:
+            has = self._stored(process)
+            lacking = (s for n, s in zip(command.names, command.slots, strict=True) if n not in has)
+            damaged = sorted({*damaged, *lacking})
         self._do(process, command, damaged)
         if isinstance(command, LoadMeta) and command.ticket is not None and not damaged:
             self._marks[process][command.ticket.place] = command.ticket.number
@@ -117,15 +141,33 @@ class MemoryHostTier:
             case SpillMeta(slots=slots):
                 for slot in set(slots) - set(damaged):
                     files[names[slot]] = list(self._slots[slot])
-            case FetchMeta(names=fetched, slots=slots):
+            case PutMeta(slots=slots):
+                for slot in set(slots) - set(damaged):
+                    self._stored(process)[names[slot]] = list(self._slots[slot])
+            case FetchMeta(names=fetched, slots=slots, tier=tier):
+                source = files if tier is Tier.DISK else self._stored(process)
                 for name, slot in zip(fetched, slots, strict=True):
                     for offset in self._rows(process):
-                        self._slots[slot][offset] = files[name][offset]
+                        row = source[name][offset] if slot not in damaged else _GARBAGE
+                        self._slots[slot][offset] = row
         if isinstance(command, StoreMeta | FetchMeta):
             names.update(zip(command.slots, command.names, strict=True))
-        if not isinstance(command, SpillMeta):
+        if not isinstance(command, SpillMeta | PutMeta):
             for slot in damaged:
                 names.pop(slot, None)
+
+    def _stored(self, process: int) -> dict[bytes, list[Row]]:
+        assert self._store is not None
+        return self._store[process]
+
+    def _ask(self, process: int, command: AskMeta, *, may_fail: bool) -> None:
+        """Answers; now and then the store has evicted a block, of one process or of both."""
+        has = self._stored(process)
+        if may_fail and has and self._rng.random() < 0.2:
+            has.pop(self._rng.choice(list(has)))
+        lacking = (i for i, name in enumerate(command.names) if name not in has)
+        count = next(lacking, len(command.names))
+        self.tier.apply(StoreFound(command.job, process, count))
 
     def _forget(self, process: int, command: ForgetMeta) -> None:
         files = self._files[process]

@@ -27,7 +27,7 @@ from engine.sched.arrivals.arrival import WITH_BLOCKS, ArrivalState, TransferArr
 from engine.sched.prompts.prompt_order import PromptOrder
 from engine.sched.rows.row import RowPhase
 from engine.sched.scheduler import Scheduler
-from kv_transfer.metadata import LoadTicket
+from kv_transfer.tier import LoadTicket
 from tests.engine.sched.factories import remote_prefill
 from tests.engine.sched.fake_worker import (
     FakeWorker,
@@ -37,7 +37,7 @@ from tests.engine.sched.fake_worker import (
     prompt_ranks,
 )
 from tests.engine.sched.memory_connector import MemoryConnector
-from tests.engine.sched.memory_host_tier import MemoryHostTier
+from tests.engine.sched.memory_host_tier import MemoryHostTier, Store
 
 
 @dataclass(slots=True)
@@ -71,6 +71,7 @@ class StepMachine:
         seed: int = 0,
         num_host_slots: int = 0,
         num_files: int = 0,
+        store: Store | None = None,
         order: PromptOrder | None = None,
     ) -> None:
         self.config = config
@@ -82,7 +83,7 @@ class StepMachine:
         self.worker = FakeWorker(self.memory, query_len, lying_drafter(random.Random(seed)))
         host_rng = random.Random(seed)
         self.host = (
-            MemoryHostTier(self.memory, num_host_slots, host_rng, num_files)
+            MemoryHostTier(self.memory, num_host_slots, host_rng, num_files, store)
             if num_host_slots
             else None
         )

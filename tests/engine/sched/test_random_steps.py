@@ -26,6 +26,7 @@ from tests.engine.sched.factories import (
     remote_decode,
     remote_prefill,
 )
+from tests.engine.sched.memory_host_tier import new_store
 from tests.engine.sched.step_machine import StepMachine
 
 _NUM_REQUESTS = 40
@@ -266,6 +267,7 @@ def _random_traffic(
         seed=seed,
         num_host_slots=num_slots,
         num_files=rng.choice([0, 20]),
+        store=new_store() if rng.random() < 0.5 else None,
         order=make_order() if seed % 3 == 1 else None,
     )
     Traffic(machine, seed, kinds).run()
@@ -286,6 +288,21 @@ def test_the_tiers_are_used_in_every_way() -> None:
     assert all(totals[f"host_tier_{name}_blocks"] > 0 for name in used), totals
     assert totals["early"] > 0 and totals["let go"] > 0, totals
     assert totals["disk_tier_evicted_blocks"] > 0, totals
+
+
+def test_the_store_is_used_in_every_way() -> None:
+    """Engines come and go, and what one computed another finds; blocks go missing meanwhile."""
+    config = make_config(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64)
+    totals, store = Counter[str](), new_store()
+    for seed in range(8):
+        machine = StepMachine(config, 16, depth=2, seed=seed, num_host_slots=12, store=store)
+        Traffic(machine, seed % 4, ["local", "export"]).run()
+        assert machine.host is not None
+        totals.update({name: int(n) for name, n in machine.host.tier.counters.items()})
+        totals["tokens"] += machine.scheduler.stats().prompt_tokens_from_store
+    for name in ("put", "fetched", "missed"):
+        assert totals[f"store_tier_{name}_blocks"] > 0, totals
+    assert totals["tokens"] > 0, totals
 
 
 def test_no_count_of_tokens_that_a_tier_gave_ever_falls() -> None:

@@ -1,7 +1,7 @@
 """The chart's pods as processes: what an operator does to a cluster that serves.
 
 One cluster for all tests of this file, in their order: a release with a router, two prefill nodes
-and a decode node, booted from the last release's chart alone. They begin with a token alone; on the
+and a decode node, booted from a kept release's chart alone. They begin with a token alone; on the
 way an upgrade brings the tree's chart and turns TLS on, by certificates that the chart makes.
 """
 
@@ -28,7 +28,7 @@ from release import project
 from tests.helm.releases.helm_release import CliRelease, Release
 from tests.helm.releases.load import Load, body, stream
 from tests.helm.releases.open_connections import component, open_connections
-from tests.helm.releases.test_upgrade_from_release import NEWEST
+from tests.helm.releases.test_upgrade_from_release import PROCESSES_FROM
 from tests.kubernetes_stand_in.cert_manager import Authority, leaf
 from tests.kubernetes_stand_in.cluster import NAMESPACE, Cluster
 from tests.kubernetes_stand_in.dns_server import may_serve
@@ -165,7 +165,7 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     async with Cluster.real(folder, nodes=NODES) as cluster:
         release = CliRelease(cluster, folder)
         try:
-            await release.install(values(cluster, prefill=2), wait_s=0, chart=NEWEST)
+            await release.install(values(cluster, prefill=2), wait_s=0, chart=PROCESSES_FROM)
             await cluster.wait_ready(START_S, router=1, prefill=2, decode=1)
             service = cluster.get("Service", "tandem-router")["spec"]
             url = f"http://{service['clusterIP']}:{service['ports'][0]['port']}"
@@ -205,8 +205,8 @@ async def test_turning_tls_on_rolls_everything_under_load_and_loses_nothing(
     serving: Serving,
 ) -> None:
     """It begins when a decode pod was just deleted in the middle of its answers, and is the upgrade
-    from the last release's chart. The new router finds the nodes by DNS, where there is one."""
-    assert chart_label(serving) == NEWEST.stem
+    from that release's chart. The new router finds the nodes by DNS, where there is one."""
+    assert chart_label(serving) == PROCESSES_FROM.stem
     pod, answers = await serving.begin_long_answers()
     serving.cluster.delete_pod(pod)
     async with Load(serving.url, serving.expected) as load:

@@ -1,12 +1,14 @@
 """Upgrades from every kept release to the tree: values, objects and pods of whoever runs it.
 
 `tests/helm/releases/charts/` has the charts, each with the values of its scenarios. Here no process
-runs; `test_real_pods.py` upgrades from the newest of them under load.
+runs; `test_real_pods.py` upgrades under load, from the newest of them or the one that
+`UPGRADE_FROM` names.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from tests.kubernetes_stand_in.pod_state import is_ready
 
 KEPT = sorted(FOLDER.glob("*.tgz"), key=lambda path: Version(path.stem.removeprefix("tandem-")))
 NEWEST = KEPT[-1]
+PROCESSES_FROM = FOLDER / os.environ.get("UPGRADE_FROM", NEWEST.name)
+"""The chart whose pods run as processes: `make test-upgrades` names each."""
 VALUES: dict[str, Any] = {
     "model": {"name": "example/model"},
     "router": {"replicas": 2},

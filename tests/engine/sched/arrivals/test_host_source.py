@@ -12,8 +12,13 @@ from engine.config import EngineConfig
 from engine.contracts.request import RequestStatus
 from engine.sched.arrivals import host_source
 from engine.worker.cudagraph_utils import PROMPT_TOKENS
-from kv_transfer.metadata import HostTierEvent, KVTransferParams, TierCommand, TierContents
-from kv_transfer.tier import Tier
+from kv_transfer.metadata import KVTransferParams
+from kv_transfer.tier import (
+    HostTierEvent,
+    Tier,
+    TierCommand,
+    TierContents,
+)
 from kv_transfer.tiers.host_tier import PooledHostTier
 from tests.engine.sched.factories import BLOCK_SIZE, make_config, make_request, remote_decode
 from tests.engine.sched.step_machine import Client, StepMachine
@@ -133,7 +138,7 @@ def test_what_was_computed_with_a_damaged_block_is_dropped(is_exported: bool) ->
     machine = machine_with()
     client = begin_early(machine, remote_decode("t") if is_exported else None)
     assert machine.host is not None
-    (load,) = machine.host.tier._jobs.values()
+    (load,) = machine.host.tier._jobs._jobs.values()
     load.damaged.add(load.command.slots[2])
     if is_exported:
         assert not machine.connector.exports["t"].chunks, "nobody is told of KV that may be wrong"
@@ -164,7 +169,7 @@ def test_a_request_that_is_aborted_while_it_waits_for_layers_leaves_nothing() ->
     machine.abort("again")
     assert machine.scheduler.stats().num_free_blocks == free
     assert machine.host is not None
-    (load,) = machine.host.tier._jobs.values()
+    (load,) = machine.host.tier._jobs._jobs.values()
     load.is_lost = True
     machine.finish()
     machine.check_all_done()
@@ -260,7 +265,7 @@ def test_damaged_blocks_are_computed() -> None:
     forget(machine)
     client = begin_to_load(machine, "again")
     assert machine.host is not None
-    (load,) = machine.host.tier._jobs.values()
+    (load,) = machine.host.tier._jobs._jobs.values()
     load.damaged.add(load.command.slots[2])
     machine.finish()
     stats = machine.scheduler.stats()

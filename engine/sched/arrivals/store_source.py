@@ -1,0 +1,198 @@
+"""KV from a store that all nodes share: blocks that another node computed, or that this one has
+lost. They come through host memory, and are taken if that is sooner done than computed, by what was
+seen of both.
+
+    ASKED      the store is asked how many blocks it has; without an answer in time it has none
+    COMING     blocks are read to host memory, compared there, and copied to the request's blocks
+    NOTHING    a block was missing or damaged, or the store did not bring it in time: the prompt is
+               computed, but for what is in host memory now
+
+A store that does not answer costs a few prompts `_ASK_LIMIT_S` each, and then none: it is asked
+again when it has answered what it was asked before.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from engine.contracts.request import Request
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.sched.arrivals.arrival import ArrivalState, KVArrival, WriterKey
+from engine.sched.arrivals.arrivals import Arrivals
+from engine.sched.arrivals.source_rate import SourceRate
+from engine.sched.counters import PrefillRate
+from kv_transfer.base import KVConnectorScheduler
+from kv_transfer.tier import Tier
+
+_ASK_LIMIT_S = 0.5
+_READ_LIMIT_S = 10.0
+_LONGEST_LOOK_S = 1.0
+"""Looks at what waits follow each other sooner, unless this process stands still."""
+_MOST_UNANSWERED = 4
+"""Limits the questions that are open and late."""
+_FEWEST_BLOCKS = 2
+"""Is not asked for less."""
+
+
+@dataclass(slots=True, eq=False)
+class StoreLoad(KVArrival):
+    """Has the question's number in `job` while ASKED, then the load's. `is_first`: the request was
+    not preempted before."""
+
+    job: int = -1
+    is_first: bool = True
+    asked_at: float = 0.0
+    began_at: float = 0.0
+    waited_s: float = 0.0
+
+
+class StoreSource:
+    """Without a store it never has anything."""
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        connector: KVConnectorScheduler,
+        kv_cache: KVCacheManager,
+        prefill_rate: PrefillRate,
+    ) -> None:
+        self._arrivals = arrivals
+        self._tier = connector.host_tier
+        self._kv_cache = kv_cache
+        self._prefill_rate = prefill_rate
+        self._rate = SourceRate()
+        self._looked_at = time.monotonic()
+        self.num_tokens = 0
+        """Prompt tokens whose KV came."""
+        self.num_tokens_again = 0
+        """Those of them whose requests had been preempted, and looked up before."""
+        self.num_cheaper_to_compute = 0
+        self._asked: dict[int, StoreLoad] = {}
+        self._given_up: set[int] = set()
+        self._loads: dict[int, StoreLoad] = {}
+
+    @property
+    def is_on(self) -> bool:
+        return self._tier is not None and self._tier.has_store
+
+    # As a source ------------------------------------------------------------------------------
+
+    def find(self, request: Request, num_computed_tokens: int) -> int:
+        """At least one token is left to be computed."""
+        tier = self._tier
+        if tier is None or not tier.has_store or request.asks_store is False:
+            return 0
+        block_size = self._kv_cache.least_block_size
+        count = (request.num_tokens - 1) // block_size * block_size - num_computed_tokens
+        if request.needs_prompt_logprobs or count < _FEWEST_BLOCKS * block_size:
+            return 0
+        if not tier.may_ask_store or len(self._given_up) >= _MOST_UNANSWERED:
+            return 0
+        if request.asks_store is None:
+            request.asks_store = self._is_worth_it(count)
+            self.num_cheaper_to_compute += not request.asks_store
+        return count if request.asks_store else 0
+
+    def _is_worth_it(self, num_tokens: int) -> bool:
+        own = self._prefill_rate.tokens_per_s
+        seconds = self._rate.seconds_for(num_tokens)
+        return not own or self._rate.verdict(seconds, num_tokens / own, num_tokens).is_to_take
+
+    def begin(self, request: Request, num_computed_tokens: int, num_tokens: int) -> None:
+        assert self._tier is not None
+        load = StoreLoad(request, self, is_first=request.num_preemptions == 0)
+        load.asked_at, request.asks_store = time.monotonic(), False
+        self._arrivals.add(load)
+        self._arrivals.begin(load, num_computed_tokens, num_tokens, ArrivalState.ASKED)
+        request.num_computed_tokens = num_computed_tokens
+        block_size = self._kv_cache.least_block_size
+        names = self._kv_cache.block_names(request, num_computed_tokens + num_tokens)
+        load.job = self._tier.ask_store(names[num_computed_tokens // block_size :])
+        self._asked[load.job] = load
+
+    def stop(self, arrival: StoreLoad) -> WriterKey | None:
+        self._asked.pop(arrival.job, None)
+        return arrival.job if self._loads.pop(arrival.job, None) is not None else None
+
+    # What the tier says -----------------------------------------------------------------------
+
+    def found(self, counts: dict[int, int]) -> None:
+        """Goes on after answers of the store, by question: blocks that it has."""
+        for job, num_blocks in counts.items():
+            self._given_up.discard(job)
+            load = self._asked.pop(job, None)
+            if load is not None:
+                self._rate.ask_s = time.monotonic() - load.asked_at
+                self._take(load, num_blocks)
+
+    def _take(self, load: StoreLoad, num_blocks: int) -> None:
+        assert self._tier is not None
+        request, block_size = load.request, self._kv_cache.least_block_size
+        first = load.num_before // block_size
+        stop = first + num_blocks
+        names = self._kv_cache.block_names(request, stop * block_size)[first:]
+        names = names[: self._tier.num_with_room(names)]
+        if not names:
+            self._go_on(load, load.num_before)
+            return
+        blocks = self._kv_cache.get_block_ids(request.request_id)[0][first : first + len(names)]
+        num_tokens = len(names) * block_size
+        self._arrivals.begin(load, load.num_before, num_tokens, ArrivalState.COMING)
+        load.began_at = time.monotonic()
+        load.job = self._tier.load(names, blocks, Tier.STORE)
+        self._loads[load.job] = load
+
+    def jobs_done(self, jobs: dict[int, bool]) -> None:
+        """Goes on after jobs of the tier, of which nothing is on its way any more. By job: whether
+        it is right."""
+        for job, is_right in jobs.items():
+            load = self._loads.pop(job, None)
+            if load is None:
+                continue
+            seconds = time.monotonic() - load.began_at
+            self._rate.took(load.num_coming, seconds)
+            if is_right:
+                self._count(load)
+                self._go_on(load, load.num_before + load.num_coming)
+            else:
+                self._compute(load)
+
+    def _count(self, load: StoreLoad) -> None:
+        self.num_tokens += load.num_coming
+        self.num_tokens_again += 0 if load.is_first else load.num_coming
+        if load.is_first and load.request.num_cached_tokens is not None:
+            load.request.num_cached_tokens += load.num_coming
+
+    def _go_on(self, load: StoreLoad, num_tokens: int) -> None:
+        """Lets the request go on behind `num_tokens` tokens. What it waited for counts as queue."""
+        load.request.first_scheduled_at = time.monotonic()
+        self._arrivals.here(load, num_tokens)
+
+    def _compute(self, load: StoreLoad) -> None:
+        self._arrivals.move(load, ArrivalState.NOTHING)
+        self._arrivals.compute_all(load)
+
+    def check_answers(self) -> None:
+        """Gives up on a store that does not answer, before each step."""
+        now = time.monotonic()
+        waited_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
+        for load in list(self._asked.values()):
+            load.waited_s += waited_s
+            if load.waited_s > _ASK_LIMIT_S:
+                del self._asked[load.job]
+                self._given_up.add(load.job)
+                self._go_on(load, load.num_before)
+        for load in list(self._loads.values()):
+            load.waited_s += waited_s
+            if self._tier and load.waited_s > _READ_LIMIT_S and self._tier.give_up(load.job):
+                del self._loads[load.job]
+                self._rate.took(load.num_coming, load.waited_s)
+                self._compute(load)
+
+    def leftovers(self) -> list[str]:
+        """Names everything that should not be there when no request is."""
+        return [
+            f"load {load.job} from the store for request {load.request.request_id}"
+            for load in (*self._asked.values(), *self._loads.values())
+        ]

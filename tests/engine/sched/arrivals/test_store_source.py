@@ -1,0 +1,118 @@
+"""Blocks that another node computed come from the store; what it lacks or withholds is computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.contracts.request import RequestStatus
+from engine.sched.arrivals import store_source
+from kv_transfer.tier import AskMeta, FetchMeta
+from tests.engine.sched.factories import make_config, make_request
+from tests.engine.sched.memory_host_tier import Store, new_store
+from tests.engine.sched.step_machine import Client, StepMachine
+
+PROMPT = list(range(1, 22))
+NUM_LOADABLE = 20
+
+
+def machine_with(store: Store, num_slots: int = 64) -> StepMachine:
+    return StepMachine(make_config(), 12, num_host_slots=num_slots, store=store)
+
+
+def run(machine: StepMachine, name: str, prompt: list[int] = PROMPT) -> Client:
+    client = machine.add(make_request(name, prompt, max_tokens=3, ignore_eos=True))
+    machine.finish()
+    return client
+
+
+@pytest.fixture
+def store() -> Store:
+    """Has what another node computed."""
+    found = new_store()
+    run(machine_with(found), "first")
+    assert all(found)
+    return found
+
+
+def test_what_another_node_computed_is_loaded(store: Store) -> None:
+    machine = machine_with(store)
+    client = run(machine, "again")
+    assert client.tokens == client.expected
+    stats = machine.scheduler.stats()
+    assert client.num_cached_tokens == NUM_LOADABLE == stats.prompt_tokens_from_store
+    assert stats.prompt_tokens_loaded == NUM_LOADABLE
+    assert stats.prompt_tokens_computed == len(PROMPT) - NUM_LOADABLE
+    assert machine.host is not None
+    given = machine.host.tier.counters["store_tier_put_blocks"]
+    machine.check_all_done()
+    again = run(machine, "more")
+    assert again.tokens == again.expected
+    assert machine.host.tier.counters["store_tier_put_blocks"] == given, "it has them"
+
+
+def test_another_tenant_finds_nothing(store: Store) -> None:
+    machine = machine_with(store)
+    request = make_request("other", PROMPT, max_tokens=3, ignore_eos=True, cache_salt="x")
+    client = machine.add(request)
+    machine.finish()
+    assert client.tokens == client.expected
+    assert machine.scheduler.stats().prompt_tokens_from_store == 0
+
+
+def test_a_block_that_one_process_lacks_ends_the_prefix(store: Store) -> None:
+    names = list(store[0])
+    for name in names[2:4]:
+        del store[1][name]
+    machine = machine_with(store)
+    client = run(machine, "again")
+    assert client.tokens == client.expected
+    assert 0 < machine.scheduler.stats().prompt_tokens_from_store < NUM_LOADABLE
+    machine.check_all_done()
+
+
+def ask(machine: StepMachine, name: str) -> Client:
+    client = machine.add(make_request(name, PROMPT, max_tokens=3, ignore_eos=True))
+    machine.schedule()
+    assert client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    return client
+
+
+def test_a_block_that_goes_after_the_answer_is_computed(store: Store) -> None:
+    machine = machine_with(store)
+    client = ask(machine, "again")
+    assert machine.host is not None
+    while any(isinstance(job, AskMeta) for _, job in machine.host._jobs):
+        machine.host.advance()
+    machine.poll_connector()
+    assert any(isinstance(job, FetchMeta) for _, job in machine.host._jobs)
+    store[0].clear()
+    machine.finish()
+    assert client.tokens == client.expected
+    assert machine.host.tier.counters["store_tier_missed_blocks"] > 0
+    machine.check_all_done()
+
+
+def test_a_store_that_does_not_answer_costs_a_few_prompts_a_moment(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_source, "_ASK_LIMIT_S", -1.0)
+    machine = machine_with(store)
+    assert machine.host is not None
+    clients = []
+    for number in range(store_source._MOST_UNANSWERED + 3):
+        prompt = [number + 30, *PROMPT]
+        request = make_request(f"r{number}", prompt, max_tokens=1, ignore_eos=True)
+        clients.append(machine.add(request))
+        kept = machine.host._jobs[:]
+        machine.host._jobs.clear()
+        for _ in range(20):
+            machine.step()
+        machine.host._jobs[:] = kept + machine.host._jobs
+    asked = {job.job for _, job in machine.host._jobs if isinstance(job, AskMeta)}
+    assert len(asked) == store_source._MOST_UNANSWERED
+    monkeypatch.setattr(store_source, "_ASK_LIMIT_S", 100.0)
+    machine.finish()
+    assert [client.tokens for client in clients] == [client.expected for client in clients]
+    again = run(machine, "again")
+    assert again.tokens == again.expected and again.num_cached_tokens == NUM_LOADABLE
+    machine.check_all_done()

@@ -1,0 +1,179 @@
+"""Blocks in Mooncake Store, through real processes of both: who finds them, and what their death
+costs.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from kv_caches import layout
+from kv_nodes import KVNode, poll_until
+from mooncake_processes import Mooncake, mooncake, needs_mooncake, python_path
+from test_transfer_processes import new_node
+
+from kv_transfer.base import HostTier
+from kv_transfer.layout import KVLayout
+from kv_transfer.memory.block_header import identity_of
+from kv_transfer.metadata import KVConnectorOutput
+from kv_transfer.tier import Tier
+from kv_transfer.tiers.host_tier import PooledHostTier
+
+pytestmark = needs_mooncake
+
+SHAPE = layout(num_layers=3)
+ANOTHER_MODEL = msgspec.structs.replace(SHAPE, model_hash="another")
+NAMES = [b"a" * 32, b"b" * 32, b"c" * 32]
+
+
+DAMAGE = """
+value = bytearray(store.get({key!r}))
+value[-1] ^= 1
+assert store.remove({key!r}, True) == 0 == store.put({key!r}, bytes(value))
+"""
+
+
+def key_of(name: bytes, share: int) -> str:
+    identity = identity_of(SHAPE, 0, SHAPE.first_layer_on(0), (share, 2))
+    return f"tandem/{identity.hex()[:32]}/{name.hex()}"
+
+
+class Node:
+    """A node with a host tier and the store behind it."""
+
+    def __init__(self, store: Mooncake, shape: KVLayout = SHAPE) -> None:
+        self.kv: KVNode = new_node(
+            "prefill", shape, host_tier_bytes=4 * shape.block_bytes, num_processes=2,
+            store_tier_url=store.url,
+        )  # fmt: skip
+        assert isinstance(self.kv.connector.host_tier, PooledHostTier)
+        self.tier: HostTier = self.kv.connector.host_tier
+        self._output = KVConnectorOutput()
+        self.poll_until(lambda: self.tier.is_ready)
+
+    def poll_until(self, condition: Callable[[], bool]) -> None:
+        def look() -> bool:
+            output = self.kv.connector.get_finished()
+            if output is not None:
+                self._output.host_jobs.update(output.host_jobs)
+                self._output.store_found.update(output.store_found)
+            return condition()
+
+        poll_until(look)
+
+    def counter(self, name: str) -> float:
+        return self.kv.connector.counters[f"store_tier_{name}_blocks"]
+
+    def store(self, *names: bytes) -> None:
+        begun = self.tier.store([(name, i) for i, name in enumerate(names)])
+        assert begun is not None and begun[1] == len(names)
+        self.done(begun[0])
+
+    def done(self, job: int) -> bool:
+        self.poll_until(lambda: job in self._output.host_jobs)
+        return self._output.host_jobs[job]
+
+    def ask(self, *names: bytes) -> int:
+        job = self.tier.ask_store(names)
+        self.poll_until(lambda: job in self._output.store_found)
+        return self._output.store_found[job]
+
+    def load(self, *names: bytes) -> bool:
+        """Loads them to blocks 5, 6, ..."""
+        return self.done(self.tier.load(names, list(range(5, 5 + len(names))), Tier.STORE))
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]:
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    with mooncake(tmp_path) as processes:
+        yield processes
+
+
+@pytest.fixture
+def make_node(store: Mooncake) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def make(shape: KVLayout = SHAPE) -> Node:
+        nodes.append(Node(store, shape))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.kv.close()
+
+
+def fill(node: Node, names: list[bytes]) -> None:
+    """Has blocks computed by a node and given to the store: again, until it is connected."""
+    words = node.kv.caches[0].words
+    for i in range(len(names)):
+        words[:, i] = 7 + i
+    while node.counter("put") < len(names):
+        node.tier.forget_all()
+        node.store(*names)
+        put = node.counter("put")
+        index = node.kv.connector.host_tier.store_index  # type: ignore[union-attr]
+        node.poll_until(lambda index=index: not index.is_putting)  # type: ignore[misc]
+        assert node.counter("put") >= put
+
+
+def test_nodes_share_blocks_and_what_is_damaged_or_gone_is_a_miss(
+    store: Mooncake, make_node: Callable[..., Node]
+) -> None:
+    first = make_node()
+    fill(first, NAMES)
+    first.kv.close()
+    other, stranger = make_node(), make_node(ANOTHER_MODEL)
+    other.poll_until(lambda: other.ask(*NAMES) == 3)
+    assert other.ask(NAMES[0], b"n" * 32, NAMES[1]) == 1
+    words = other.kv.caches[0].words
+    assert other.load(*NAMES)
+    assert [(words[:, 5 + i] == 7 + i).all() for i in range(3)] == [True] * 3
+    assert (other.counter("fetched"), other.counter("missed")) == (3, 0)
+
+    other.tier.forget_all()
+    store.run(DAMAGE.format(key=key_of(NAMES[2], 1)))
+    assert other.ask(*NAMES) == 3 and not other.load(*NAMES)
+    assert other.counter("missed") == 1
+    assert other.ask(*NAMES) == 2, "what is damaged is removed"
+    store.run(f"assert store.remove({key_of(NAMES[1], 0)!r}, True) == 0")
+    assert other.ask(*NAMES) == 1
+    stranger.poll_until(lambda: stranger.tier.is_ready)
+    fill(stranger, [b"s" * 32])
+    assert stranger.ask(*NAMES) == 0, "another model's blocks are others"
+
+
+def test_its_death_is_a_miss_and_it_may_come_back(
+    store: Mooncake, make_node: Callable[..., Node]
+) -> None:
+    node = make_node()
+    fill(node, NAMES)
+    node.tier.forget_all()
+    assert node.ask(*NAMES) == 3
+    assert store.keeper is not None and store.master is not None
+    store.keeper.send_signal(signal.SIGKILL)
+    assert not node.load(*NAMES), "whoever kept them is gone"
+    store.kill()
+    assert node.ask(*NAMES) == 0
+    words = node.kv.caches[0].words
+    words[...] = 3
+    node.store(b"x" * 32)
+    words[...] = 0
+    assert node.done(node.tier.load([b"x" * 32], [5])) and (words[:, 5] == 3).all()
+    store.start_master()
+    store.start_keeper()
+    index = node.kv.connector.host_tier.store_index  # type: ignore[union-attr]
+    index.is_on, before = True, node.counter("put")
+    number = iter(range(1000))
+    node.poll_until(lambda: not index.is_putting)
+
+    def is_taken() -> bool:
+        node.store(b"%032d" % next(number))
+        node.poll_until(lambda: not index.is_putting)
+        return node.counter("put") > before
+
+    while not is_taken():
+        pass
