@@ -100,6 +100,7 @@ class PromptKV:
             return task.result() if is_here else KVIsLate()
         finally:
             task.cancel()
+            del task  # Its error holds this frame, which must not hold the error.
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Notes that the prefill node has computed this many tokens of the prompt."""

@@ -154,6 +154,7 @@ class LoadMonitor:
             return reading.result()
         finally:
             reading.cancel()
+            del reading  # Its error holds this frame, which must not hold the error.
 
     def _log_loss(
         self, address: NodeAddress, num_reports: int, reason: str, *, is_refusal: bool = False

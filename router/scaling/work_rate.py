@@ -36,8 +36,7 @@ class WorkRate:
 
     def rate(self, now: float) -> float:
         """Returns work in a second."""
-        while self._sums and self._sums[0][0] <= now - _SLOW_S:
-            self._sums.popleft()
+        self._forget(now)
         seen_s = max(1.0, now - self.since)
         slow = sum(total for _, total, _ in self._sums) / min(_SLOW_S, seen_s)
         fast_s = min(_FAST_S, seen_s)
@@ -59,9 +58,14 @@ class WorkRate:
         return peaks[0][1]
 
     def _change(self, now: float, work: float, square: float) -> None:
+        self._forget(now)  # Nothing may ask for the rate for days.
         second = math.floor(now)
         if self._sums and self._sums[-1][0] == second:
             _, total, squares = self._sums.pop()
         else:
             total = squares = 0.0
         self._sums.append((second, total + work, squares + square))
+
+    def _forget(self, now: float) -> None:
+        while self._sums and self._sums[0][0] <= now - _SLOW_S:
+            self._sums.popleft()
