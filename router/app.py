@@ -330,8 +330,12 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
 
 
 def _make_silence_watch(settings: RouterSettings, registry: NodeRegistry) -> SilenceWatch:
-    stall_s, progress_s = settings.stream_stall_s, settings.read_timeout_s
-    return SilenceWatch(registry=registry, stall_s=stall_s, progress_s=progress_s)
+    return SilenceWatch(
+        registry=registry,
+        stall_s=settings.stream_stall_s,
+        progress_s=settings.read_timeout_s,
+        answer_s=settings.answer_timeout_s,
+    )
 
 
 def _make_transport(settings: RouterSettings, credentials: Credentials) -> HttpTransport:

@@ -289,6 +289,12 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSetti
         "it; signs of life do not count. Then it is another decode node's. Must be longer than the "
         "longest prompt takes, with its wait: a million tokens at 2,000 a second are 500 s.",
     )
+    answer_timeout_s: float = Field(
+        default=21_600.0,
+        gt=0,
+        description="Seconds that one decode node has for an answer, however slowly it comes. Then "
+        "it goes on at another, as if the node were lost.",
+    )
     upstream_keepalive_s: float = Field(
         default=4.0,
         gt=0,

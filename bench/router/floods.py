@@ -6,6 +6,7 @@ Attackers are a process of their own, with 60 connections for some seconds; anot
 
     router      one that runs alone, without nodes
     keys        the same, with keys, which attackers have not: only /health and /ready need none
+    cluster     a router with a decode node, which gets what is a whole request
     decode      the API of a decode node
     probes      the port for metrics of a prefill node
 
@@ -79,12 +80,12 @@ FLOODS: dict[str, Flood] = {
 }
 """Names what is sent once on each connection, what again and again, and how many seconds apart."""
 _MODEL = "--model", str(DEMO_CHECKPOINT), "--device", "cpu"
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "router": ("router",),
     "decode": ("decode_node", *_MODEL),
     "probes": ("prefill_node", *_MODEL, "--metrics-port", "0"),
 }
-_SERVICES = "router", "keys", "decode", "probes"
+_SERVICES = "router", "keys", "cluster", "decode", "probes"
 
 
 async def _attack(port: int, name: str, until: float) -> None:
@@ -159,14 +160,24 @@ def _wait_for_cores(pid: int) -> float:
 @contextlib.contextmanager
 def _service(kind: str) -> Iterator[tuple[int, int]]:
     """Yields the port and the process of a new one."""
-    with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder, "keys.toml")
-        digest = hashlib.sha256(b"key").hexdigest()
-        keys.write_text(f'[[tenants]]\nname = "bench"\nkeys = ["sha256:{digest}"]\n')
-        arguments = {**_ARGUMENTS, "keys": ("router", "--api-key-file", str(keys))}[kind]
-        with running(Path.cwd(), *arguments) as (process, ready):
-            port = ready["metrics_port"] if kind == "probes" else port_of(ready)
-            yield port, process.pid
+    with contextlib.ExitStack() as stack:
+        arguments = _ARGUMENTS.get(kind, _ARGUMENTS["router"])
+        if kind == "keys":
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            arguments += "--api-key-file", str(_key_file(Path(folder)))
+        if kind == "cluster":
+            _, node = stack.enter_context(running(Path.cwd(), *_ARGUMENTS["decode"]))
+            grpc_port = str(node["grpc_address"]).rpartition(":")[2]
+            arguments += "--decode", f"{node['address']}/{grpc_port}"
+        process, ready = stack.enter_context(running(Path.cwd(), *arguments))
+        yield ready["metrics_port"] if kind == "probes" else port_of(ready), process.pid
+
+
+def _key_file(folder: Path) -> Path:
+    file = folder / "keys.toml"
+    digest = hashlib.sha256(b"key").hexdigest()
+    file.write_text(f'[[tenants]]\nname = "bench"\nkeys = ["sha256:{digest}"]\n')
+    return file
 
 
 def _measure(kind: str, name: str, seconds: float) -> dict[str, object]:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 _LATE_S = 0.05
 """An event loop that has work wakes its tasks that late."""
 _KEPT_S = 600.0
-"""Seconds for which a stall is remembered; no timeout is as long."""
+"""Seconds for which a stall is remembered: as long as any timeout of a silence."""
 
 
 class EventLoopStalls:

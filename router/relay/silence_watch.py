@@ -11,6 +11,7 @@
     in each             stuck when it has not begun, or nothing new has come, for `progress_s`,
                         whatever signs of life there are: they say that a process lives, not that it
                         works. A long prompt takes minutes, once more when it was preempted
+                        Endless when it has lasted for `answer_s`, however it trickles
 
 Only a node that we wait for can be found hung, not one whose client reads slowly. Time in which
 this process itself stood still does not count, neither for answers nor for reports.
@@ -36,6 +37,7 @@ class SilenceWatch:
     registry: NodeRegistry
     stall_s: float = 5.0
     progress_s: float = 600.0
+    answer_s: float = 21_600.0
     exchanges: set[Exchange] = field(default_factory=set)
     """Those that are open."""
     _stalls: EventLoopStalls = field(default_factory=lambda: EventLoopStalls(_CHECK_S))
@@ -57,10 +59,17 @@ class SilenceWatch:
             silent_s = self._stalls.running_time(since, now)
             if self._is_hung(exchange, silent_s, now):
                 exchange.give_up(f"it has said nothing for {silent_s:.1f} s")
-            elif now - exchange.progress_at > self.progress_s:
-                stuck_s = self._stalls.running_time(exchange.progress_at, now)
-                if stuck_s > self.progress_s:
-                    exchange.give_up(f"nothing of the answer has come for {stuck_s:.1f} s")
+            elif stuck_s := self._longer(self.progress_s, exchange.progress_at, now):
+                exchange.give_up(f"nothing of the answer has come for {stuck_s:.1f} s")
+            elif lasting_s := self._longer(self.answer_s, exchange.asked_at, now):
+                exchange.give_up(f"the answer has not ended in {lasting_s:.1f} s")
+
+    def _longer(self, limit_s: float, since: float, now: float) -> float:
+        """Returns the time since then if it is longer than the limit, else 0."""
+        if now - since <= limit_s:
+            return 0.0
+        running_s = self._stalls.running_time(since, now)
+        return running_s if running_s > limit_s else 0.0
 
     def _is_hung(self, exchange: Exchange, silent_s: float, now: float) -> bool:
         node = exchange.placement.decode

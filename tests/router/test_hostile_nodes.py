@@ -65,6 +65,20 @@ async def test_with_nobody_else_a_stream_of_signs_of_life_ends_with_an_error(
     assert '"code":"node_lost"' in await router.text(BODY)
 
 
+async def test_a_node_that_trickles_has_its_time(cluster: Cluster) -> None:
+    """A token a moment is progress; the honest node gives the rest, and nothing twice."""
+
+    async def slowly(writer: Writer) -> None:
+        if not handler.resumed_from:
+            await asyncio.sleep(0.1)
+
+    handler = TokenHandler(fault=slowly)
+    nodes = [await cluster.decode(name, handler) for name in ("a", "b")]
+    router = await cluster.router(*nodes, answer_timeout_s=0.35)
+    assert texts(await router.text(BODY)) == [expected(BODY)]
+    assert len(handler.resumed_from) == 1
+
+
 async def test_a_node_that_never_begins_is_asked_no_longer(cluster: Cluster) -> None:
     router, liar = await honest_and(cluster, never_answer(), read_timeout_s=0.5)
     await check_until_asked(router, liar)

@@ -28,6 +28,7 @@ class Case:
         (node,) = self.registry.nodes(NodeRole.DECODE)
         self.exchange = Exchange(Placement(node), self.watch.exchanges)
         self.exchange.waiting_since = self.exchange.progress_at = self.clock.now
+        self.exchange.asked_at = self.clock.now
         for name, value in state.items():
             setattr(self.exchange, name, value)
         self.sequence = 1
@@ -89,6 +90,16 @@ def test_signs_of_life_are_no_progress(state: dict[str, Any]) -> None:
     case.exchange.progress_at = case.clock.now
     assert not case.after(599.0, reports=True, signs=True)
     assert case.after(2.0, reports=True, signs=True)
+
+
+def test_an_answer_that_trickles_has_an_end() -> None:
+    """A token each 599 s would be progress for ever; a node that lies can send one so."""
+    case = Case(status=200, is_journaled=True)
+    case.watch.answer_s = 3000.0
+    for _ in range(5):
+        assert not case.after(599.0, reports=True, signs=True)
+        case.exchange.progress_at = case.clock.now
+    assert case.after(6.0, reports=True, signs=True)
 
 
 def test_of_a_node_that_left_the_list_nothing_is_known() -> None:
