@@ -6,15 +6,13 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from starlette.types import Receive
-
-from edge.http.client_connection import ClientDisconnected
-from edge.http.errors import BadRequest, RequestTooLarge
+from edge.http.errors import BadRequest
 from router.batches.batch_store import BatchStore
 from router.batches.bodies import encode, file_object, list_object
 from router.batches.errors import InUse
 from router.batches.form_reader import FormReader
 from router.batches.line_cutter import LineCutter
+from router.batches.upload import Sender, Upload, too_large
 from router.store.batches import uses_file
 from router.store.files import (
     FilePart,
@@ -44,13 +42,13 @@ class FileCalls:
 
     store: BatchStore
 
-    async def create(self, tenant: str, headers: Mapping[str, str], receive: Receive) -> bytes:
+    async def create(self, tenant: str, headers: Mapping[str, str], sender: Sender) -> bytes:
         """Keeps the file of a form, a part at a time. Raises `BadRequest`, `RequestTooLarge`,
-        `TooMany`, and `ClientDisconnected`: then nothing of it is kept."""
+        `RequestTimeout`, `TooMany`, and `ClientDisconnected`: then nothing of it is kept."""
         reader = FormReader.of_headers(headers)
         length = int(headers.get("content-length", "0") or 0)
         if length > self.store.limits.max_file_bytes + _FORM_BYTES:
-            raise self._too_large()
+            raise too_large(self.store.limits.max_file_bytes)
         file = self.store.new_file(tenant, BATCH, "")
 
         def begin(transaction: Transaction) -> None:
@@ -59,7 +57,7 @@ class FileCalls:
 
         await self.store.database.write(begin)
         try:
-            await self._receive(reader, file, receive)
+            await self._receive(reader, file, sender)
             return await self._finish(reader, file)
         except BaseException:
             await self.store.database.write(lambda one: hide_file(one, tenant, file.id))
@@ -106,21 +104,13 @@ class FileCalls:
                 yield part.data
             place = found[-1].place + 1
 
-    async def _receive(self, reader: FormReader, file: FileRow, receive: Receive) -> None:
-        cutter = LineCutter(self.store.limits.max_line_bytes)
-        num_bytes, is_last = 0, False
-        while not is_last:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            is_last = not message.get("more_body", False)
-            data = reader.take(message.get("body", b""))
-            num_bytes += len(data)
-            if num_bytes > self.store.limits.max_file_bytes:
-                raise self._too_large()
-            parts = cutter.feed(data) + (cutter.close() if is_last else [])
-            if parts:
-                await self.store.database.write(partial(self._add, file=file, parts=parts))
+    async def _receive(self, reader: FormReader, file: FileRow, sender: Sender) -> None:
+        limits = self.store.limits
+        upload = Upload(sender, reader, LineCutter(limits.max_line_bytes), limits.max_file_bytes)
+        while not upload.is_whole:
+            with upload.room() as lease:
+                if parts := await upload.next_parts(lease):
+                    await self.store.database.write(partial(self._add, file=file, parts=parts))
 
     def _add(self, transaction: Transaction, *, file: FileRow, parts: list[FilePart]) -> None:
         self.store.check_room(transaction, file.tenant, sum(len(part.data) for part in parts))
@@ -151,10 +141,6 @@ class FileCalls:
         if found is None:
             raise BadRequest("the file was removed while it was written", param="file")
         return encode(file_object(found))
-
-    def _too_large(self) -> RequestTooLarge:
-        most = self.store.limits.max_file_bytes
-        return RequestTooLarge(f"the file is larger than {most} bytes", param="file")
 
 
 def ttl_of(anchor: object, seconds: object, default_s: float, param: str) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from edge.http.errors import BadRequest, UnsupportedBody
@@ -39,7 +39,7 @@ class FormReader:
 
     @classmethod
     def of_headers(cls, headers: Mapping[str, str]) -> FormReader:
-        """Raises `UnsupportedBody` for what is no form."""
+        """Raises `UnsupportedBody` for what is no form, `BadRequest` for an odd boundary."""
         kind, options = parse_options_header(headers.get("content-type", ""))
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -48,20 +48,26 @@ class FormReader:
                 "multipart/form-data' with a boundary (curl: -F purpose=batch -F file=@FILE)"
             )
         reader = cls()
-        reader.parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": reader._part_began,
-                "on_part_data": reader._part_data,
-                "on_part_end": reader._part_ended,
-                "on_header_field": reader._header_field,
-                "on_header_value": reader._header_value,
-                "on_header_end": reader._header_ended,
-                "on_headers_finished": reader._headers_ended,
-                "on_end": reader._ended,
-            },
-        )
+        reader.parser = reader._parser_of(boundary)
         return reader
+
+    def _parser_of(self, boundary: bytes) -> MultipartParser:
+        try:
+            return MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._part_began,
+                    "on_part_data": self._part_data,
+                    "on_part_end": self._part_ended,
+                    "on_header_field": self._header_field,
+                    "on_header_value": self._header_value,
+                    "on_header_end": self._header_ended,
+                    "on_headers_finished": self._headers_ended,
+                    "on_end": self._ended,
+                },
+            )
+        except FormParserError as error:
+            raise BadRequest(f"the form cannot be read: {error}", code="invalid_form") from None
 
     def take(self, data: bytes) -> bytes:
         """Returns the file's bytes among these. Raises `BadRequest` for what is no such form."""

@@ -12,7 +12,7 @@ from router.batches.errors import Lost
 from router.batches.result_line import ResultLine
 from router.store.batches import BatchRow, Progress, count
 from router.store.errors import StoreUnavailable
-from router.store.files import FilePart, FileRow, add_parts
+from router.store.files import FilePart, FileRow, add_parts, places_among
 from router.store.transaction import Transaction
 
 _PAUSE_S = 0.05
@@ -57,28 +57,32 @@ class ResultWriter:
                     kept.set_result(None)
 
     async def write(self, lines: list[ResultLine]) -> None:
-        """Keeps lines, all or none, however long the store is away. Raises `Lost`."""
-        progress = _sum([line.progress for line in lines])
+        """Keeps lines, all or none, however long the store is away. A transaction that was given
+        up may have been kept all the same, so those that are there are left out. Raises `Lost`."""
 
         def write(transaction: Transaction) -> None:
-            if not count(transaction, self.batch, progress):
-                raise Lost
-            for file, is_error in ((self.output, False), (self.errors, True)):
-                parts = [
-                    FilePart(one.place, 1, one.data) for one in lines if one.is_error is is_error
-                ]
-                if not add_parts(transaction, file, parts):
-                    raise Lost
+            names, places = [self.output.id, self.errors.id], [line.place for line in lines]
+            kept = places_among(transaction, self.batch.tenant, names, places)
+            self._add(transaction, [line for line in lines if line.place not in kept])
 
         while True:
             try:
                 await self.store.database.write(write)
-                self.on_kept(progress)
+                self.on_kept(_progress(lines))
                 return
             except StoreUnavailable:
                 await asyncio.sleep(_RETRY_S)
 
+    def _add(self, transaction: Transaction, lines: list[ResultLine]) -> None:
+        if not count(transaction, self.batch, _progress(lines)):
+            raise Lost
+        for file, is_error in ((self.output, False), (self.errors, True)):
+            parts = [FilePart(one.place, 1, one.data) for one in lines if one.is_error is is_error]
+            if not add_parts(transaction, file, parts):
+                raise Lost
 
-def _sum(parts: list[Progress]) -> Progress:
+
+def _progress(lines: list[ResultLine]) -> Progress:
+    parts = [line.progress for line in lines]
     totals = {one.name: sum(getattr(part, one.name) for part in parts) for one in fields(Progress)}
     return Progress(**totals)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -31,6 +32,7 @@ from edge.http.client_connection import (
 from edge.http.errors import BadRequest
 from router.batches.batch_calls import BatchCalls
 from router.batches.file_calls import FileCalls
+from router.batches.upload import Sender
 from router.edge.list_order import is_ascending
 from router.request.tenants import Tenant
 from router.store.files import ListQuery
@@ -65,10 +67,15 @@ class BatchRoutes:
     async def _upload(self, request: Request) -> Response:
         headers = request_headers(request.scope)
         try:
-            body = await self.files.create(_tenant(request), headers, request.receive)
+            body = await self.files.create(_tenant(request), headers, self._sender(request))
         except ClientDisconnected:
             return Response(status_code=499)
         return Response(body, media_type=_JSON)
+
+    def _sender(self, request: Request) -> Sender:
+        limits = self.body_limits
+        lease = partial(lease_of, request.scope, limits)
+        return Sender(receive=request.receive, lease=lease, part_timeout_s=limits.timeout_s)
 
     async def _list_files(self, request: Request) -> Response:
         page = _page(request, _MAX_FILES, _MAX_FILES)

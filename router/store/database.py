@@ -196,5 +196,6 @@ def _shown(error: BaseException) -> str:
         return "it did not answer in time"
     cause = getattr(error, "orig", None) or error
     is_about_files = isinstance(cause, OSError | sqlite3.OperationalError)
-    told = str(cause) if is_about_files else str(getattr(cause, "sqlstate", "") or "")
+    codes = (getattr(cause, name, "") or "" for name in ("sqlstate", "sqlite_errorname"))
+    told = str(cause) if is_about_files else "".join(map(str, codes))
     return f"{type(cause).__name__} {told}".strip()

@@ -166,6 +166,14 @@ def places_between(
     return {row.place for row in transaction.execute(select(PARTS.c.place).where(*where))}
 
 
+def places_among(
+    transaction: Transaction, tenant: str, names: Sequence[str], places: Sequence[int]
+) -> set[int]:
+    """Returns which of these places any of the files has."""
+    where = [PARTS.c.tenant == tenant, PARTS.c.file.in_(names), PARTS.c.place.in_(places)]
+    return {row.place for row in transaction.execute(select(PARTS.c.place).where(*where))}
+
+
 def hide_file(transaction: Transaction, tenant: str, name: str) -> None:
     """Has a file hidden, and expired: `drop_some` removes it."""
     values = {"is_whole": False, "expires_at": 0.0}

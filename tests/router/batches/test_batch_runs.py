@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
+from edge.http.body_room import BodyRoom
 from router.batches.answer import Answering
 from router.batches.batch_calls import BatchCalls
 from router.batches.batch_runs import BatchRuns
@@ -31,6 +32,7 @@ from router.batches.expiry import sweep_batches
 from router.batches.file_calls import FileCalls
 from router.batches.idle_room import IdleRoom
 from router.batches.settings import BatchLimits
+from router.batches.upload import Sender
 from router.observe.batch_metrics import BatchTotals
 from router.request.model_route import plain_route
 from router.request.tenants import ANYONE
@@ -125,7 +127,8 @@ class Router:
             return next(given)
 
         headers = {"content-type": "multipart/form-data; boundary=b"}
-        return str(json.loads(await self.files.create(ANYONE.name, headers, receive))["id"])
+        sender = Sender(receive=receive, lease=BodyRoom(1 << 20).lease, part_timeout_s=TIMEOUT_S)
+        return str(json.loads(await self.files.create(ANYONE.name, headers, sender))["id"])
 
     async def create(self, lines: list[Json], window: str = "24h") -> str:
         body = {
