@@ -10,7 +10,8 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from edge.http.errors import HttpError
+from edge.http.errors import BadRequest, HttpError
+from edge.http.json_counter import JsonCounter
 from router.batches.errors import LineFault
 from router.batches.input_line import InputLine, read_line
 from router.request.model_route import ModelRoute
@@ -18,6 +19,7 @@ from router.store.files import FilePart
 
 _MAX_FAULTS = 100
 _DIGEST_BYTES = 16
+_SHORT_LINE = 64 << 10
 
 Fault = dict[str, object]
 
@@ -46,6 +48,7 @@ class Validation:
                 )
                 return False
             try:
+                _check_counts(text)
                 self._check(read_line(text, place, self.endpoint))
             except LineFault as fault:
                 self._add(fault, place + 1)
@@ -87,6 +90,17 @@ class Validation:
         self.faults.append(
             {"code": fault.code, "message": fault.message, "param": fault.param, "line": line}
         )
+
+
+def _check_counts(text: bytes) -> None:
+    """Raises `LineFault` for a line that holds more than a request may: reading it would hold up
+    other requests, though it is read beside the event loop."""
+    if len(text) <= _SHORT_LINE:
+        return
+    try:
+        JsonCounter().feed(text)
+    except BadRequest as error:
+        raise LineFault("invalid_value", error.message, "body") from None
 
 
 def lines_of(part: FilePart) -> list[bytes]:

@@ -1,6 +1,7 @@
 """Says in which module each target is: a process imports no other."""
 
 _MODULES = {
+    "batches": ["upload_forms", "batch_lines"],
     "http1": ["http1"],
     "peers": [
         "prefill_requests",

@@ -166,3 +166,15 @@ async def test_an_odd_boundary_is_refused(router: RunningRouter, boundary: str) 
         f"{router.url}/v1/files", data=b"--x", headers={"content-type": kind}
     ) as answer:
         assert answer.status == 400, await answer.text()
+
+
+async def test_a_line_of_very_many_values_is_refused_before_it_is_read(
+    client: openai.AsyncOpenAI,
+) -> None:
+    lines = [line("a"), line("b")]
+    lines[1]["body"]["many"] = {str(number): 0 for number in range(70_000)}
+    batch = await ended(client, await make(client, lines))
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data
+    [fault] = batch.errors.data
+    assert (fault.code, fault.line, fault.param) == ("invalid_value", 2, "body")
+    assert fault.message and "strings" in fault.message
