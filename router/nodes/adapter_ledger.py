@@ -5,12 +5,12 @@
     3. unloaded    a call took it away; kept, so that a node that was away does not bring it back
 
 Routers that receive the same reports remember the same, in whatever order they come; one that has
-just started learns of all calls from nodes that followed them.
+just started learns of all calls from nodes that followed them. What nodes report has bounds: of a
+name or a model beyond them nothing is learnt, so that none is lost to a node that invents names.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -20,11 +20,15 @@ _MAX_UNLOADED = 1024
 """Unloaded names of one model that are remembered; those of the oldest calls are forgotten."""
 
 
+_MAX_NAMES = 8192
+_MAX_MODELS = 1024
+
+
 class AdapterLedger:
     """Holds calls by the model and the name."""
 
     def __init__(self) -> None:
-        self._models: defaultdict[str, dict[str, AdapterCall]] = defaultdict(dict)
+        self._models: dict[str, dict[str, AdapterCall]] = {}
 
     def learn(self, model: str, calls: Iterable[AdapterCall]) -> bool:
         """Takes in calls, about `model` where they name none, and keeps those that are newer.
@@ -32,13 +36,21 @@ class AdapterLedger:
         is_new = False
         for given in calls:
             call = given if given.model else replace(given, model=model)
-            known = self._models[call.model]
+            known = self._known(call)
             old = known.get(call.name)
+            if old is None and len(known) >= _MAX_NAMES:
+                continue
             if old is None or call.order > old.order:
                 known[call.name] = call
                 is_new = True
                 _forget_oldest(known)
         return is_new
+
+    def _known(self, call: AdapterCall) -> dict[str, AdapterCall]:
+        """Returns what is known of the call's model; of one too many, a place that is not kept."""
+        if call.model not in self._models and len(self._models) >= _MAX_MODELS:
+            return {}
+        return self._models.setdefault(call.model, {})
 
     def calls(self, model: str) -> Mapping[str, AdapterCall]:
         """Returns the newest call about each name of a model."""

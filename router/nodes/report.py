@@ -144,7 +144,7 @@ class NodeReport:
             adapter_calls=tuple(
                 _adapter_call(one)
                 for one in load.adapter_calls[:_MAX_ADAPTERS]
-                if one.version <= MAX_VERSION
+                if one.version < MAX_VERSION  # Another call must be able to follow it.
             ),
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
             version=_name(load.version[:_MAX_VERSION]),

@@ -234,6 +234,19 @@ def test_a_ledger_is_the_same_in_whatever_order_it_hears() -> None:
     assert len(one.calls("demo")) == 1025 and "n2999" in one.calls("demo")
 
 
+def test_a_ledger_takes_no_names_without_end() -> None:
+    """A node that invents names costs no memory, and pushes out none that are known."""
+    ledger = AdapterLedger()
+    ledger.learn("m", [AdapterCall("mine", "d", "p", 5)])
+    for start in range(0, 40_000, 4000):
+        names = [f"n{number}" for number in range(start, start + 4000)]
+        ledger.learn("m", [AdapterCall(name, "d", "p", 9) for name in names])
+        ledger.learn("m", [AdapterCall("x", "d", "p", 9, model=name) for name in names])
+    assert sum(1 for _ in ledger.all_calls()) <= 8192 + 1024
+    assert ledger.calls("m")["mine"].version == 5
+    assert ledger.learn("m", [AdapterCall("mine", "", "p", 6)])
+
+
 async def test_routers_bring_nodes_up_to_date_after_restarts_of_all(cluster: Cluster) -> None:
     nodes: list[FakeNode] = [
         await cluster.decode("d"), await cluster.decode("e"), await cluster.prefill("p"),
