@@ -93,7 +93,7 @@ def _lines(draw: st.DrawFn) -> bytes:
 
 
 def _check_lines(data: bytes) -> None:
-    """What passes is a request that its endpoint gets, with a name of its own."""
+    """Raises `Fault` where a line passes that is no request."""
     lines = data.split(b"\n")
     found = Validation(_ENDPOINT, 3, plain_route)
     found.take(FilePart(0, len(lines), data))
