@@ -174,7 +174,7 @@ class ProcessExecutor(Executor):
             loaded = self._wait_for_all(WorkerLoaded, report)
         self._hosts, self._device_name = hosts, loaded[0].device_name
         self._num_blocks = min(reply.num_blocks for reply in loaded)
-        self._model_hash = identity.result()
+        self._model_hash = identity.result(loaded[0].digests)
         self._send(InitializeKVCache(self._num_blocks, self._model_hash))
         ready = self._wait_for_all(WorkerReady, report)
         self._prompt_steps = ready[0].prompt_steps

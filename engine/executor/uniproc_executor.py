@@ -44,7 +44,7 @@ class UniprocExecutor(Executor):
             lambda fraction: report("loading weights", fraction, self._worker.load_log.total_bytes)
         )
         num_blocks = self._worker.determine_num_blocks()
-        self._worker.identify(identity.result())
+        self._worker.identify(identity.result(self._worker.digests))
         handle = self._worker.initialize_kv_cache(num_blocks)
         self._worker.capture_model(report)
         return self._caches(num_blocks, handle)

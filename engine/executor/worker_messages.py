@@ -14,6 +14,7 @@ from engine.contracts.profiles import RankTrace
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
+from engine.models.content_digests import FileDigests
 from host.life_signs import LifeSignHandle
 from host.sockets.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle
@@ -112,11 +113,13 @@ class WorkerProgress(msgspec.Struct, tag="progress", array_like=True):
 
 
 class WorkerLoaded(msgspec.Struct, tag="loaded", array_like=True):
-    """The model is there, and this much room is left for the KV cache."""
+    """The model is there, and this much room is left for the KV cache. `digests`: of what this rank
+    has read of the weight files as a whole."""
 
     rank: int
     num_blocks: int
     device_name: str = ""
+    digests: tuple[FileDigests, ...] = ()
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True):

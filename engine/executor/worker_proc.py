@@ -132,7 +132,8 @@ class WorkerProc:
         self._worker.load_model(self._report_loaded)
         self._report("measuring memory", 0.0)
         num_blocks = self._worker.determine_num_blocks()
-        self._reply(WorkerLoaded(self._rank, num_blocks, self._worker.device_name))
+        worker = self._worker
+        self._reply(WorkerLoaded(self._rank, num_blocks, worker.device_name, worker.digests))
 
     def _handle(self, command: WorkerCommand) -> bool:
         """Handles one message and returns whether to go on."""

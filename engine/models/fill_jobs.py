@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.layers.shard import CheckpointWeight, TensorSlice
+from engine.models.content_digests import block_bytes
 from engine.models.stored_tensors import StoredTensor
 from engine.models.weight_files import WeightFiles
-from engine.models.weight_reader import PIECE_BYTES, Piece
+from engine.models.weight_reader import Piece
 
 STORED_TYPES = {
     "BF16": torch.bfloat16,
@@ -57,6 +58,8 @@ class StoredRows:
             tensor = replace(tensor, shape=tensor.shape[1:], start=start, stop=start + size)
         if part.dim == 0:
             return cls(tensor, part.start, (part.count, *tensor.shape[1:]))
+        if part.dim is None or part.count == tensor.shape[part.dim]:
+            return cls(tensor, 0, tensor.shape)
         return cls(tensor, 0, tensor.shape, part.dim, part.start, part.count)
 
     @classmethod
@@ -81,7 +84,8 @@ class StoredRows:
     def piece(self, into: Tensor | None = None, *, is_kept: bool = False) -> Piece:
         start = self.tensor.start + self.first * self.row_bytes
         num_rows = self.shape[0] if self.shape else 1
-        return Piece(self.tensor.file, start, start + num_rows * self.row_bytes, into, is_kept)
+        stop = start + num_rows * self.row_bytes
+        return Piece(self.tensor.file, start, stop, into, is_kept, block_bytes(self.row_bytes))
 
     def numbers(self, memory: Tensor, device: torch.device) -> Tensor:
         """Returns what was asked for, in `shape` but cut by `dim`, on `device`, out of `memory`
@@ -156,7 +160,7 @@ def fill_jobs(weight: CheckpointWeight, files: WeightFiles) -> Iterator[FillJob]
         and target.dtype == STORED_TYPES[whole.tensor.dtype]
     )
     num_rows = whole.shape[0]
-    step = max(1, PIECE_BYTES // max(1, whole.row_bytes))
+    step = max(1, block_bytes(whole.row_bytes) // max(1, whole.row_bytes))
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
         part = (whole.rows(start, stop),)

@@ -23,6 +23,7 @@ from engine.models.dummy_weights import fill_dummy
 from engine.models.errors import CheckpointError
 from engine.models.fill_jobs import fill_jobs
 from engine.models.kv_scale_files import is_kv_scale
+from engine.models.passing_digests import PassingDigests
 from engine.models.registry import MODELS
 from engine.models.stacked_experts import StackableExperts, unstacked
 from engine.models.stored_tensors import StoredTensor
@@ -41,6 +42,7 @@ _MIB = 1 << 20
 _REPORTS = 400
 """The finished fraction is reported about this many times."""
 _MAX_THREADS = 8
+"""More readers than this find no more in a page cache or on a disk."""
 _WRONG_CONFIG = "config.json and the weights do not belong together: download the checkpoint again"
 
 
@@ -79,12 +81,14 @@ def load_weights(
     on_total: Callable[[int], None] = lambda total: None,
     *,
     is_tower: bool = False,
+    digests: PassingDigests | None = None,
 ) -> SkippedTensors:
     """Fills every parameter of `model`, cast to its dtype, and returns what it has left aside.
 
     Args:
         report: Called with the finished fraction of the bytes, 0..1.
         on_total: Called with the bytes that this rank reads, before the first.
+        digests: Is given all that is read of the files.
         is_tower: `model` is the vision tower, whose tensors are beside those of the text part.
 
     Raises:
@@ -97,6 +101,8 @@ def load_weights(
             skipped = SkippedTensors((), 0)
         else:
             files = files_of(config.model)
+            if digests is not None:
+                digests.expect([*files.tensors.values(), *files.others])
             if is_tower:
                 files.take_tower()
             if num_ranks := config.model.spec.get("projection_ranks", 0):
@@ -107,7 +113,7 @@ def load_weights(
             wanted = [_without_absent(weight, files) for weight in wanted]
             _leave_to_others(files, wanted, tuple(model.elsewhere))
             skipped = _check(files, wanted, model.unused_weights)
-            _load(files, wanted, report, on_total)
+            _load(files, wanted, report, on_total, digests)
     report(1.0)
     return skipped
 
@@ -166,12 +172,14 @@ def _load(
     wanted: list[CheckpointWeight],
     report: Callable[[float], None],
     on_total: Callable[[int], None],
+    digests: PassingDigests | None,
 ) -> None:
     by_file = sorted(wanted, key=lambda weight: files.tensors[weight.name].file)
     jobs = [job for weight in by_file for job in fill_jobs(weight, files)]
     total = max(1, sum(piece.num_bytes for job in jobs for piece in job.pieces))
     on_total(total)
-    reader = WeightReader(_num_threads(wanted))
+    is_for_gpu = any(weight.target.device.type == "cuda" for weight in wanted)
+    reader = WeightReader(num_reading_threads(), pins=is_for_gpu, digests=digests)
     told = 0
     for job, memory in reader.read(jobs):
         job.fill(memory)
@@ -180,10 +188,9 @@ def _load(
             report(told / total)
 
 
-def _num_threads(wanted: list[CheckpointWeight]) -> int:
-    """Returns how many threads read: on the host's own memory more than one gain nothing."""
-    on_host = all(weight.target.device.type != "cuda" for weight in wanted)
-    return 1 if on_host else min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+def num_reading_threads() -> int:
+    """Returns how many threads read the files of a rank."""
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _head_of(name: str) -> str:

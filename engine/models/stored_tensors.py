@@ -22,6 +22,8 @@ from engine.models.errors import CheckpointError
 from engine.models.slow_reads import telling_slow_reads
 
 DOWNLOAD_AGAIN = "copy or download the checkpoint again"
+PIECE_BYTES = 8 << 20
+"""Tensors are read, and hashed, by whole rows of at most this size."""
 _MAX_HEADER_BYTES = 100 << 20
 _LENGTH_BYTES = 8
 _BITS = {

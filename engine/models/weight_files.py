@@ -6,14 +6,14 @@ Headers are enough to find missing, foreign and cut-off files before a worker st
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from engine.models.content_digests import content_digests
+from engine.models.content_digests import FileDigests, content_digests
 from engine.models.errors import CheckpointError
 from engine.models.json_file import read_json
 from engine.models.mistral_params import is_native
@@ -128,13 +128,14 @@ class WeightFiles:
                     return True
         return False
 
-    def fingerprint(self, *, with_tower: bool = False) -> bytes:
+    def fingerprint(self, *, with_tower: bool = False, found: Iterable[FileDigests] = ()) -> bytes:
         """Returns 16 bytes that differ when names, shapes, stored dtypes or any bytes of the
-        contents differ, of the text part or of all tensors. Raises `CheckpointError`."""
+        contents differ, of the text part or of all tensors. `found`: see `content_digests`. Raises
+        `CheckpointError`."""
         tensors = dict(self.tensors)
         if with_tower:
             tensors |= {tensor.name: tensor for tensor in self.others}
-        contents = content_digests(tensors.values())
+        contents = content_digests(tensors.values(), found)
         digest = xxhash.xxh3_128()
         for name, tensor in sorted(tensors.items()):
             content = contents[tensor.name]

@@ -2,7 +2,8 @@
 
     1. pieces are asked for in the order of the files
     2. threads read them, this many bytes ahead at most
-    3. the caller takes them in the same order; their memory is used again
+    3. the caller takes them in the same order; their memory is used again, and for a GPU it is
+       known to the device (pinned), which then copies from it without a copy in between
 
 It reads in place of mapping files: one that is cut off meanwhile is an error and not the end of the
 process, memory is what the pieces take however large the files are, and a network file system is
@@ -18,17 +19,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
 from engine.models.errors import CheckpointError
+from engine.models.passing_digests import PassingDigests
+from engine.models.stored_tensors import PIECE_BYTES
 
-PIECE_BYTES = 8 << 20
-"""Cuttable tensors are read in pieces of at most this size."""
-_PIECES_AHEAD = 2
-"""Pieces that are read ahead for each thread."""
+_HASHED_BYTES = 1 << 20
+"""This much stays in a core's cache between reading and hashing."""
+_PIECES_MORE = 1
+"""Pieces that are read ahead, besides one for each thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class Piece:
     Attributes:
         into: Contiguous memory on the host that takes them; None: the reader's own.
         is_kept: The caller may keep the memory for longer than until the next job.
+        block_bytes: The size of its blocks for digests; the last may be smaller.
     """
 
     file: Path
@@ -45,6 +50,7 @@ class Piece:
     stop: int
     into: Tensor | None = None
     is_kept: bool = False
+    block_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -71,13 +77,26 @@ JobT = TypeVar("JobT", bound=ReadJob)
 class WeightReader:
     """Reads with `num_threads` threads. Used once.
 
+    Args:
+        pins: Memory that is used again is pinned meanwhile.
+        digests: Is given those of all blocks that it wants to know.
+
     Attributes:
         num_bytes: Read so far.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        *,
+        pins: bool = False,
+        digests: PassingDigests | None = None,
+    ) -> None:
         self.num_bytes = 0
         self._num_threads = num_threads
+        self._pins = pins
+        self._digests = digests
+        self._pinned: list[Tensor] = []
         self._files: dict[Path, int] = {}
         self._free: list[Tensor] = []
 
@@ -88,7 +107,7 @@ class WeightReader:
         Raises:
             CheckpointError: A file is cut off, or cannot be read.
         """
-        ahead_bytes = self._num_threads * _PIECES_AHEAD * PIECE_BYTES
+        ahead_bytes = (self._num_threads + _PIECES_MORE) * PIECE_BYTES
         waiting: deque[tuple[JobT, list[tuple[Piece, Future[Tensor]]], int]] = deque()
         bytes_waiting = 0
         with ExitStack() as stack:
@@ -123,26 +142,66 @@ class WeightReader:
                 file = self._files[piece.file] = os.open(piece.file, os.O_RDONLY | os.O_CLOEXEC)
         if piece.into is not None:
             memory = piece.into.reshape(-1).view(torch.uint8)
-        elif piece.is_pooled and self._free:
-            memory = self._free.pop()
+        elif piece.is_pooled:
+            memory = self._free.pop() if self._free else self._pooled()
         else:
-            size = PIECE_BYTES if piece.is_pooled else piece.num_bytes
-            memory = torch.empty(size, dtype=torch.uint8)
-        return pool.submit(_read, file, piece, memory)
+            memory = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        digests = self._digests
+        if digests is not None and not (piece.block_bytes and digests.follows(piece.file)):
+            digests = None
+        return pool.submit(_read, file, piece, memory, digests)
+
+    def _pooled(self) -> Tensor:
+        """Makes memory of a piece that is used again."""
+        memory = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        if self._pins and _register(memory):
+            self._pinned.append(memory)
+        return memory
 
     def _close(self) -> None:
+        for memory in self._pinned:
+            _cuda().cudaHostUnregister(memory.data_ptr())
+        self._pinned.clear()
         for file in self._files.values():
             os.close(file)
         self._files.clear()
 
 
-def _read(file: int, piece: Piece, memory: Tensor) -> Tensor:
-    """Reads a piece and returns `memory`; one call of the kernel gives 2 GiB at most."""
+def _cuda() -> Any:
+    """Returns CUDA's runtime as torch has it."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _register(memory: Tensor) -> bool:
+    """Pins memory in place: what the allocator of pinned memory gives it keeps. Returns False where
+    the system has none left to pin, which costs only time."""
+    runtime = _cuda()
+    found = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    return bool(found == runtime.cudaError.success)
+
+
+def _read(file: int, piece: Piece, memory: Tensor, digests: PassingDigests | None) -> Tensor:
+    """Reads a piece, and returns `memory`."""
     view = memory.numpy().data[: piece.num_bytes]
-    done = 0
-    while done < piece.num_bytes:
+    if digests is None:
+        _fill(file, piece, view, 0, piece.num_bytes)
+        return memory
+    for first in range(0, piece.num_bytes, piece.block_bytes):
+        end = min(first + piece.block_bytes, piece.num_bytes)
+        digest = xxhash.xxh3_128()
+        for start in range(first, end, _HASHED_BYTES):
+            stop = min(start + _HASHED_BYTES, end)
+            _fill(file, piece, view, start, stop)
+            digest.update(view[start:stop])
+        digests.took((piece.file, piece.start + first, piece.start + end), digest.digest())
+    return memory
+
+
+def _fill(file: int, piece: Piece, view: memoryview, done: int, stop: int) -> None:
+    """Reads bytes [done, stop) of a piece; one call of the kernel gives 2 GiB at most."""
+    while done < stop:
         with _named(piece.file):
-            count = os.preadv(file, [view[done:]], piece.start + done)
+            count = os.preadv(file, [view[done:stop]], piece.start + done)
         if count == 0:
             raise CheckpointError(
                 piece.file,
@@ -150,7 +209,6 @@ def _read(file: int, piece: Piece, memory: Tensor) -> Tensor:
                 "copy or download the checkpoint again",
             )
         done += count
-    return memory
 
 
 @contextmanager

@@ -30,9 +30,11 @@ from engine.contracts.group_step import GroupStep, Step
 from engine.contracts.model_identity import identified
 from engine.contracts.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
 from engine.explain.start_log import log_choices
+from engine.models.content_digests import FileDigests
 from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model, create_tower
 from engine.models.loader import load_weights
+from engine.models.passing_digests import PassingDigests
 from engine.parallel.place import ParallelPlace, take_place
 from engine.worker.adapters import create_adapters
 from engine.worker.async_output import AsyncOutput
@@ -89,6 +91,7 @@ class Worker:
 
     runner: ModelRunner
     load_log: LoadLog
+    digests: tuple[FileDigests, ...]
     balancer: ExpertBalancer | None
     _device: torch.device
     _cache_memory: torch.Tensor
@@ -146,7 +149,9 @@ class Worker:
             model = create_model(config, self._place, self._device)
             adapters = create_adapters(config, model, self._device)
             log = self.load_log = LoadLog(report)
-            skipped = load_weights(model, config, log.report, log.start)
+            passing = PassingDigests() if config.parallel.num_ranks == 1 else None
+            skipped = load_weights(model, config, log.report, log.start, digests=passing)
+            self.digests = passing.complete() if passing is not None else ()
             log.finish(skipped, tells_skipped=self.rank == 0)
             self.balancer = create_balancer(config, self._place, model)
             draft = None

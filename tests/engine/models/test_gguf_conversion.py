@@ -26,7 +26,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
     monkeypatch.setattr(convert, "_write", write)
     monkeypatch.setattr(content_digests, "store_folder", lambda: tmp_path / "digests")
     monkeypatch.setattr(content_digests, "_LEAST_STORED", 1)
-    monkeypatch.setattr(content_digests, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(content_digests, "PIECE_BYTES", 100)
     return found
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import local
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models import content_digests
 from engine.models.checkpoint import CheckpointError, load_model_config
+from engine.models.stored_tensors import StoredTensor
 from engine.models.weight_files import WeightFiles
 
 NAME = "model.embed_tokens.weight"
@@ -24,9 +26,9 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     found: list[str] = []
     digest = content_digests._digest
 
-    def watched(tensor: object, *rest: object) -> str:
-        found.append(tensor.name)  # type: ignore[attr-defined]
-        return digest(tensor, *rest)  # type: ignore[arg-type]
+    def watched(block: tuple[StoredTensor, int, int], buffers: local) -> bytes:
+        found.append(block[0].name)
+        return digest(block, buffers)
 
     monkeypatch.setattr(content_digests, "_digest", watched)
     monkeypatch.setattr(content_digests, "_LEAST_STORED", 1)

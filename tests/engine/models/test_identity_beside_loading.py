@@ -4,8 +4,11 @@ anything compares it."""
 from __future__ import annotations
 
 import secrets
+import shutil
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from threading import local
 
 import pytest
 
@@ -13,9 +16,15 @@ from engine.config import CacheConfig, DraftModel, EngineConfig, SpeculativeConf
 from engine.contracts.model_identity import PENDING, identified
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.frontend.async_llm import AsyncLLM
+from engine.models import content_digests
 from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
-from engine.models.identity import IdentityJob
+from engine.models.factory import create_model
+from engine.models.identity import IdentityJob, model_hash_of
+from engine.models.loader import load_weights
+from engine.models.passing_digests import PassingDigests
+from engine.models.stored_tensors import StoredTensor
+from tests.engine.tiny_model import place_alone
 
 
 def pending_engine(folder: Path) -> EngineConfig:
@@ -34,6 +43,79 @@ def test_it_is_what_reading_the_configuration_finds(family: str, checkpoints: Pa
     assert config.model.model_hash == PENDING
     found = IdentityJob(config).result()
     assert found == load_model_config(checkpoints / family).model_hash
+
+
+@pytest.mark.parametrize(
+    ("family", "again"),
+    [
+        ("llama", ()),
+        ("deepseek_v3_yarn", ()),
+        ("mixtral", ()),
+        ("gpt_oss", ("_bias",)),
+        ("qwen3_next", ("conv1d.weight",)),
+    ],
+)
+def test_a_rank_alone_hashes_what_it_reads(
+    family: str, again: tuple[str, ...], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little is read again for the identity: what is loaded in parts that are no blocks."""
+    monkeypatch.setattr(content_digests, "_LEAST_SLICE", 1)
+    expected = load_model_config(checkpoints / family).model_hash
+    read: list[str] = []
+    digest = content_digests._digest
+
+    def watched(block: tuple[StoredTensor, int, int], buffers: local) -> bytes:
+        read.append(block[0].name)
+        return digest(block, buffers)
+
+    monkeypatch.setattr(content_digests, "_digest", watched)
+    executor = UniprocExecutor(pending_engine(checkpoints / family))
+    try:
+        assert executor.initialize(lambda *told: None).model_hash == expected
+    finally:
+        executor.shutdown()
+    assert all(name.endswith(again) for name in read), read
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_read_again(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "changing"
+    shutil.copytree(checkpoints / "llama", folder)
+    config = pending_engine(folder)
+    digests = PassingDigests()
+    model = create_model(config, place_alone(config.model), "cpu")
+    load_weights(model, config, lambda fraction: None, digests=digests)
+    before = digests.complete()
+    expected = load_model_config(checkpoints / "llama").model_hash
+    assert model_hash_of(config.model, before) == expected
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    changed = load_model_config(folder).model_hash
+    assert digests.complete() == ()
+    assert model_hash_of(config.model, before) == changed != expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((), [2]),
+        ((0, 7), []),
+        ((5,), [10]),
+        ((3 << 20, 3), [8388606, 8388606, 2097156]),
+        ((3, 5 << 20), [10 << 20] * 3),
+        ((3, 4, 16), [384]),
+        ((2, 4096, 2048), [8 << 20] * 4),
+        ((2, 3000, 2048), [8 << 20, 3899392] * 2),
+    ],
+)
+def test_blocks_are_whole_rows_and_cover_a_tensor(shape: tuple[int, ...], sizes: list[int]) -> None:
+    tensor = StoredTensor("a", Path(), "BF16", shape, 100, 100 + 2 * prod(shape))
+    blocks = list(content_digests.blocks_of(tensor))
+    assert [stop - start for start, stop in blocks] == sizes
+    ends = [100, *(stop for _, stop in blocks)]
+    assert [start for start, _ in blocks] == ends[:-1] and ends[-1] == tensor.stop
 
 
 def test_a_drafter_of_the_same_weights_has_it_too(checkpoints: Path) -> None:

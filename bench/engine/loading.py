@@ -1,0 +1,289 @@
+"""Time loading of a checkpoint beside plain reads of its files, with its identity and without.
+
+    python -m bench.engine.loading                           # 4 GiB are written, and removed
+    python -m bench.engine.loading --gib 6 --device cuda --output loading-cuda
+    python -m bench.engine.loading --model FOLDER            # a checkpoint that is there
+
+Weights are random, in the shape of Llama-3.1-8B. Files are once in the page cache and once not
+(`posix_fadvise`; a file system or disk with a cache of its own keeps them). Each figure is the
+median of `--rounds`, in which all kinds take turns:
+
+    read      the files in their order, by the loader's number of threads, into memory that is used
+              again
+    into      the same into memory for all of it, which the system gives page by page
+    load      a rank of its own process loads all weights: on the CPU into such memory
+    identity  the same, with the digests of all bytes as at a first start
+
+`peak_mib` is what the loading process took besides the weights. Writes bench/results/NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import local
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from bench.arguments import parser_of
+from bench.record import write_result
+from engine.config import EngineConfig
+from engine.models import content_digests
+from engine.models.checkpoint import load_model_config
+from engine.models.content_digests import FileDigests
+from engine.models.factory import create_model
+from engine.models.identity import IdentityJob
+from engine.models.loader import load_weights, num_reading_threads
+from engine.models.passing_digests import PassingDigests
+from engine.models.stored_tensors import PIECE_BYTES
+from engine.parallel.place import ParallelPlace
+
+GIB = 1 << 30
+_HIDDEN, _WIDTH, _VOCAB, _KV = 4096, 14336, 128256, 1024
+_LAYER_BYTES = 2 * (2 * _HIDDEN * (_HIDDEN + _KV) + 3 * _HIDDEN * _WIDTH)
+_SHARD_BYTES = GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Holds what one load took: seconds until the weights are there, seconds until their identity
+    is known, too, and bytes besides the weights."""
+
+    weights_s: float
+    all_s: float
+    peak: int
+
+
+def write_checkpoint(folder: Path, num_bytes: int) -> None:
+    """Writes about `num_bytes` of random weights, in files of a GiB."""
+    layers = max(1, (num_bytes - 2 * _VOCAB * _HIDDEN) // _LAYER_BYTES)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": _HIDDEN, "vocab_size": _VOCAB,
+        "intermediate_size": _WIDTH, "num_hidden_layers": layers, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    held: dict[str, torch.Tensor] = {}
+    weight_map: dict[str, str] = {}
+    for name, shape in _shapes(layers):
+        held[name] = torch.empty(shape, dtype=torch.int16).random_().view(torch.bfloat16)
+        if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
+            _write_shard(folder, held, weight_map)
+    if held:
+        _write_shard(folder, held, weight_map)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _write_shard(folder: Path, held: dict[str, torch.Tensor], weight_map: dict[str, str]) -> None:
+    name = f"model-{len(set(weight_map.values())):05}.safetensors"
+    save_file(held, folder / name)
+    weight_map |= dict.fromkeys(held, name)
+    held.clear()
+    with (folder / name).open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (_VOCAB, _HIDDEN)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (_HIDDEN,)
+        yield f"{prefix}.post_attention_layernorm.weight", (_HIDDEN,)
+        for name, rows in (("q", _HIDDEN), ("k", _KV), ("v", _KV), ("o", _HIDDEN)):
+            yield f"{prefix}.self_attn.{name}_proj.weight", (rows, _HIDDEN)
+        yield f"{prefix}.mlp.gate_proj.weight", (_WIDTH, _HIDDEN)
+        yield f"{prefix}.mlp.up_proj.weight", (_WIDTH, _HIDDEN)
+        yield f"{prefix}.mlp.down_proj.weight", (_HIDDEN, _WIDTH)
+    yield "model.norm.weight", (_HIDDEN,)
+
+
+def read_s(files: list[Path], num_threads: int, into: bool) -> float:
+    """Returns the seconds that reading all bytes takes. `into`: into new memory for all of them."""
+    sizes = [file.stat().st_size for file in files]
+    whole = memoryview(torch.empty(sum(sizes), dtype=torch.uint8).numpy()) if into else None
+    own = local()
+    began = time.perf_counter()
+    with ThreadPoolExecutor(num_threads) as pool:
+        first, reads = 0, []
+        for file, size in zip(files, sizes, strict=True):
+            descriptor = os.open(file, os.O_RDONLY)
+            for start in range(0, size, PIECE_BYTES):
+                count = min(PIECE_BYTES, size - start)
+                place = None if whole is None else whole[first + start : first + start + count]
+                reads.append(pool.submit(_read, descriptor, start, count, place, own))
+            first += size
+        for read in reads:
+            read.result()
+    return time.perf_counter() - began
+
+
+def _read(file: int, start: int, count: int, place: memoryview | None, own: local) -> None:
+    if place is None:
+        if not hasattr(own, "memory"):
+            own.memory = memoryview(bytearray(PIECE_BYTES))
+        place = own.memory[:count]
+    done = 0
+    while done < count:
+        done += os.preadv(file, [place[done:count]], start + done)
+
+
+def load(folder: Path, device: str, *, with_identity: bool) -> Load:
+    """Loads in a process of its own; this one is the engine core, which has the identity."""
+    command = [sys.executable, "-m", "bench.engine.loading", "--rank"]
+    command += ["--model", str(folder), "--device", device]
+    command += ["--identity"] if with_identity else []
+    config = _engine(folder)
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank,
+        no_known_digests(),
+    ):
+        assert rank.stdin is not None and rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        began = time.perf_counter()
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+        found = json.loads(rank.stdout.readline())
+        if with_identity:
+            IdentityJob(config).result(msgspec.convert(found["digests"], list[FileDigests]))
+        all_s = time.perf_counter() - began
+    return Load(found["seconds"], all_s, found["peak"])
+
+
+@contextmanager
+def no_known_digests() -> Iterator[None]:
+    """Lets digests be kept where none are yet, as at a first start."""
+    before = content_digests.store_folder
+    with tempfile.TemporaryDirectory() as folder:
+        content_digests.store_folder = lambda: Path(folder)
+        try:
+            yield
+        finally:
+            content_digests.store_folder = before
+
+
+def be_a_rank(folder: Path, device: str, *, with_identity: bool) -> None:
+    """Is the process that loads: says that it is ready, waits, loads, and says what it took."""
+    config = _engine(folder)
+    with torch.device(device):
+        torch.zeros(1)
+    model = create_model(config, ParallelPlace(range(config.model.num_layers)), device)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    began = time.perf_counter()
+    digests = PassingDigests() if with_identity else None
+    with no_known_digests():
+        load_weights(model, config, lambda fraction: None, digests=digests)
+        found = digests.complete() if digests is not None else ()
+    seconds = time.perf_counter() - began
+    weights = sum(part.nbytes for part in model.parameters()) if device == "cpu" else 0
+    peak = _status("VmHWM") - before - weights
+    told = {"seconds": seconds, "peak": peak, "digests": msgspec.to_builtins(found)}
+    print(json.dumps(told), flush=True)
+
+
+def _engine(folder: Path) -> EngineConfig:
+    model = load_model_config(folder, hashes_later=True)
+    return EngineConfig(engine_id="loading", epoch=1, model=model)
+
+
+def _status(field: str) -> int:
+    """Returns a line of /proc/self/status, in bytes."""
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def forget(files: list[Path]) -> None:
+    """Drops the files from the page cache."""
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(folder: Path, device: str, rounds: int, *, is_cached: bool) -> dict[str, float]:
+    """Returns the figures of one state of the page cache; each kind has it anew."""
+    files = sorted(folder.glob("*.safetensors"))
+    gib = sum(file.stat().st_size for file in files) / GIB
+    num_threads = num_reading_threads()
+    kinds: dict[str, Callable[[], Load]] = {
+        "read": lambda: _plain(files, num_threads, into=False),
+        "into": lambda: _plain(files, num_threads, into=True),
+        "load": lambda: load(folder, device, with_identity=False),
+        "identity": lambda: load(folder, device, with_identity=True),
+    }
+    found: dict[str, list[Load]] = {kind: [] for kind in kinds}
+    read_s(files, num_threads, into=False)
+    for _ in range(rounds):
+        for kind, run in kinds.items():
+            if not is_cached:
+                forget(files)
+            found[kind].append(run())
+            print(kind, "cached" if is_cached else "cold", asdict(found[kind][-1]), flush=True)
+    median = {kind: statistics.median(one.all_s for one in loads) for kind, loads in found.items()}
+    plain = min(median["read"], median["into"]) if device != "cpu" else median["into"]
+    return {
+        **{f"{kind}_gib_s": round(gib / seconds, 2) for kind, seconds in median.items()},
+        "load_against_reading": round(plain / median["load"], 3),
+        "identity_against_load": round(median["identity"] / median["load"], 3),
+        "peak_mib": round(max(one.peak for one in found["load"]) / (1 << 20), 1),
+    }
+
+
+def _plain(files: list[Path], num_threads: int, *, into: bool) -> Load:
+    seconds = read_s(files, num_threads, into)
+    return Load(seconds, seconds, 0)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", type=Path, help="a folder; default: one is written")
+    parser.add_argument("--gib", type=float, default=4, help="of the one that is written")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", default="loading", help="name of the result")
+    for hidden in ("--rank", "--identity"):
+        parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        be_a_rank(given.model, given.device, with_identity=given.identity)
+        return
+    folder = given.model or Path(tempfile.mkdtemp(prefix="loading-"))
+    try:
+        if given.model is None:
+            write_checkpoint(folder, int(given.gib * GIB))
+        figures = {
+            "cores": len(os.sched_getaffinity(0)),
+            "threads": num_reading_threads(),
+            "device": given.device,
+            "gib": round(sum(f.stat().st_size for f in folder.glob("*.safetensors")) / GIB, 2),
+            "cached": measure(folder, given.device, given.rounds, is_cached=True),
+            "cold": measure(folder, given.device, given.rounds, is_cached=False),
+        }
+    finally:
+        if given.model is None:
+            shutil.rmtree(folder)
+    print(json.dumps(figures, indent=1))
+    print(write_result(given.output, figures))
+
+
+if __name__ == "__main__":
+    main()
