@@ -53,8 +53,9 @@ PROGRAMS = {
 }
 """A module that is started, itself or by `edge.program`, to what is imported for it."""
 WITHOUT_CHILDREN = {"router", "engine.executor.worker_proc", "kv_transfer.control.process"}
-READ_AT_USE = ("TANDEM_", "PYTEST_CURRENT_TEST", "GRPC_VERBOSITY")
-"""How variables begin that no import looks at."""
+READ_AT_USE = ("TANDEM_", "PYTEST_CURRENT_TEST", "GRPC_VERBOSITY", "RAY_", "TORCHINDUCTOR_")
+"""How variables begin that no import of a program looks at. Those of libraries are set by some that
+tests import."""
 STORE = "programs for"
 """How the command line of a store begins; behind it is who starts programs of it."""
 _CLONE_PARENT = 0x8000
