@@ -22,8 +22,10 @@ Json = dict[str, Any]
 
 
 def is_known(recipe: Json) -> bool:
-    """Returns whether a recipe's architecture is here."""
+    """Returns whether a recipe's architecture is here, with all that the model has of it."""
     name = recipe["architecture"]
+    if "lacks" in recipe:
+        return False
     types = [recipe["text"]] if "text" in recipe else []
     return name in MODELS or text_architecture(name, types) is not None
 
@@ -50,7 +52,7 @@ def table(data: Json) -> str:
         counts["default"] += default in takes
         counts["nvfp4"] += "nvfp4" in takes
         shown = ", ".join(f"**{form}**" if form in takes else form for form in recipe["published"])
-        lacks = recipe.get("lacks", "") if not known else ""
+        lacks = recipe.get("lacks", "")
         rows.append(f"| {recipe['model']} | `{recipe['architecture']}` | {shown} | {lacks} |")
     total = len(data["recipes"])
     has_fp4 = sum("nvfp4" in recipe["published"] for recipe in data["recipes"])

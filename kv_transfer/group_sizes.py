@@ -9,14 +9,22 @@ import msgspec
 
 from kv_transfer.layout import FP8, KVGroup
 
+INDEX_PLANE, INDEX_SCALE_PLANE = "index", "index_scale"
+"""Planes of index keys and of their scales, whose numbers have a type of their own, whatever the
+`dtype` of their group."""
+
 
 def in_fp8(group: KVGroup, scales: str) -> KVGroup:
-    """Returns the group with numbers of one byte, where it keeps rows of tokens; states stay."""
+    """Returns the group with numbers of one byte, where it keeps rows of tokens; states stay, and
+    so do index keys."""
     if group.is_state:
         return group
     size = group.number_bytes
     planes = tuple(
-        msgspec.structs.replace(plane, row_bytes=plane.row_bytes // size) for plane in group.planes
+        plane
+        if plane.name in (INDEX_PLANE, INDEX_SCALE_PLANE)
+        else msgspec.structs.replace(plane, row_bytes=plane.row_bytes // size)
+        for plane in group.planes
     )
     return msgspec.structs.replace(group, planes=planes, dtype=FP8, scales=scales)
 

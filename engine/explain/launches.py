@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.layers.attention import flash_attention
 from tandem_kernels import ops
+from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 
 OnKernel = Callable[[ops.Op[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -218,6 +219,17 @@ def _attended(q: Tensor, kv_cache: PagedKV, *args: Any, **kwargs: Any) -> Tensor
     return q.new_empty((*q.shape[:2], sizes_of(kv_cache).value_dim))
 
 
+def _index_queries(
+    q: Tensor, k: Tensor, k_norm: Any, head_weights: Tensor, positions: Tensor, table: Tensor,
+    pages: IndexPages, *rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(q, dtype=pages.keys.dtype), head_weights
+
+
+def _chosen(q: Tensor, head_weights: Tensor, pages: Any, metadata: Any, top_k: int) -> Tensor:
+    return q.new_empty((len(q), top_k), dtype=torch.int32)
+
+
 def _like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(x)
 
@@ -229,6 +241,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 _RESULTS: dict[str, Callable[..., Any]] = {
     "paged_attention": _attended,
     "latent_attention": _like_first,
+    "sparse_latent_attention": _like_first,
+    "index_rope_and_cache": _index_queries,
+    "index_topk": _chosen,
     "rope_and_cache": _like_first,
     "latent_rope_and_cache": _nothing,
     "few_row_qkv": _heads,

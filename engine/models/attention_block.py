@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
+from engine.layers.attention.indexer import IndexerSizes
 from engine.layers.attention.latent_block import LatentAttentionBlock, LatentSizes
 from engine.layers.kv_scales import layer_scales
 from engine.layers.linear_attention import DeltaSizes, GatedDeltaNet
@@ -11,6 +12,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.shard import Shard
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.linear import LinearSpec
+from engine.rope import Rotary
 from tandem_kernels.attention.value_form import ValueForm
 
 
@@ -37,6 +39,7 @@ def attention_block(
             shard,
             norm=norm,
             kv_scales=layer_scales(config.cache.kv_scales, index, 1, shard),
+            indexer=_indexer_sizes(spec, index, latent.rope),
         )
     options = AttentionOptions(
         bias=spec.attention_bias,
@@ -62,6 +65,20 @@ def attention_block(
         shard,
         options,
         norm=norm,
+    )
+
+
+def _indexer_sizes(spec: DenseSpec, index: int, rope: int) -> IndexerSizes | None:
+    indexer = spec.indexer_of(index)
+    if indexer is None:
+        return None
+    rotary = Rotary(theta=1.0, dim=rope, interleaved=indexer.interleaved)
+    return IndexerSizes(
+        heads=indexer.heads,
+        dim=indexer.dim,
+        rope=rope,
+        top_k=indexer.top_k,
+        rope_order=rotary.head_order(rope),
     )
 
 

@@ -14,7 +14,7 @@ from engine.layers.shard import CheckpointWeight
 from engine.layers.vocab_part import VocabCut, VocabPart
 from engine.models.stacked_experts import StackableExperts
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.kv_pages import PagedKV
+from tandem_kernels.attention.index_pages import LayerCache
 from tandem_kernels.batch.state_metadata import StateMetadata
 
 
@@ -95,7 +95,7 @@ class ForwardInputs:
     input_ids: Tensor
     positions: Tensor
     groups: tuple[GroupInputs, ...]
-    kv_caches: list[PagedKV]
+    kv_caches: list[LayerCache]
     backend: AttentionBackend
     on_layer: Callable[[int], None]
     taps: Taps | None = None

@@ -124,6 +124,14 @@ class ConfigFile(msgspec.Struct):
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
     rope_interleave: bool | None = None
+    index_n_heads: int | None = None
+    index_head_dim: int | None = None
+    index_topk: int | None = None
+    indexer_types: list[str] | None = None
+    index_topk_pattern: str | list[str] | None = None
+    """The older form of `indexer_types`, of letters."""
+    index_topk_freq: int = 1
+    index_skip_topk_offset: int = 2
     topk_method: str | None = None
     rotary_dim: int | None = None
     num_dense_layers: int | None = None

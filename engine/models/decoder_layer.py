@@ -21,7 +21,7 @@ from engine.models.attention_block import attention_block, linear_attention_bloc
 from engine.models.embeddings import layer_input
 from engine.models.expert_block import mlp_block, mlp_weights
 from engine.models.specs.dense import DenseSpec
-from tandem_kernels.attention.kv_pages import PagedKV
+from tandem_kernels.attention.index_pages import LayerCache
 
 
 class DecoderLayer(nn.Module):
@@ -62,7 +62,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         stream: ResidualStream,
-        kv_cache: PagedKV,
+        kv_cache: LayerCache,
         inputs: AttentionInputs | StateInputs,
         kept: Tensor | None = None,
         given: Tensor | None = None,

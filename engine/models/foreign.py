@@ -26,7 +26,6 @@ DIFFERENCES = {
     "cohere2": (_LLAMA, _PARALLEL),
     "cohere2_moe": ("Qwen3MoeForCausalLM", _PARALLEL),
     "dbrx": ("MixtralForCausalLM", "norms that subtract the mean, and experts as one tensor"),
-    "deepseek_v32": (_DEEPSEEK, "an indexer that chooses which tokens are attended"),
     "deepseek_v4": (_DEEPSEEK, "compressed sparse attention and several residual streams"),
     "deepseek_v41": (_DEEPSEEK, "compressed sparse attention and several residual streams"),
     "dots3_note": (
@@ -43,7 +42,6 @@ DIFFERENCES = {
     "glm": ("Glm4ForCausalLM", "no norms behind the blocks"),
     "glm4v": ("Glm4ForCausalLM", "three positions for each token"),
     "glm5_next": (_DEEPSEEK, "an indexer, layers with a state of Kimi Delta Attention"),
-    "glm_moe_dsa": (_DEEPSEEK, "an indexer that chooses which tokens are attended"),
     "gpt2": (_LLAMA, _OLD_DECODER),
     "gpt_bigcode": (_LLAMA, _OLD_DECODER),
     "gpt_neox": (_LLAMA, _PARALLEL),

@@ -20,6 +20,7 @@ from engine.models.specs.deepseek import (
     DeepseekV3Spec,
     Glm4MoeLiteSpec,
 )
+from engine.models.specs.deepseek_sparse import DeepseekV32Spec, GlmMoeDsaSpec
 from engine.models.specs.dots import Dots1Spec
 from engine.models.specs.ernie import Ernie45MoeSpec, Ernie45Spec
 from engine.models.specs.exaone import Exaone4Spec
@@ -54,6 +55,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "BailingMoeV2ForCausalLM": BailingMoeV2Spec,
     "DeepseekV2ForCausalLM": DeepseekV2Spec,
     "DeepseekV3ForCausalLM": DeepseekV3Spec,
+    "DeepseekV32ForCausalLM": DeepseekV32Spec,
     "Dots1ForCausalLM": Dots1Spec,
     "Ernie4_5ForCausalLM": Ernie45Spec,
     "Ernie4_5_MoeForCausalLM": Ernie45MoeSpec,
@@ -64,6 +66,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "Glm4ForCausalLM": Glm4Spec,
     "Glm4MoeForCausalLM": Glm4MoeSpec,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteSpec,
+    "GlmMoeDsaForCausalLM": GlmMoeDsaSpec,
     "GraniteForCausalLM": GraniteSpec,
     "GptOssForCausalLM": GptOssSpec,
     "HYV3ForCausalLM": HYV3Spec,

@@ -23,7 +23,8 @@ from engine.quantization import (
     Nvfp4Scheme,
     Scheme,
 )
-from kv_transfer.layout import DTYPE_BYTES
+from kv_transfer.group_sizes import INDEX_PLANE, INDEX_SCALE_PLANE
+from kv_transfer.layout import DTYPE_BYTES, KVGroup
 
 _FLOPS_PER_STATE = 7
 """Counts the gated delta rule, for each element and token: decay, read, correct, read again."""
@@ -85,6 +86,7 @@ class _Costs:
             yield from self._delta(f"model.layers.{index}.linear_attn")
         elif self._spec.latent is not None:
             yield from self._latent(f"model.layers.{index}.self_attn")
+            yield from self._indexer(f"model.layers.{index}.self_attn.indexer", index)
         else:
             yield from self._heads(index)
         experts, hidden = self._spec.experts, self._spec.hidden_size
@@ -128,6 +130,14 @@ class _Costs:
         yield _Linear(f"{name}.kv_a_proj_with_mqa", hidden, latent, is_shared=False)
         yield _Linear(f"{name}.kv_b_proj", sizes.kv_rank, heads * (sizes.nope + sizes.value))
         yield _Linear(f"{name}.o_proj", heads * sizes.value, hidden)
+
+    def _indexer(self, name: str, layer: int) -> Iterator[_Linear]:
+        sizes, latent = self._spec.indexer_of(layer), self._spec.latent
+        if sizes is not None and latent is not None:
+            hidden, queries = self._spec.hidden_size, sizes.heads * sizes.dim
+            yield _Linear(f"{name}.wq_b", latent.q_rank, queries, is_shared=False)
+            yield _Linear(f"{name}.wk", hidden, sizes.dim, is_shared=False)
+            yield _Linear(f"{name}.weights_proj", hidden, sizes.heads, is_shared=False)
 
     def _delta(self, name: str) -> Iterator[_Linear]:
         sizes, hidden = self._spec.linear, self._spec.hidden_size
@@ -173,17 +183,36 @@ class _Costs:
             others = [one for one, of in sources.items() if one != of and of in group.layers]
             attending = [*group.layers, *others]
             pairs = [self._pair_flops(layer) for layer in attending]
-            held = sum(
-                plane.heads_of_rank(0, self._ranks).count * plane.row_bytes
-                for plane in group.planes
-            )
             prompts, decodes = (sum(flops) for flops in zip(*pairs, strict=True))
+            chosen = self._spec.dense_tokens
             yield AttentionCost(
-                window=group.window,
+                window=group.window if chosen is None else chosen,
                 flops_of_prompts=prompts / self._ranks,
                 flops_of_decodes=decodes / self._ranks,
-                kv_bytes=held * len(attending),
+                kv_bytes=self._row_bytes(group, of_index=False) * len(attending),
             )
+            yield from self._index(group)
+
+    def _index(self, group: KVGroup) -> Iterator[AttentionCost]:
+        """Yields the choice of what is attended, which every rank makes, in every context."""
+        found = [self._spec.indexer_of(layer) for layer in group.layers]
+        indexers = [indexer for indexer in found if indexer is not None]
+        if indexers:
+            flops = sum(2 * indexer.heads * indexer.dim for indexer in indexers)
+            yield AttentionCost(
+                window=None,
+                flops_of_prompts=flops,
+                flops_of_decodes=flops,
+                kv_bytes=self._row_bytes(group, of_index=True) * len(indexers),
+            )
+
+    def _row_bytes(self, group: KVGroup, *, of_index: bool) -> int:
+        """Returns the bytes of a token in one layer: of its index key, or of all else."""
+        return sum(
+            plane.heads_of_rank(0, self._ranks).count * plane.row_bytes
+            for plane in group.planes
+            if (plane.name in (INDEX_PLANE, INDEX_SCALE_PLANE)) == of_index
+        )
 
     def _pair_flops(self, layer: int) -> tuple[int, int]:
         """Returns FLOPs of a pair in one layer, of all heads: scores, and the sum of values."""
@@ -194,6 +223,8 @@ class _Costs:
             return flops, flops
         expanded = latent.nope + latent.rope + latent.value
         absorbed = 2 * latent.kv_rank + latent.rope
+        if self._spec.dense_tokens is not None:
+            expanded = absorbed
         return 2 * heads * expanded, 2 * heads * absorbed
 
     def _state_flops(self) -> float:

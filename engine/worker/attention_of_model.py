@@ -13,7 +13,7 @@ from engine.layers.attention.selection import choose_attention
 from engine.models.base import GroupInputs
 from engine.models.registry import spec_of
 from kv_transfer.layout import KVGroup
-from tandem_kernels.attention.kv_pages import PagedKV
+from tandem_kernels.attention.index_pages import IndexedLatents, LayerCache
 
 
 def attention_of(
@@ -31,16 +31,21 @@ def attention_of(
         rare_attention=spec.rare_attention,
         has_sinks=spec.has_sinks,
         latent=spec.latent_shape,
+        dense_tokens=spec.dense_tokens,
         recorded_tokens=recorded_tokens,
     )
 
 
-def prepare_attention(attention: AttentionBackend, config: EngineConfig, attended: PagedKV) -> None:
+def prepare_attention(
+    attention: AttentionBackend, config: EngineConfig, attended: LayerCache
+) -> None:
     """Lets a backend prepare for the largest step there may be, over the cache of the first layer
     of the first group: such layers see everything, if any do."""
     heads = config.model.heads_of(config.kv_layout.groups[0].layers[0])
     num_heads = heads.num_heads // config.parallel.tensor_parallel_size
     longest = min(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
+    if isinstance(attended, IndexedLatents):
+        attended = attended.latents
     attention.prepare(num_heads, attended, getattr(torch, config.model.dtype), longest)
 
 

@@ -36,7 +36,7 @@ from engine.models.drafts.base import DraftNetwork
 from engine.models.drafts.medusa import MedusaHeads
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
 from tandem_kernels import ops
-from tandem_kernels.attention.kv_pages import PagedKV
+from tandem_kernels.attention.index_pages import LayerCache
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs
 
 _NO_ROW = -1
@@ -72,7 +72,7 @@ class DraftPasses:
         self._attention = attention
         self._tables, self._rows, self._of_target = tables, rows, of_target
         self._vocab_size = config.model.vocab_size
-        self._kv_caches: list[PagedKV] = []
+        self._kv_caches: list[LayerCache] = []
         self._graphs: CudaGraphManager | None = None
         self.most_rows: int | None = None
         """Rows of the data-parallel group that has most, in this step; None: there is one group."""
@@ -89,7 +89,7 @@ class DraftPasses:
         width = max(1, config.decode_query_len - 1)
         self._drafts = torch.zeros((most, width), dtype=torch.int64, device=device)
 
-    def use_cache(self, kv_caches: list[PagedKV]) -> None:
+    def use_cache(self, kv_caches: list[LayerCache]) -> None:
         """Takes the caches of the network's layers."""
         self._kv_caches = kv_caches
 

@@ -19,8 +19,11 @@ from engine.kv_cache.capacity import num_blocks_for, tokens_that_fit
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile
-from kv_transfer.layout import DTYPE_BYTES, KVLayout, PageShape
-from tandem_kernels.attention.kv_pages import KVPages, PagedKV
+from kv_transfer.group_sizes import INDEX_PLANE
+from kv_transfer.layout import DTYPE_BYTES, KVGroup, KVLayout, PageShape, PlaneShape
+from tandem_kernels.attention.index_pages import IndexedLatents, IndexPages, LayerCache
+from tandem_kernels.attention.kv_pages import KVPages
+from tandem_kernels.attention.kv_scales import E4M3
 
 
 class KVCacheMemoryError(CannotStartError):
@@ -99,21 +102,25 @@ def size_setting(config: EngineConfig) -> str:
     return "kv_cache_memory_bytes (unset: a tenth of free memory)"
 
 
-def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[PagedKV]:
+def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[LayerCache]:
     """Returns the cache of every layer of the model, as views of `memory`, the bytes of all slots.
 
     `[num_blocks, planes, heads, block_size, numbers of a row]` where the planes of the group are
-    alike, else a view of keys and one of values; `[num_blocks, bytes of a page]` of uint8 where it
-    holds states, whose planes differ in dtype. All ranks have the same shapes.
+    alike, else a view of keys and one of values, or of latents and of index keys; `[num_blocks,
+    bytes of a page]` of uint8 where it holds states, whose planes differ in dtype. All ranks have
+    the same shapes.
     """
     num_blocks = memory.numel() // layout.block_bytes
     slots = memory.view(layout.num_slots, num_blocks, layout.page_bytes)
-    views: dict[int, PagedKV] = {}
+    views: dict[int, LayerCache] = {}
     for index, group in enumerate(layout.groups):
         page = layout.page(index, rank=0)
         first, *others = page.planes
         if group.is_state:
             views |= {at: slots[i, :, : page.num_bytes] for i, at in enumerate(group.layers)}
+            continue
+        if any(plane.name == INDEX_PLANE for plane in group.planes):
+            views |= {at: _indexed(slots[i], page, group) for i, at in enumerate(group.layers)}
             continue
         numbers = slots[:, :, : page.num_bytes].view(getattr(torch, group.dtype))
         alike = all((o.heads, o.row_bytes) == (first.heads, first.row_bytes) for o in others)
@@ -130,6 +137,23 @@ def _pages(numbers: torch.Tensor, page: PageShape) -> KVPages:
     first = keys.num_bytes // numbers.itemsize
     shape = len(numbers), keys.heads.count, page.block_size, -1
     return KVPages(numbers[:, :first].view(shape), numbers[:, first:].view(shape))
+
+
+def _indexed(pages: torch.Tensor, page: PageShape, group: KVGroup) -> IndexedLatents:
+    """Returns latents and index keys in pages [num_blocks, bytes of a page]."""
+
+    def rows(plane: PlaneShape, dtype: torch.dtype) -> torch.Tensor:
+        own = pages[:, plane.offset : plane.offset + plane.num_bytes]
+        numbers = own.view(dtype)
+        return numbers.view(len(pages), page.block_size, -1)
+
+    latents, keys, *scales = page.planes
+    plain = not scales
+    index = IndexPages(
+        rows(keys, torch.float32 if plain else E4M3),
+        None if plain else rows(scales[0], torch.float32)[:, :, 0],
+    )
+    return IndexedLatents(rows(latents, getattr(torch, group.dtype)), index)
 
 
 class KVCache:

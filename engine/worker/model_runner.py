@@ -66,13 +66,13 @@ from engine.worker.network_drafter import NetworkDrafter, with_drafts
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from engine.worker.sampler_of_model import create_sampler
 from tandem_kernels import ops
-from tandem_kernels.attention.kv_pages import PagedKV
+from tandem_kernels.attention.index_pages import LayerCache
 
 
 class ModelRunner:
     """Owns the rows of one rank. `kv_caches` are set once, before the first step."""
 
-    kv_caches: list[PagedKV]
+    kv_caches: list[LayerCache]
     """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
     kv_pages: torch.Tensor
     """All of them by block, as `engine.worker.kv_cache.KVCache` has them."""

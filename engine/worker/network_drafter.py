@@ -31,7 +31,7 @@ from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
 from engine.worker.draft_features import DraftFeatures, ends_of
 from engine.worker.draft_passes import DraftPasses, Draw
 from tandem_kernels import ops
-from tandem_kernels.attention.kv_pages import PagedKV
+from tandem_kernels.attention.index_pages import LayerCache
 from tandem_kernels.batch.batch_tables import RowTables
 
 
@@ -79,7 +79,7 @@ class NetworkDrafter:
             rows[0],
             device,
         )
-        self._kv_caches: list[PagedKV] = []
+        self._kv_caches: list[LayerCache] = []
         self._latest: tuple[InputBatch, torch.Tensor] | None = None
         """The latest step, and where the tokens of its requests end that are right."""
         self._is_known: torch.Tensor | None = None
@@ -90,7 +90,7 @@ class NetworkDrafter:
         self._lacks_any = False
         """Some request had KV of a node without this drafter."""
 
-    def use_cache(self, kv_caches: list[PagedKV], num_blocks: int) -> None:
+    def use_cache(self, kv_caches: list[LayerCache], num_blocks: int) -> None:
         """Takes the caches of all layers, the drafter's behind the others."""
         self._kv_caches = kv_caches[self.first_layer :]
         self.passes.use_cache(self._kv_caches)

@@ -24,6 +24,7 @@ from tandem_kernels.reference import (
     fp8,
     fp8_linear,
     gemm,
+    index,
     int4,
     int8,
     latent,
@@ -32,6 +33,7 @@ from tandem_kernels.reference import (
     quantised_experts,
     ragged,
     sampling,
+    sparse_latent,
 )
 
 P = ParamSpec("P")
@@ -130,6 +132,11 @@ rope_and_cache = Op(elementwise.rope_and_cache, "attention.rope_and_cache")
 latent_rope_and_cache = Op(latent.latent_rope_and_cache, "attention.latent_rope_and_cache")
 gather_latents = Op(latent.gather_latents, "attention.latent_gather")
 latent_attention = Op(latent.latent_attention, "attention.latent_attention")
+index_rope_and_cache = Op(index.index_rope_and_cache, "attention.index_rope_and_cache")
+index_topk = Op(index.index_topk, "attention.index_topk")
+sparse_latent_attention = Op(
+    sparse_latent.sparse_latent_attention, "attention.sparse_latent_attention"
+)
 ragged_attention = Op(ragged.ragged_attention, "attention.ragged_attention")
 merge_attention = Op(ragged.merge_attention, "attention.merge_attention")
 add_sinks = Op(ragged.add_sinks, "attention.attention_sink")

@@ -29,6 +29,8 @@ from tandem_kernels.attention import (
     decode_attention,
     decode_merge,
     decode_tuning,
+    index_rope_and_cache,
+    index_topk,
     latent_attention,
     latent_decode,
     latent_gather,
@@ -38,6 +40,7 @@ from tandem_kernels.attention import (
     prefill_tuning,
     ragged_attention,
     rope_and_cache,
+    sparse_latent_attention,
     window_attention,
 )
 from tandem_kernels.batch import batch_prep, block_copies, ngrams, word_pieces
@@ -1485,6 +1488,79 @@ def collective_cases(capability: int) -> Iterator[Case]:
     yield Case(kernel, "", types, constants, {"num_warps": tuning.num_warps})
 
 
+def sparse_cases(capability: int) -> Iterator[Case]:
+    """Yields cases of the indexer, whose keys are float32 or e4m3, and of attention to chosen
+    tokens."""
+    fp8 = capability >= 90
+    types = {
+        **named("*bf16", "q", "k"),
+        **named("*fp32", "norm_weight", "norm_bias", "head_weights", "weights", "cos_sin_cache"),
+        **named("*fp32", "scales", "key_scales", "scores", "kv_scale", "state"),
+        **named("*i32", "block_tables", "query_start_loc", "seq_lens", "chosen"),
+        **named("*i64", "positions", "slot_mapping"),
+        **named("fp32", "scale", "eps"),
+    }
+    heads = {"NUM_HEADS": 64, "D": 128, "BLOCK_SIZE": 64}
+    for rounds in (False, True):
+        stored = named("*u8" if rounds else "*fp32", "keys", "queries")
+        yield Case(
+            index_rope_and_cache.index_rope_and_cache_kernel,
+            f"fp8={rounds}",
+            {**types, **stored},
+            {**heads, "ROWS": 16, "ROPE": 64, "NORM": 128**-0.5, "FP8": rounds},
+        )
+    stored = named("*fp8e4nv" if fp8 else "*fp32", "q", "keys")
+    for query_len, block_q in ((1, 1), (0, 8)):
+        shape = {"TOP_K": 2048, "QUERY_LEN": query_len, "BLOCK_Q": block_q}
+        yield Case(
+            index_topk.index_scores_kernel,
+            f"query_len={query_len} fp8={fp8}",
+            {**types, **stored},
+            {
+                **shape,
+                **heads,
+                "HEADS": 64,
+                "TILE": 128 if fp8 else 64,
+                "SPLITS": 4,
+                "PRECISION": "tf32",
+                "FP8": fp8,
+            },
+            {"num_warps": 4, "num_stages": 2 if fp8 else 1},
+        )
+        constants = {**shape, "BLOCK": 4096}
+        yield Case(
+            index_topk.select_kernel, f"query_len={query_len}", types, constants, {"num_warps": 16}
+        )
+    for num_heads, splits, is_fp8 in ((16, 4, False), (128, 1, fp8)):
+        tuning = sparse_latent_attention.sparse_tuning(num_heads, 2)
+        yield Case(
+            sparse_latent_attention.sparse_latent_kernel,
+            f"heads={num_heads} splits={splits} fp8={is_fp8}",
+            {
+                **types,
+                **named("*bf16", "q_latent", "q_rope"),
+                "kv_cache": "*fp8e4nv" if is_fp8 else "*bf16",
+                "out": "*fp32" if splits > 1 else "*bf16",
+            },
+            {
+                "TOP_K": 2048,
+                "QUERY_LEN": 1,
+                "NUM_HEADS": num_heads,
+                "ROWS": tuning.rows,
+                "LATENT": 512,
+                "BLOCK_LATENT": 512,
+                "ROPE": 64,
+                "BLOCK_ROPE": 64,
+                "BLOCK_SIZE": 64,
+                "TILE": tuning.tile,
+                "SPLITS": splits,
+                "PRECISION": "tf32",
+                "FP8": is_fp8,
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+
+
 def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
@@ -1506,6 +1582,7 @@ def compile_all(capability: int) -> None:
         fp4_pair_cases,
         normed_router_cases,
         latent_cases,
+        sparse_cases,
         ragged_cases,
         linear_attention_cases,
         batch_cases,

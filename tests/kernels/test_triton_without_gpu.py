@@ -51,7 +51,7 @@ def _output(process: subprocess.Popen[str]) -> str:
     return out
 
 
-@pytest.mark.parametrize("part", ["layers", "attention", "experts", "sampling"])
+@pytest.mark.parametrize("part", ["layers", "attention", "sparse", "experts", "sampling"])
 def test_kernels_in_the_interpreter(part: str) -> None:
     arguments = ["-q", "-p", "no:cacheprovider", str(HERE / f"interpreted_{part}.py")]
     out = _output(_start(["-m", "pytest", *arguments], {"TRITON_INTERPRET": "1"}))

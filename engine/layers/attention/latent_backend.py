@@ -83,6 +83,10 @@ class LatentBackend(PagedBackend):
         pass_tokens: Of contexts expanded at once.
         fewest_tokens, fewest_of_step: Of a chunk, and of all that a step expands.
         recorded_tokens: Steps of no more tokens may be recorded.
+        dense_tokens: An indexer chooses what is attended of a longer context, which stays absorbed;
+            None: there is none.
+        recorded_context: The longest context of a recorded step, which chooses whatever the
+            contexts are that it is recorded with; 0: nothing is recorded.
     """
 
     shape: LatentShape | None = None
@@ -91,6 +95,8 @@ class LatentBackend(PagedBackend):
     fewest_tokens: int = _FEWEST_TOKENS
     fewest_of_step: int = _FEWEST_OF_STEP
     recorded_tokens: int = 0
+    dense_tokens: int | None = None
+    recorded_context: int = 0
 
     @property
     def expands_contexts(self) -> bool:
@@ -126,7 +132,7 @@ class LatentBackend(PagedBackend):
         return self._has_whole_prompts(order)
 
     def metadata(self, batch: StepBatch) -> AttentionMetadata:
-        metadata = PagedBackend.metadata(self, batch)
+        metadata = self._whole_metadata(batch)
         if self._has_whole_prompts(batch.order):
             return self._of_whole_prompts(batch, metadata)
         first, end = self._expanded(batch.order)
@@ -151,6 +157,15 @@ class LatentBackend(PagedBackend):
             after=after,
         )
 
+    def _whole_metadata(self, batch: StepBatch) -> AttentionMetadata:
+        """Returns metadata of all requests alike."""
+        metadata, order = PagedBackend.metadata(self, batch), batch.order
+        is_small = int(order.query_lens.sum()) < self.fewest_of_step
+        is_recorded = is_small or order.num_decodes == len(order.query_lens)
+        if self.dense_tokens is None or not self.recorded_context or not is_recorded:
+            return metadata
+        return replace(metadata, max_seq_len=self.recorded_context)
+
     def _has_whole_prompts(self, order: StepOrder) -> bool:
         """Returns whether all that the step computes are many tokens of prompts from their
         beginnings. Short ones are expanded with the others."""
@@ -159,7 +174,12 @@ class LatentBackend(PagedBackend):
             and order.num_decodes == 0
             and int(order.query_lens.sum()) >= self.fewest_of_step
             and bool((order.query_lens == order.seq_lens).all())
+            and self._is_dense(int(order.seq_lens.max()))
         )
+
+    def _is_dense(self, num_tokens: int) -> bool:
+        """Returns whether a context of `num_tokens` is attended as a whole."""
+        return self.dense_tokens is None or num_tokens <= self.dense_tokens
 
     def _of_whole_prompts(self, batch: StepBatch, metadata: AttentionMetadata) -> LatentMetadata:
         """Returns metadata that says nothing of the prompts' lengths but on the device, for a
@@ -194,6 +214,8 @@ class LatentBackend(PagedBackend):
         if shape is None or self.fixed_order or chunk.num_tokens < self.fewest_tokens:
             return False
         new, cached = chunk.num_tokens, chunk.num_computed
+        if not self._is_dense(new + cached):
+            return False
         pairs = new * cached + new * new / 2
         saved = 2 * shape.kv_rank - shape.nope - shape.value
         return pairs * saved > cached * shape.kv_rank * (shape.nope + shape.value)
@@ -209,6 +231,8 @@ class LatentBackend(PagedBackend):
         if not chosen:
             return 0, 0
         first, end = chosen[0], chosen[-1] + 1
+        if not self._is_dense(int(order.seq_lens[first:end].max())):
+            return 0, 0
         if int(order.query_lens[first:end].sum()) < self.fewest_of_step:
             return 0, 0
         return first, end

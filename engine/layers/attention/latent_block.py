@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.layers.attention.indexer import Indexer, IndexerSizes
 from engine.layers.attention.latent_forms import LatentForms
 from engine.layers.attention.latent_input import LatentInputProjection
 from engine.layers.attention.layer import AttentionInputs
@@ -31,6 +32,7 @@ from engine.layers.residual import ResidualStream
 from engine.layers.rows import RowForm, Rows
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
+from tandem_kernels.attention.index_pages import IndexedLatents
 from tandem_kernels.attention.kv_scales import KVScales
 
 LATENT_NORM_EPS = 1e-6
@@ -65,6 +67,7 @@ class LatentAttentionBlock(nn.Module):
         num_heads: Of all ranks.
         norm: Of what is added; None: none.
         kv_scales: See `AttentionSpec`; one for latents and keys.
+        indexer: Chooses what is attended; None: all is, or what the layer before attends to.
     """
 
     q_a_norm: RMSNorm | None
@@ -78,6 +81,7 @@ class LatentAttentionBlock(nn.Module):
         *,
         norm: RMSNorm | None = None,
         kv_scales: KVScales | None = None,
+        indexer: IndexerSizes | None = None,
     ) -> None:
         super().__init__()
         self.sizes = sizes
@@ -105,6 +109,10 @@ class LatentAttentionBlock(nn.Module):
             )
             queries = ColumnPart(0, sizes.q_rank, sizes.q_rank)
         self.input_proj = LatentInputProjection(hidden_size, queries, latents, names, shard)
+        self.indexer: Indexer | None = None
+        if indexer is not None:
+            at = shard.at("indexer")
+            self.indexer = Indexer(hidden_size, sizes.q_rank, indexer, at)
         self.kv_b_format = format_of(shard.scheme("kv_b_proj"), shard.prefix)
         self.kv_b = shard.parameter(self.num_heads, sizes.value + sizes.nope, sizes.kv_rank)
         fixed_order = shard.gemms.deterministic
@@ -113,18 +121,30 @@ class LatentAttentionBlock(nn.Module):
 
     @property
     def input_form(self) -> RowForm | None:
-        """Returns how inputs are best given; see `LinearMethod`."""
-        return self.input_proj.input_form
+        """Returns how inputs are best given; see `LinearMethod`. An indexer reads them plain."""
+        return None if self.indexer is not None else self.input_proj.input_form
 
     def forward(
-        self, x: Rows, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
+        self,
+        x: Rows,
+        stream: ResidualStream,
+        kv_cache: Tensor | IndexedLatents,
+        inputs: AttentionInputs,
     ) -> None:
-        """Attends for the normed `x`: [T, H]; `kv_cache`: [N, 1, 1, B, L + R]."""
+        """Attends for the normed `x`: [T, H]; `kv_cache`: [N, 1, 1, B, L + R], or with an indexer's
+        keys."""
         sizes = self.sizes
-        cache = kv_cache[:, 0, 0]
+        pages = None
+        if isinstance(kv_cache, IndexedLatents):
+            cache, pages = kv_cache.latents, kv_cache.index
+        else:
+            cache = kv_cache[:, 0, 0]
         queries, latents = self.input_proj(x)
         if self.q_b_proj is not None and self.q_a_norm is not None:
-            queries = self.q_b_proj(self.q_a_norm(queries))
+            queries = self.q_a_norm(queries)
+            if self.indexer is not None and pages is not None:
+                inputs.choice.chosen = self.indexer(x, queries, pages, inputs)
+            queries = self.q_b_proj(queries)
         heads = queries.view(len(x), self.num_heads, sizes.nope + sizes.rope)
         ops.latent_rope_and_cache(
             heads[:, :, sizes.nope :],
@@ -138,7 +158,8 @@ class LatentAttentionBlock(nn.Module):
             self.forms.kv_scales,
         )
         inputs.scale_queries(heads)
-        self.o_proj.add_to(stream, self.forms.attend(heads, cache, inputs).flatten(1), self.norm)
+        attended = self.forms.attend(heads, cache, inputs, inputs.choice.chosen)
+        self.o_proj.add_to(stream, attended.flatten(1), self.norm)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         sizes = self.sizes
@@ -146,6 +167,8 @@ class LatentAttentionBlock(nn.Module):
         if self.q_b_proj is not None and self.q_a_norm is not None:
             yield from self.q_a_norm.checkpoint_weights(f"{prefix}.q_a_layernorm")
             yield from self.q_b_proj.checkpoint_weights(f"{prefix}.q_b_proj")
+        if self.indexer is not None:
+            yield from self.indexer.checkpoint_weights(f"{prefix}.indexer")
         yield from self.kv_a_norm.checkpoint_weights(f"{prefix}.kv_a_layernorm")
         head = sizes.nope + sizes.value
         shape = self.total_heads * head, sizes.kv_rank

@@ -40,16 +40,22 @@ class LatentForms:
     fixed_order: bool
     kv_scales: KVScales | None = None
 
-    def attend(self, heads: Tensor, cache: Tensor, inputs: AttentionInputs) -> Tensor:
+    def attend(
+        self, heads: Tensor, cache: Tensor, inputs: AttentionInputs, chosen: Tensor | None = None
+    ) -> Tensor:
         """Attends for `heads` [T, H, P + R], rotated, once the step's latents are in `cache`
         [N, B, L + R].
+
+        Args:
+            chosen: [T, K] int32, what tokens attend to whose contexts are not expanded, as
+                `tandem_kernels.reference.index.index_topk` returns it; None: to all.
 
         Returns:
             [T, H, V].
         """
         metadata, backend = inputs.metadata, inputs.backend
         if not isinstance(metadata, LatentMetadata) or not isinstance(backend, LatentBackend):
-            return self.absorbed(heads, cache, metadata)
+            return self.absorbed(heads, cache, metadata, chosen)
         expanded = self.expanded(heads[metadata.rows], cache, metadata.passes, backend)
         if metadata.before is None and metadata.after is None:
             return expanded
@@ -57,18 +63,29 @@ class LatentForms:
         attended = expanded.new_empty(len(heads), *expanded.shape[1:])
         attended[first:end] = expanded
         if metadata.before is not None:
-            attended[:first] = self.absorbed(heads[:first], cache, metadata.before)
+            few = None if chosen is None else chosen[:first]
+            attended[:first] = self.absorbed(heads[:first], cache, metadata.before, few)
         if metadata.after is not None:
-            attended[end:] = self.absorbed(heads[end:], cache, metadata.after)
+            few = None if chosen is None else chosen[end:]
+            attended[end:] = self.absorbed(heads[end:], cache, metadata.after, few)
         return attended
 
-    def absorbed(self, heads: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def absorbed(
+        self,
+        heads: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         """Attends to the cache as it is: [T, H, P + R] -> [T, H, V]."""
         nope = self.kv_b.shape[1] - self.value
         w_uv, w_uk = torch.split(self.kv_b, [self.value, nope], dim=1)
         q_latent = self._by_head(heads[:, :, :nope], w_uk)
-        attended = ops.latent_attention(
-            q_latent, heads[:, :, nope:], cache, metadata, self.scale, self.kv_scales
+        queries, rest = (q_latent, heads[:, :, nope:], cache), (metadata, self.scale)
+        attended = (
+            ops.latent_attention(*queries, *rest, self.kv_scales)
+            if chosen is None
+            else ops.sparse_latent_attention(*queries, chosen, *rest, self.kv_scales)
         )
         return self._by_head(attended, w_uv.transpose(1, 2))
 

@@ -3,7 +3,7 @@ Ainslie et al., grouped queries (arXiv 2305.13245)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -12,6 +12,17 @@ from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_pages import PagedKV
 from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
+
+
+@dataclass(slots=True)
+class ChosenTokens:
+    """Holds what the last indexer of a pass has chosen, for the layers behind it that have none.
+
+    Attributes:
+        chosen: As `tandem_kernels.reference.index.index_topk` returns it; None: everything.
+    """
+
+    chosen: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,7 @@ class AttentionInputs:
             nothing.
         kept: The same of the tokens that the last layer keeps, each of which decodes: its request's
             keys are in the cache. None: they are attended with all others.
+        choice: Of a sparse layer, for those behind it.
     """
 
     positions: Tensor
@@ -36,6 +48,7 @@ class AttentionInputs:
     backend: AttentionBackend
     kept: AttentionMetadata | None = None
     query_scales: Tensor | None = None
+    choice: ChosenTokens = field(default_factory=ChosenTokens)
 
     def scale_queries(self, queries: Tensor) -> None:
         """Multiplies `queries` [T, ...] in place, where scores grow with the position."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -35,6 +36,7 @@ def choose_attention(
     rare_attention: str = "",
     has_sinks: bool = False,
     latent: LatentShape | None = None,
+    dense_tokens: int | None = None,
     recorded_tokens: int = 0,
 ) -> AttentionBackend:
     """Returns the backend that the setting and this device ask for.
@@ -43,6 +45,7 @@ def choose_attention(
         rare_attention: Names what only our own kernels know of this model's attention.
         has_sinks: Its heads have attention sinks.
         latent: The sizes of its latent attention; None: it has none.
+        dense_tokens: See `LatentBackend`.
         recorded_tokens: The tokens of the largest step with prompts that is a CUDA graph.
 
     Raises:
@@ -66,7 +69,10 @@ def choose_attention(
             "depends on what else runs; choose auto or triton, or leave out --deterministic"
         )
     if latent is not None:
-        return _latent_backend(config, device, latent, recorded_tokens)
+        backend = _latent_backend(config, device, latent, recorded_tokens)
+        records = is_gpu(device) and not config.device.enforce_eager
+        longest = config.model.max_model_len if records else 0
+        return replace(backend, dense_tokens=dense_tokens, recorded_context=longest)
     if config.device.deterministic or rare_attention or all(has_window):
         wanted = "triton"
     dtype, seeing = getattr(torch, config.model.dtype), _heads_that_see_everything(config)

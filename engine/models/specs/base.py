@@ -10,6 +10,7 @@ import msgspec
 from engine.config import KVLayers, ModelConfig, ParallelConfig
 from engine.head_sizes import HeadSizes
 from engine.models.config_file import ConfigFile
+from engine.models.specs.indexer import IndexerSpec
 from engine.models.specs.latent import LatentSpec
 
 PLAIN_CHECKPOINT = "use a plain checkpoint of this family, in fp32, fp16 or bf16"
@@ -109,6 +110,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def latent_shape(self) -> LatentSpec | None:
         """Returns the sizes of latent attention; None: heads have keys and values."""
+        return None
+
+    def indexer_of(self, layer: int) -> IndexerSpec | None:
+        """Returns what chooses the tokens that a layer attends to; None: it attends to all."""
+        return None
+
+    @property
+    def dense_tokens(self) -> int | None:
+        """Returns up to how many tokens a context is attended as a whole; None: always."""
         return None
 
     @property

@@ -49,6 +49,11 @@ class AttentionMetadata:
         """Returns the number of leading query rows that belong to decodes."""
         return self.num_decodes * self.decode_query_len
 
+    @property
+    def uniform_query_len(self) -> int:
+        """Returns the query tokens of each request where all decode; 0: they may differ."""
+        return self.decode_query_len if self.num_decodes == self.seq_lens.shape[0] else 0
+
     def longest_context(self, kv_cache: PagedKV) -> int:
         """Returns the tokens that a block table has room for: a recorded step may be replayed
         behind contexts of any length up to that."""

@@ -86,15 +86,13 @@ def latent_attention(
         `seq_lens` 0 are zero.
     """
     out = torch.zeros_like(q_latent)
-    size, block_size = q_latent.shape[2], kv_cache.shape[1]
+    size = q_latent.shape[2]
     bounds = metadata.query_start_loc.tolist()
     for r, seq_len in enumerate(metadata.seq_lens.tolist()):
         start, end = bounds[r], bounds[r + 1]
         if start == end or seq_len == 0:
             continue
-        blocks = metadata.block_tables[r, : -(-seq_len // block_size)].long()
-        rows = _stored(kv_cache, kv_scales)[blocks].flatten(0, 1)[:seq_len]
-        rows = rows.float() if kv_scales is None else dequantise(rows, kv_scales.k)
+        rows = latent_rows(kv_cache, metadata.block_tables[r], seq_len, kv_scales)
         queries = torch.cat((q_latent[start:end], q_rope[start:end]), dim=-1).float()
         first = seq_len - (end - start)
         for step in range(end - start) if metadata.fixed_order else (None,):
@@ -107,6 +105,15 @@ def latent_attention(
             attended = torch.einsum("htl,ld->thd", scores.softmax(-1), seen[:, :size])
             out[start:end][own] = attended.to(out.dtype)
     return out
+
+
+def latent_rows(
+    kv_cache: Tensor, block_table: Tensor, seq_len: int, kv_scales: KVScales | None
+) -> Tensor:
+    """Returns the first `seq_len` rows of a request, [seq_len, L + R] float32."""
+    blocks = block_table[: -(-seq_len // kv_cache.shape[1])].long()
+    rows = _stored(kv_cache, kv_scales)[blocks].flatten(0, 1)[:seq_len]
+    return rows.float() if kv_scales is None else dequantise(rows, kv_scales.k)
 
 
 def _stored(kv_cache: Tensor, kv_scales: KVScales | None) -> Tensor:

@@ -22,6 +22,7 @@ from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
+from tandem_kernels.attention.index_pages import IndexedLatents
 from tests.engine.kv_fp8.quantised_reference import QuantisedReference, scale_table
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
 from tests.engine.models.paged_model import BLOCK_SIZE, PagedModel
@@ -35,10 +36,11 @@ from tests.engine.models.reference_models import (
 
 MODELS = [
     "llama", "gemma2", "gemma3", "qwen3_tied", "gpt_oss", "qwen3_next", "deepseek_v2",
-    "deepseek_v3_yarn", "gemma4",
+    "deepseek_v3_yarn", "gemma4", "deepseek_v32",
 ]  # fmt: skip
 """Plain, soft bounds and windows, KV groups of windows and all tokens, norms of heads, sinks,
-layers with states, which are not quantised, latents, and heads by layer."""
+layers with states, which are not quantised, latents, heads by layer, and latents beside index keys,
+which are as without quantisation."""
 NUM_TOKENS = 24
 
 
@@ -73,7 +75,8 @@ def test_logits_equal_those_over_the_same_rounded_keys_and_values(
     family: str, checkpoints: Path
 ) -> None:
     """Rarely a key lies so near the middle of two numbers that the last bit of float32 decides: one
-    step of one number. Rounding as such moves logits by ten times more, and by a fifth at most.
+    step of one number. Rounding as such moves logits by ten times more, and by a fifth at most, or
+    by two where it moves the choice of an indexer.
     """
     folder = checkpoints / family
     model = load_model_config(folder)
@@ -87,12 +90,14 @@ def test_logits_equal_those_over_the_same_rounded_keys_and_values(
     groups = config.kv_layout.groups
     attended = {index for group in groups if not group.is_state for index in group.layers}
     for index, layer in enumerate(paged.kv_caches):
-        assert layer.dtype == (torch.float8_e4m3fn if index in attended else torch.uint8)
+        plane = layer.latents if isinstance(layer, IndexedLatents) else layer
+        assert plane.dtype == (torch.float8_e4m3fn if index in attended else torch.uint8)
     plain = reference(folder)
     for chunk in (1000, 13):
         for prompt, ours in zip(prompts(), paged.prefill(prompts(), chunk), strict=True):
             assert relative_error(ours, quantised(folder).logits(prompt)) < 1e-3
-            assert 0.01 < relative_error(ours, reference_logits(plain, prompt)) < 0.2
+            moved = relative_error(ours, reference_logits(plain, prompt))
+            assert 0.01 < moved < (0.4 if family == "deepseek_v32" else 0.2)
     behind = paged.prefill_behind(prompts()[-2], prompts()[-1], 13)
     expected = quantised(folder).logits(prompts()[-1])[-len(behind) :]
     assert relative_error(behind, expected) < 1e-3

@@ -17,6 +17,7 @@ from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.worker.kv_cache import layer_views
 from kv_transfer.layout import KVGroup
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.index_pages import IndexedLatents, LayerCache
 from tandem_kernels.attention.kv_pages import KVPages
 from tandem_kernels.batch.state_metadata import StateMetadata
 
@@ -54,7 +55,7 @@ class PagedModel:
         memory = torch.empty(_NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
         self.kv_caches = layer_views(memory, layout)
         for layer in self.kv_caches:
-            for plane in (layer.k, layer.v) if isinstance(layer, KVPages) else (layer,):
+            for plane in _planes(layer):
                 plane.fill_(float("nan") if plane.is_floating_point() else 255)
         self.layers_seen: list[int] = []
         self.backend: AttentionBackend = PagedBackend()
@@ -149,6 +150,13 @@ class PagedModel:
             batch.seq_lens,
             batch.order.num_decodes,
         )
+
+
+def _planes(layer: LayerCache) -> list[torch.Tensor]:
+    if isinstance(layer, IndexedLatents):
+        index = layer.index
+        return [layer.latents, index.keys, *([] if index.scales is None else [index.scales])]
+    return [layer.k, layer.v] if isinstance(layer, KVPages) else [layer]
 
 
 @dataclass(frozen=True)

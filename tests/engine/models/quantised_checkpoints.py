@@ -27,7 +27,7 @@ def quantise_checkpoint(
     plain: Path,
     writer: Writer,
     config: dict[str, Any],
-    leave: tuple[str, ...] = ("mlp.gate.", "router"),
+    leave: tuple[str, ...] = ("mlp.gate.", "router", "weights_proj"),
 ) -> None:
     """Writes two checkpoints: `folder` quantised, and with plain weights that mean the same.
 
@@ -55,7 +55,9 @@ def quantise_checkpoint(
 
 def _is_projection(layer: str) -> bool:
     last = layer.rpartition(".")[2]
-    return last.endswith("_proj") or "_proj_with" in last or last in ("w1", "w2", "w3")
+    return (
+        last.endswith("_proj") or "_proj_with" in last or last in ("w1", "w2", "w3", "wk", "wq_b")
+    )
 
 
 def to_e4m3(x: Tensor) -> Tensor:

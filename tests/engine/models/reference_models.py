@@ -53,6 +53,7 @@ from tests.engine.models.layered_families import LAYERED_FAMILIES
 from tests.engine.models.more_families import MORE_FAMILIES
 from tests.engine.models.nearby_families import NEARBY_FAMILIES
 from tests.engine.models.parity_cases import MAX_LEN, prompts
+from tests.engine.models.sparse_families import SPARSE_FAMILIES
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -84,6 +85,7 @@ FAMILIES = {
     **HYBRID_FAMILIES,
     **NEARBY_FAMILIES,
     **LAYERED_FAMILIES,
+    **SPARSE_FAMILIES,
     "deepseek_v2": Family(
         DeepseekV2ForCausalLM,
         DeepseekV2Config,

@@ -37,9 +37,9 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
         (LLAMA4, "LlamaForCausalLM", "attention within chunks"),
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "LlamaForCausalLM", "gate"),
         (
-            {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+            {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"},
             "DeepseekV3ForCausalLM",
-            "an indexer",
+            "compressed sparse attention",
         ),
         ({"architectures": ["Qwen3MoeModel"], "model_type": "x"}, "Qwen3MoeForCausalLM", ""),
         ({"architectures": ["Mistrall4ForCausalLM"], "model_type": "mistrall4"}, "", ""),

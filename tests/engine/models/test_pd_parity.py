@@ -45,6 +45,8 @@ DRAFTED = frozenset(
         ("laguna", "stream", 1, (32, 16)),
         ("deepseek_v3_yarn", "stream", 2, (16, 64)),
         ("deepseek_v2", "cuda_ipc,stream", 1, (32, 16)),
+        ("deepseek_v32", "stream", 2, (16, 64)),
+        ("glm_moe_dsa", "cuda_ipc,stream", 1, (32, 16)),
         ("glm4_moe", "cuda_ipc,stream", 1, (16, 16)),
         ("ministral3", "stream", 1, (16, 32)),
         ("qwen3_5_moe_images", "cuda_ipc,stream", 1, (2, 16)),

@@ -59,7 +59,7 @@ def counted(checkpoints: Path) -> dict[str, Counted]:
 
 
 EXACT = ("llama", "llama_one_kv_head", "gemma3", "mixtral", "qwen3_moe_sharded", "gpt_oss")
-NEARLY = {"qwen2_moe": 0.01, "qwen3_next": 0.03, "deepseek_v3_yarn": 0.1}
+NEARLY = {"qwen2_moe": 0.01, "qwen3_next": 0.03, "deepseek_v3_yarn": 0.1, "deepseek_v32": 0.1}
 """Families and the part by which torch counts something else. The gate of a shared expert and the
 states of linear attention are products by element, which it does not count; in plain torch latent
 attention takes the form of decodes for prompts, too, which computes more."""
@@ -129,6 +129,21 @@ def test_ranks_share_what_can_be_shared(counted: dict[str, Counted]) -> None:
         assert split.flops_per_token == (whole - router) / 2 + router
         assert split.attention[0].kv_bytes == one.cost.attention[0].kv_bytes / 2
         assert split.attention[0].flops_of_decodes == one.cost.attention[0].flops_of_decodes / 2
+
+
+def test_a_sparse_layer_reads_all_index_keys_and_chosen_latents(
+    counted: dict[str, Counted],
+) -> None:
+    """Contexts of 40 and 10 tokens have 18 and 10 latents read."""
+    one = counted["deepseek_v32"]
+    work = StepWork(one.cost.windows)
+    work.add_decodes([40, 10], 1)
+    latents, keys = 3 * 4 * (24 + 8), 3 * 4 * 16
+    read = one.cost.bytes_read(work) - one.cost.bytes_read(StepWork(one.cost.windows))
+    experts = one.cost.experts
+    assert experts is not None
+    fixed = experts.bytes_read(2) + 2 * one.cost.token_bytes
+    assert read - fixed == pytest.approx((18 + 10) * latents + (40 + 10) * keys)
 
 
 def test_kv_is_counted_by_what_a_token_has(counted: dict[str, Counted]) -> None:

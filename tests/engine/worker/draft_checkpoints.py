@@ -295,6 +295,8 @@ def write_with_mtp(folder: Path, family: str, count: int = 1) -> None:
     save_checkpoint(more, folder.with_name("whole"))
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": count}
+    for name in {"layer_types", "mlp_layer_types", "indexer_types"} & config.keys():
+        config[name] = config[name][:NUM_LAYERS]
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
     for place in range(count):
@@ -325,7 +327,9 @@ def _mtp_layer(target: PreTrainedModel, folder: Path, place: int) -> tuple[Layer
     model = reference(folder.with_name("whole"))
     eps = model.config.rms_norm_eps
     model.model.layers = model.model.layers[index : index + 1]
-    model.model.layers[0].self_attn.layer_idx = 0
+    for module in model.model.layers[0].modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = 0
     model.config.num_hidden_layers = 1
     layer = _bare_layer(model)
 

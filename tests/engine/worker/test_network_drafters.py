@@ -72,6 +72,11 @@ CASES: dict[str, tuple[DrafterName, Callable[[Path], None], Callable[..., Any]]]
         lambda folder: drafts.write_with_mtp(folder, "deepseek_v3_yarn"),
         drafts.mtp_reference,
     ),
+    "mtp of deepseek_v32": (
+        "mtp",
+        lambda folder: drafts.write_with_mtp(folder, "deepseek_v32"),
+        drafts.mtp_reference,
+    ),
     "mtp with a layer for each of two drafts": (
         "mtp",
         lambda folder: drafts.write_with_mtp(folder, "deepseek_v3_yarn", 2),

@@ -1,0 +1,112 @@
+"""Sparse attention over latents at the shapes of DeepSeek V3.2: an indexer of 64 heads of 128, of
+whose scores the highest 2048 are chosen, and latents of 512 + 64 in blocks of 64 tokens.
+
+Floors: of the indexer the bytes of keys and scales, or its products at twice the rate of bfloat16;
+of attention the bytes of 2048 rows a token, or its products. Beside attention to the chosen stand
+the kernels that attend to all: to the same latents in decodes, to expanded keys in prompts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from bench.engine.timing.kernel_cases import BF16, Case, randn
+from tandem_kernels import ops
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.index_pages import IndexPages
+from tandem_kernels.attention.kv_scales import E4M3
+from tandem_kernels.attention.ragged_batch import RaggedBatch
+
+_LATENT, _ROPE, _BLOCK, _TOP_K = 512, 64, 64, 2048
+_HEADS, _INDEX_HEADS, _INDEX_DIM = 128, 64, 128
+_SCALE = 192**-0.5
+_DECODES = tuple(itertools.product((1, 16, 64), (4096, 32_768, 131_072)))
+_CHUNKS = (8192, 0), (8192, 24_576)
+"""Tokens of a chunk, and those before it."""
+
+
+def sparse_cases() -> Iterator[Case]:
+    """Lists decodes, and chunks of a prompt of 32k tokens."""
+    for count, context in _DECODES:
+        yield from _cases(f"{count} x {context}", [context] * count, [1] * count)
+    for length, cached in _CHUNKS:
+        yield from _cases(f"{length} behind {cached}", [cached + length], [length])
+
+
+def _cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[Case]:
+    metadata, num_blocks = _metadata(seq_lens, query_lens)
+    num_tokens, contexts = sum(query_lens), sum(seq_lens)
+    pages = IndexPages(
+        torch.randint(0, 0x70, (num_blocks, _BLOCK, _INDEX_DIM), dtype=torch.uint8, device="cuda")
+        .view(E4M3),
+        torch.rand(num_blocks, _BLOCK, device="cuda"),
+    )  # fmt: skip
+    queries = randn(num_tokens, _INDEX_HEADS, _INDEX_DIM).to(E4M3)
+    weights = torch.randn(num_tokens, _INDEX_HEADS, device="cuda")
+    pairs = sum(q * (n - q) + q * (q + 1) / 2 for n, q in zip(seq_lens, query_lens, strict=True))
+    # Products of e4m3 numbers take half the time.
+    flops = pairs * _INDEX_HEADS * _INDEX_DIM
+    choose = partial(ops.index_topk, queries, weights, pages, metadata, _TOP_K)
+    moved = contexts * (_INDEX_DIM + 4) + queries.nbytes
+    yield Case("sparse index", shape, [choose], moved, flops)
+
+    chosen = choose()
+    for heads in (_HEADS, _HEADS // 8):
+        q_latent, q_rope = randn(num_tokens, heads, _LATENT), randn(num_tokens, heads, _ROPE)
+        cache = torch.empty(num_blocks, _BLOCK, _LATENT + _ROPE, dtype=BF16, device="cuda")
+        cache.normal_()
+        taken = sum(
+            min(position, _TOP_K)
+            for length, queries in zip(seq_lens, query_lens, strict=True)
+            for position in range(length - queries + 1, length + 1)
+        )
+        flops = 2 * taken * heads * (2 * _LATENT + _ROPE)
+        rows = taken if max(query_lens) == 1 else contexts
+        attend = partial(
+            ops.sparse_latent_attention, q_latent, q_rope, cache, chosen, metadata, _SCALE
+        )
+        if max(query_lens) == 1:
+            dense = partial(ops.latent_attention, q_latent, q_rope, cache, metadata, _SCALE)
+        else:
+            dense = _of_expanded(query_lens[0], seq_lens[0], heads)
+        yield Case(
+            "sparse attention",
+            f"{shape}, {heads} heads",
+            [attend],
+            rows * (_LATENT + _ROPE) * 2,
+            flops,
+            others={"dense": [dense]} if heads < _HEADS or max(query_lens) == 1 else {},
+        )
+
+
+def _of_expanded(num_queries: int, num_keys: int, heads: int) -> Callable[[], object]:
+    """Attends from the last tokens of a prompt to all of it."""
+    queries = randn(num_queries, heads, 3 * _ROPE)
+    keys, values = randn(num_keys, heads, 3 * _ROPE), randn(num_keys, heads, 2 * _ROPE)
+    bounds = (
+        torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (num_queries, num_keys)
+    )
+    batch = RaggedBatch(*bounds, num_queries, num_keys, causal=True)
+    return partial(ops.ragged_attention, queries, keys, values, batch, _SCALE)
+
+
+def _metadata(seq_lens: list[int], query_lens: list[int]) -> tuple[AttentionMetadata, int]:
+    """Returns requests whose blocks lie anywhere, and the number of blocks."""
+    blocks = [-(-length // _BLOCK) for length in seq_lens]
+    order = torch.randperm(sum(blocks), device="cuda").int()
+    tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32, device="cuda")
+    for table, own in zip(tables, order.split(blocks), strict=True):
+        table[: len(own)] = own
+    metadata = AttentionMetadata(
+        block_tables=tables,
+        query_start_loc=torch.tensor([0, *query_lens], device="cuda").cumsum(0).int(),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
+        num_decodes=len(query_lens) if max(query_lens) == 1 else 0,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+    )
+    return metadata, sum(blocks)

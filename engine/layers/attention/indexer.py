@@ -1,0 +1,158 @@
+"""The indexer of a sparse layer: it keeps a key of each token, and chooses what a token attends to.
+
+    x ───────── wk ─ norm ─ rotate ─ cache, [D] a token
+    x ───────── weights_proj ─ [H]  ─┐
+    q latent ── wq_b ─ rotate ─ [H, D] ─ sum of w * relu(q . k) ─ the highest top_k ─▶ positions
+
+Every rank has it whole: all choose alike. Contexts of up to `top_k` tokens are attended as a whole,
+and nothing is chosen of them; their keys are kept all the same, for they may grow. Source:
+DeepSeek-V3.2, 2025 (arXiv 2512.02556), 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.layers.attention.latent_backend import LatentMetadata
+from engine.layers.attention.layer import AttentionInputs
+from engine.layers.float32_sums import float32_sums
+from engine.layers.linear import MergedColumnParallelLinear, repeated
+from engine.layers.methods.base import ColumnPart
+from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels import ops
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.index_pages import IndexPages
+
+_NORM_EPS = 1e-6
+"""transformers takes it for the norm of keys, whatever config.json says of the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerSizes:
+    """The sizes of an indexer.
+
+    Attributes:
+        heads, dim: Of its queries, H and D.
+        rope: The first this many elements of queries and keys rotate.
+        top_k: The most tokens that are chosen.
+        rope_order: See `engine.rope.Rotary.head_order`, for the `rope` elements.
+    """
+
+    heads: int
+    dim: int
+    rope: int
+    top_k: int
+    rope_order: tuple[int, ...] | None = None
+
+
+class KeyNorm(nn.Module):
+    """Holds weight and bias [D] of the keys' LayerNorm; element i of ours is element `order[i]` of
+    the checkpoint's."""
+
+    def __init__(self, size: int, shard: Shard, order: Tensor | None) -> None:
+        super().__init__()
+        self.order = order
+        self.weight, self.bias = (shard.parameter(size, dtype=torch.float32) for _ in range(2))
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        for name, parameter in self.named_parameters():
+            shape = tuple(parameter.shape)
+            yield CheckpointWeight(f"{prefix}.{name}", parameter, shape, order=self.order)
+
+
+class Indexer(nn.Module):
+    """Chooses the tokens that each token of a step attends to.
+
+    Args:
+        q_rank: Of the queries' latent.
+    """
+
+    def __init__(self, hidden_size: int, q_rank: int, sizes: IndexerSizes, shard: Shard) -> None:
+        super().__init__()
+        self.sizes, self.gemms = sizes, shard.gemms
+        heads, dim = sizes.heads, sizes.dim
+        order = None
+        if sizes.rope_order is not None:
+            order = torch.cat((torch.tensor(sizes.rope_order), torch.arange(sizes.rope, dim)))
+        of_heads = None if order is None else repeated(order, heads)
+        queries = ColumnPart(0, heads * dim, heads * dim, of_heads)
+        keys = ColumnPart(0, dim, dim, order)
+        self.wq_b = MergedColumnParallelLinear(q_rank, (queries,), shard.at("wq_b"))
+        self.wk = MergedColumnParallelLinear(hidden_size, (keys,), shard.at("wk"))
+        self.k_norm = KeyNorm(dim, shard, order)
+        self.weights_proj = shard.parameter(heads, hidden_size)
+        self.scale = (heads * dim) ** -0.5
+
+    def forward(
+        self, x: Tensor, q_latent: Tensor, pages: IndexPages, inputs: AttentionInputs
+    ) -> Tensor | None:
+        """Writes the step's keys and chooses: [T, hidden] and [T, q_rank] -> positions as
+        `tandem_kernels.reference.index.index_topk` returns them. None: every context of the step is
+        attended as a whole. Rows that are attended as a whole may be anything."""
+        sizes = self.sizes
+        queries, weights = ops.index_rope_and_cache(
+            self.wq_b(q_latent).view(len(x), sizes.heads, sizes.dim),
+            self.wk(x),
+            (self.k_norm.weight, self.k_norm.bias),
+            self._head_weights(x),
+            inputs.positions,
+            inputs.cos_sin_cache,
+            pages,
+            inputs.slot_mapping,
+            _NORM_EPS,
+        )
+        metadata = inputs.metadata
+        if not isinstance(metadata, LatentMetadata):
+            return self._chosen(queries, weights, pages, metadata)
+        parts = (
+            (metadata.before, slice(0, metadata.rows.start)),
+            (
+                metadata.after,
+                slice(metadata.rows.stop, len(x)),
+            ),
+        )
+        found = {
+            rows.start: self._chosen(queries[rows], weights[rows], pages, part)
+            for part, rows in parts
+            if part is not None
+        }
+        if not any(chosen is not None for chosen in found.values()):
+            return None
+        whole = queries.new_empty((len(x), sizes.top_k), dtype=torch.int32)
+        for start, chosen in found.items():
+            if chosen is not None:
+                whole[start : start + len(chosen)] = chosen
+        return whole
+
+    def _chosen(
+        self, queries: Tensor, weights: Tensor, pages: IndexPages, metadata: AttentionMetadata
+    ) -> Tensor | None:
+        if not is_sparse(metadata, self.sizes.top_k):
+            return None
+        return ops.index_topk(queries, weights, pages, metadata, self.sizes.top_k)
+
+    def _head_weights(self, x: Tensor) -> Tensor:
+        """Returns [T, H] float32, with the scale of scores."""
+        weight = self.weights_proj
+        sums = float32_sums(x, weight, self.gemms)
+        if sums is None:
+            sums = F.linear(x.float(), weight.float())
+        return sums.mul_(self.scale)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield from self.wq_b.checkpoint_weights(f"{prefix}.wq_b")
+        yield from self.wk.checkpoint_weights(f"{prefix}.wk")
+        yield from self.k_norm.checkpoint_weights(f"{prefix}.k_norm")
+        weight = self.weights_proj
+        yield CheckpointWeight(f"{prefix}.weights_proj.weight", weight, tuple(weight.shape))
+
+
+def is_sparse(metadata: AttentionMetadata, top_k: int) -> bool:
+    """Returns whether the tokens of a step attend to chosen ones. In fixed order they always do: a
+    short context is added up as it will be when it has grown."""
+    return metadata.fixed_order or metadata.max_seq_len > top_k

@@ -1,0 +1,253 @@
+"""Latent attention to chosen tokens, absorbed: all heads of a token read the same chosen rows.
+
+A program owns ROWS heads of one token, and walks a part of what it attends to, wherever in its
+context that lies. A row is loaded once and serves as key and as value. With few tokens the chosen
+are cut into SPLITS parts, joined by `latent_merge_kernel`; how many depends on shapes alone, so
+steps can be recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.fp8_cache import in_half
+from tandem_kernels.attention.kv_scales import KVScales, pointers
+from tandem_kernels.attention.latent_decode import latent_merge_kernel
+from tandem_kernels.attention.prefill_attention import LOG2_E
+from tandem_kernels.device import num_programs
+
+
+@dataclass(frozen=True, slots=True)
+class SparseTuning:
+    """Says how one shape runs.
+
+    Attributes:
+        rows: Heads of a program.
+        tile: Chosen tokens at once.
+        programs_per_sm: The chosen are cut until there are this many programs.
+        most_splits: Parts of them; a power of two.
+    """
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 2
+    most_splits: int = 16
+
+
+def sparse_tuning(num_heads: int, itemsize: int) -> SparseTuning:
+    """Chooses by the heads of a token and the bytes of a number."""
+    if itemsize > 2:
+        return SparseTuning(rows=16, tile=16, num_warps=4, num_stages=1)
+    if num_heads > 16:
+        return SparseTuning(rows=64, tile=32, num_warps=8, num_stages=3, programs_per_sm=1)
+    return SparseTuning(rows=16, tile=32, num_warps=4, num_stages=3)
+
+
+@triton.jit
+def request_of_token(
+    query_start_loc: tl.tensor, token: tl.tensor, num_reqs: tl.tensor, QUERY_LEN: tl.constexpr
+) -> tl.tensor:
+    """Returns the last request whose query tokens begin at or before one. Requests without any
+    begin where the next one does.
+
+    QUERY_LEN: Of each request; 0: they differ.
+    """
+    if QUERY_LEN > 0:
+        return token // QUERY_LEN
+    lo = token * 0 + 1
+    hi = token * 0 + num_reqs
+    while lo < hi:
+        middle = (lo + hi) // 2
+        if tl.load(query_start_loc + middle) <= token:
+            lo = middle + 1
+        else:
+            hi = middle
+    return lo - 1
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def sparse_latent_kernel(
+    q_latent: tl.tensor,
+    q_rope: tl.tensor,
+    kv_cache: tl.tensor,
+    chosen: tl.tensor,
+    block_tables: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    kv_scale: tl.tensor,
+    out: tl.tensor,
+    state: tl.tensor,
+    num_reqs: tl.tensor,
+    latent_token_stride: tl.tensor,
+    latent_head_stride: tl.tensor,
+    rope_token_stride: tl.tensor,
+    rope_head_stride: tl.tensor,
+    block_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    TOP_K: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
+) -> None:
+    """Walks, in program (t, i, s), part s of what token t attends to, for its i-th tile of heads.
+    Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
+    """
+    token = tl.program_id(0)
+    split = tl.program_id(2)
+    r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
+    own = token - tl.load(query_start_loc + r)
+    num_tokens = tl.load(query_start_loc + r + 1) - tl.load(query_start_loc + r)
+    seq_len = tl.load(seq_lens + r)
+    # A padding row has no context; one behind the last request has no place in it.
+    seen = tl.where((seq_len > 0) & (own < num_tokens), seq_len - num_tokens + own + 1, 0)
+    needed = tl.minimum(seen, TOP_K)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real = head < NUM_HEADS
+    at = token.to(tl.int64)
+    dim = tl.arange(0, BLOCK_LATENT)
+    rot = tl.arange(0, BLOCK_ROPE)
+    is_latent = (dim < LATENT)[None, :]
+    is_rope = (rot < ROPE)[None, :]
+    place = q_latent + at * latent_token_stride + head[:, None] * latent_head_stride
+    query = tl.load(place + dim[None, :], mask=real[:, None] & is_latent, other=0.0)
+    place = q_rope + at * rope_token_stride + head[:, None] * rope_head_stride
+    rotated = tl.load(place + rot[None, :], mask=real[:, None] & is_rope, other=0.0)
+
+    if FP8:
+        own_scale = tl.load(kv_scale)
+        scale = scale * own_scale
+        query, rotated = in_half(query), in_half(rotated)
+    peak = tl.full([ROWS], -3.0e38, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
+    part = tl.cdiv(tl.cdiv(needed, TILE), SPLITS) * TILE
+    first = split * part
+    end = tl.minimum(first + part, needed)
+    lane = tl.arange(0, TILE)
+    table = block_tables + r.to(tl.int64) * table_stride
+    places = chosen + at * TOP_K
+    position = tl.load(places + first + lane, mask=first + lane < end, other=0)
+    block = tl.load(table + position // BLOCK_SIZE, mask=first + lane < end, other=0).to(tl.int64)
+    for start in range(first, end, TILE):
+        inside = start + lane < end
+        line = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE)
+        mask = inside[:, None] & is_latent
+        latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
+        mask = inside[:, None] & is_rope
+        keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
+        # What is read next is found one tile ahead: its address waits for two loads.
+        ahead = start + TILE + lane
+        position = tl.load(places + ahead, mask=ahead < end, other=0)
+        block = tl.load(table + position // BLOCK_SIZE, mask=ahead < end, other=0).to(tl.int64)
+        latents, keys = latents.to(query.dtype), keys.to(query.dtype)
+        scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
+        scores = tl.dot(rotated, tl.trans(keys), scores, input_precision=PRECISION)
+        scores = tl.where(inside[None, :], scores * scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        peak = higher
+        total = total * shrink + tl.sum(weights, axis=1)
+        share = weights.to(latents.dtype)
+        acc = tl.dot(share, latents, acc * shrink[:, None], input_precision=PRECISION)
+    writes = real[:, None] & is_latent
+    index = at * NUM_HEADS + head
+    if FP8:
+        acc = acc * own_scale
+    if SPLITS == 1:
+        total = tl.where(total > 0.0, total, 1.0)
+        attended = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + index[:, None] * LATENT + dim[None, :], attended, mask=writes)
+    else:
+        index = index * SPLITS + split
+        tl.store(out + index[:, None] * LATENT + dim[None, :], acc, mask=writes)
+        tl.store(state + index * 2, peak, mask=real)
+        tl.store(state + index * 2 + 1, total, mask=real)
+
+
+def sparse_latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    chosen: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    kv_scales: KVScales | None = None,
+) -> Tensor:
+    """See `reference.sparse_latent.sparse_latent_attention`.
+
+    In fixed order nothing is cut into parts: what a token attends to is added up from the first.
+    """
+    num_tokens, num_heads, latent = q_latent.shape
+    top_k = chosen.shape[1]
+    out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    tuning = sparse_tuning(num_heads, q_latent.element_size())
+    head_tiles = triton.cdiv(num_heads, tuning.rows)
+    splits = 1
+    if not metadata.fixed_order:
+        splits = _num_splits(q_latent.device, tuning, num_tokens * head_tiles, top_k)
+    target, state = out, None
+    if splits > 1:
+        parts = num_tokens, num_heads, splits
+        target, state = (q_rope.new_empty(*parts, n, dtype=torch.float32) for n in (latent, 2))
+    shape = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
+    sparse_latent_kernel[(num_tokens, head_tiles, splits)](
+        q_latent,
+        q_rope,
+        kv_cache,
+        chosen,
+        metadata.block_tables,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        pointers(kv_scales)[0],
+        target,
+        state,
+        len(metadata.seq_lens),
+        *q_latent.stride()[:2],
+        *q_rope.stride()[:2],
+        kv_cache.stride(0),
+        metadata.block_tables.stride(0),
+        scale * LOG2_E,
+        TOP_K=top_k,
+        QUERY_LEN=metadata.uniform_query_len,
+        NUM_HEADS=num_heads,
+        ROWS=tuning.rows,
+        ROPE=q_rope.shape[2],
+        BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
+        BLOCK_SIZE=kv_cache.shape[1],
+        TILE=tuning.tile,
+        PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+        FP8=kv_scales is not None,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **shape,
+    )
+    if state is not None:
+        grid = (num_tokens * num_heads,)
+        latent_merge_kernel[grid](target, state, out, OVERLAP=False, num_warps=4, **shape)
+    return out
+
+
+def _num_splits(device: torch.device, tuning: SparseTuning, num_tiles: int, top_k: int) -> int:
+    """Returns into how many parts the chosen are cut when there are this many tiles of heads."""
+    free = num_programs(device, tuning.programs_per_sm) // num_tiles
+    most = min(tuning.most_splits, triton.next_power_of_2(triton.cdiv(top_k, tuning.tile)))
+    return min(int(most), 1 << max(free.bit_length() - 1, 0))

@@ -1,0 +1,258 @@
+"""Checks the indexer and sparse latent attention against float64 and loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import kernel_oracle as oracle
+import torch
+from kernel_checks import ATTENTION
+
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.index_pages import IndexPages
+from tandem_kernels.attention.kv_scales import E4M3
+
+Op = Callable[..., Any]
+SCORES = {False: 1e-4, True: 1e-3}
+"""How near each other two scores may be to be chosen in either order, of the highest: matrix units
+of Hopper keep 14 bits of sums of e4m3 products."""
+Lengths = tuple[list[int], list[int]]
+"""Has lengths of contexts and of queries."""
+
+
+def index_pages(
+    num_blocks: int, block_size: int, dim: int, *, fp8: bool, device: str
+) -> IndexPages:
+    """Returns pages in which neither keys nor scales are numbers."""
+    nan = float("nan")
+    if not fp8:
+        return IndexPages(torch.full((num_blocks, block_size, dim), nan, device=device))
+    keys = torch.full((num_blocks, block_size, dim), 0x7F, dtype=torch.uint8, device=device)
+    scales = torch.full((num_blocks, block_size), nan, device=device)
+    return IndexPages(keys.view(E4M3), scales)
+
+
+def index_rope_and_cache(
+    op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, *, fp8: bool, device: str = "cpu"
+) -> None:
+    """Checks keys and queries. `sizes` is (H, D, R); token 2 writes nothing. Of e4m3 numbers scores
+    are compared: a number in the middle of two may go to either."""
+    num_heads, dim, rope = sizes
+    num_tokens, block_size = 5, 4
+    q = torch.randn(num_tokens, num_heads, dim, device=device).to(dtype)
+    k = (3 * torch.randn(num_tokens, dim, device=device) + 1).to(dtype)
+    norm = torch.randn(dim, device=device), torch.randn(dim, device=device)
+    head_weights = torch.randn(num_tokens, num_heads, device=device)
+    positions = torch.tensor([3, 0, 8, 9, 1], device=device)
+    slots = torch.tensor([7, 0, -1, 18, 5], device=device)
+    angles = torch.randn(10, rope // 2, device=device).double()
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).float()
+    pages = index_pages(5, block_size, dim, fp8=fp8, device=device)
+    queries, weights = op(q, k, norm, head_weights, positions, table, pages, slots, 1e-6)
+
+    wide = k.double()
+    wide = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, False)[:, None] + 1e-6).sqrt()
+    keys = _rotated(wide * norm[0].double() + norm[1].double(), table[positions], rope)
+    expected = _rotated(q.double(), table[positions][:, None], rope)
+    written = slots >= 0
+    stored = _stored_keys(pages).flatten(0, 1)
+    if not fp8:
+        error = oracle.relative_error
+        assert error(stored[slots[written]], keys[written]) < ATTENTION[dtype]
+        assert error(queries, expected) < ATTENTION[dtype]
+        assert torch.equal(weights, head_weights)
+    else:
+        assert queries.dtype == E4M3 and pages.scales is not None
+        scales = pages.scales.flatten()[slots[written]]
+        assert torch.equal(scales.log2(), scales.log2().round())
+        unscaled = queries.double() * (weights / head_weights).double()[:, :, None]
+        products = torch.einsum("thd,sd->ths", unscaled, stored[slots[written]])
+        exact = torch.einsum("thd,sd->ths", expected, keys[written])
+        assert oracle.relative_error(products, exact) < 0.05
+    untouched = torch.ones(len(stored), dtype=torch.bool, device=device)
+    untouched[slots[written]] = False
+    assert stored[untouched].isnan().all() and stored[slots[written]].isfinite().all()
+
+
+def _rotated(x: torch.Tensor, angles: torch.Tensor, rope: int) -> torch.Tensor:
+    cos, sin = angles.double().chunk(2, dim=-1)
+    first, second = x[..., : rope // 2], x[..., rope // 2 : rope]
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((*turned, x[..., rope:]), dim=-1)
+
+
+def _stored_keys(pages: IndexPages) -> torch.Tensor:
+    if pages.scales is None:
+        return pages.keys.double()
+    return pages.keys.double() * pages.scales[:, :, None].double()
+
+
+def index_topk(
+    op: Op,
+    lengths: Lengths,
+    sizes: tuple[int, int, int],
+    *,
+    fp8: bool,
+    block_size: int = 16,
+    num_decodes: int = 0,
+    fixed_order: bool = False,
+    ties: bool = False,
+    device: str = "cpu",
+) -> torch.Tensor:
+    """Checks that every query has chosen the highest scores of its context, and returns what it
+    has. `sizes` is (H, D, K). With `ties` all numbers are whole and small, so that scores are exact
+    and many are equal: what is chosen must then be the very first of them."""
+    num_heads, dim, top_k = sizes
+    seq_lens, query_lens = lengths
+    metadata, tables = _batch(lengths, block_size, num_decodes, device)
+    pages = index_pages(int(tables.max()) + 1, block_size, dim, fp8=fp8, device=device)
+    keys = [_numbers((length, dim), ties, device) for length in seq_lens]
+    q = _numbers((sum(query_lens), num_heads, dim), ties, device)
+    head_weights = torch.randn(sum(query_lens), num_heads, device=device)
+    if ties:
+        head_weights = head_weights.round()
+    if fp8:
+        q = q.to(E4M3)
+    for table, rows in zip(tables, keys, strict=True):
+        for position, row in enumerate(rows):
+            place = int(table[position // block_size]), position % block_size
+            pages.keys[place[0]].view(torch.uint8)[place[1]] = row.to(pages.keys.dtype).view(
+                torch.uint8
+            )
+            if pages.scales is not None:
+                pages.scales[place] = 1.0 if ties else 2.0 ** (position % 3)
+    metadata = replace(metadata, fixed_order=fixed_order)
+    chosen: torch.Tensor = op(q, head_weights, pages, metadata, top_k)
+    assert chosen.shape == (len(q), top_k) and chosen.dtype == torch.int32
+    stored = _stored_keys(pages)
+    row = 0
+    for r, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        places = tables[r][torch.arange(seq_len, device=device) // block_size].long()
+        of_request = stored[places, torch.arange(seq_len, device=device) % block_size]
+        for token in range(query_len):
+            seen = max(0, seq_len - query_len + token + 1)
+            found = chosen[row].tolist()
+            count = min(top_k, seen)
+            own = found[:count]
+            assert own == sorted(set(own)) and found[count:] == [-1] * (top_k - count)
+            if count:
+                products = torch.einsum("hd,sd->hs", q[row].double(), of_request[:seen])
+                scores = head_weights[row].double() @ products.relu()
+                _check_choice(scores, own, exact=ties, error=SCORES[fp8 and device != "cpu"])
+            row += 1
+    return chosen
+
+
+def index_topk_is_invariant(
+    op: Op,
+    lengths: tuple[int, int],
+    sizes: tuple[int, int, int],
+    *,
+    fp8: bool,
+    device: str = "cpu",
+) -> None:
+    """Checks that tokens of one prompt choose the same, bit for bit, in one step, in two chunks,
+    each as a decode, and as decodes together. `lengths` are those of context and queries."""
+    (seq_len, query_len), (num_heads, dim, top_k), block_size = lengths, sizes, 16
+    q = torch.randn(query_len, num_heads, dim, device=device)
+    weights = torch.randn(query_len, num_heads, device=device)
+    pages = index_pages(-(-seq_len // block_size) + 1, block_size, dim, fp8=fp8, device=device)
+    keys = torch.randn(*pages.keys.shape, device=device).to(pages.keys.dtype)
+    pages.keys.view(torch.uint8).copy_(keys.view(torch.uint8))
+    if pages.scales is not None:
+        pages.scales.uniform_(0.5, 2.0)
+        q = q.to(E4M3)
+
+    def step(first: int, end: int, *, decodes: bool = False) -> torch.Tensor:
+        count, last = end - first, seq_len - query_len + end
+        of_each = list(range(last - count + 1, last + 1))
+        batch = (of_each, [1] * count) if decodes else ([last], [count])
+        metadata, tables = _batch(batch, block_size, count if decodes else 0, device)
+        tables.copy_(torch.arange(1, tables.shape[1] + 1))
+        found: torch.Tensor = op(q[first:end], weights[first:end], pages, metadata, top_k)
+        return found
+
+    whole = step(0, query_len)
+    middle = query_len // 3
+    assert torch.equal(whole, torch.cat((step(0, middle), step(middle, query_len))))
+    alone = [step(i, i + 1, decodes=True) for i in range(query_len)]
+    assert torch.equal(whole, torch.cat(alone))
+    assert torch.equal(whole, step(0, query_len, decodes=True))
+
+
+def _check_choice(scores: torch.Tensor, found: list[int], *, exact: bool, error: float) -> None:
+    best = scores.sort(descending=True, stable=True)
+    if exact:
+        assert found == sorted(best.indices[: len(found)].tolist())
+        return
+    # Two scores that are nearly equal may be in either order.
+    least, most = scores[found].min(), best.values[: len(found)].min()
+    assert float(most - least) <= error * float(scores.abs().max())
+
+
+def _numbers(shape: tuple[int, ...], whole: bool, device: str) -> torch.Tensor:
+    if whole:
+        return torch.randint(-1, 2, shape, device=device).float()
+    return torch.randn(shape, device=device)
+
+
+def _batch(
+    lengths: Lengths, block_size: int, num_decodes: int, device: str
+) -> tuple[AttentionMetadata, torch.Tensor]:
+    seq_lens, query_lens = lengths
+    num_blocks = [-(-length // block_size) for length in seq_lens]
+    ids = torch.randperm(sum(num_blocks) + 1).split([*num_blocks, 1])
+    tables = torch.zeros(len(seq_lens), max(num_blocks), dtype=torch.int32)
+    for table, own in zip(tables, ids, strict=False):
+        table[: len(own)] = own
+    metadata = AttentionMetadata(
+        block_tables=tables.to(device),
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        num_decodes=num_decodes,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        decode_query_len=query_lens[0] if num_decodes else 1,
+    )
+    return metadata, metadata.block_tables
+
+
+def sparse_latent_attention(
+    op: Op,
+    lengths: Lengths,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    *,
+    num_decodes: int = 0,
+    fixed_order: bool = False,
+    device: str = "cpu",
+) -> None:
+    """Checks attention to random tokens of each context. `sizes` is (H, L, R, K)."""
+    num_heads, latent, rope, top_k = sizes
+    batch = oracle.paged_batch(
+        *lengths, num_kv_heads=1, group=num_heads, head_dim=latent + rope, block_size=16,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    metadata = replace(batch.metadata, fixed_order=fixed_order)
+    if num_decodes:
+        query_len = lengths[1][0]
+        metadata = replace(metadata, num_decodes=num_decodes, decode_query_len=query_len)
+    q, cache = batch.q, batch.kv_cache[:, 0, 0]
+    chosen = torch.full((len(q), top_k), -1, dtype=torch.int32, device=device)
+    expected = torch.zeros(len(q), num_heads, latent, dtype=torch.float64, device=device)
+    row = 0
+    for keys, seq_len, query_len in zip(batch.keys, *lengths, strict=True):
+        for token in range(query_len):
+            seen = max(0, seq_len - query_len + token + 1)
+            own = torch.randperm(seen)[:top_k].sort().values.to(device)
+            chosen[row, : len(own)] = own.int()
+            if len(own):
+                rows = keys[0, own].double()
+                weights = (q[row].double() @ rows.T * batch.scale).softmax(-1)
+                expected[row] = weights @ rows[:, :latent]
+            row += 1
+    out = op(q[:, :, :latent], q[:, :, latent:], cache, chosen, metadata, batch.scale)
+    assert out.shape == expected.shape and out.dtype == dtype
+    assert oracle.relative_error(out, expected) < ATTENTION[dtype]

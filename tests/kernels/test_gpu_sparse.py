@@ -1,0 +1,62 @@
+"""The indexer and sparse latent attention on a CUDA device, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import sparse_checks as check
+import torch
+from gpu_fixtures import halves, poisoned_and_fresh  # noqa: F401
+
+from tandem_kernels import ops
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (
+    ([1, 127, 0, 129, 1000], [1] * 5),
+    ([5000], [1]),
+    ([300, 700, 1500], [1, 129, 1400]),
+)
+
+
+@halves
+@pytest.mark.parametrize("num_heads", [16, 32, 64])
+def test_queries_and_keys(dtype: torch.dtype, num_heads: int) -> None:
+    sizes = num_heads, 128, 64
+    check.index_rope_and_cache(ops.index_rope_and_cache, sizes, dtype, fp8=True, device="cuda")
+
+
+@pytest.mark.parametrize("num_heads", [16, 64])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("ties", [False, True])
+def test_choice(lengths: check.Lengths, num_heads: int, ties: bool) -> None:
+    decodes = len(lengths[0]) if max(lengths[1]) == 1 else 0
+    check.index_topk(
+        ops.index_topk, lengths, (num_heads, 128, 64), fp8=True, block_size=64,
+        num_decodes=decodes, ties=ties, device="cuda",
+    )  # fmt: skip
+
+
+def test_choice_does_not_depend_on_what_else_is_there() -> None:
+    """The same request alone, in a batch, and cut into chunks chooses the same tokens."""
+    check.index_topk_is_invariant(
+        ops.index_topk, (3000, 40), (64, 128, 256), fp8=True, device="cuda"
+    )
+
+
+@halves
+@pytest.mark.parametrize("num_heads", [8, 16, 64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("fixed_order", [False, True])
+def test_attention_to_chosen_tokens(
+    dtype: torch.dtype, num_heads: int, lengths: check.Lengths, fixed_order: bool
+) -> None:
+    check.sparse_latent_attention(
+        ops.sparse_latent_attention, lengths, (num_heads, 512, 64, 256), dtype,
+        fixed_order=fixed_order, device="cuda",
+    )  # fmt: skip
+
+
+def test_index_keys_in_e4m3_choose_nearly_the_same() -> None:
+    torch.manual_seed(5)
+    lengths = 8000, 2048
+    ops_ = ops.index_rope_and_cache, ops.index_topk
+    assert check.shared_choices(*ops_, (64, 128), lengths, device="cuda") > 0.9
