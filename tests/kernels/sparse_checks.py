@@ -182,6 +182,31 @@ def index_topk_is_invariant(
     assert torch.equal(whole, step(0, query_len, decodes=True))
 
 
+def shared_choices(
+    write: Op, choose: Op, sizes: tuple[int, int], lengths: tuple[int, int], device: str = "cpu"
+) -> float:
+    """Returns which part of what eight tokens choose in float32 they choose in bfloat16 over an
+    e4m3 cache as well. `sizes` are (H, D), `lengths` those of the context and of a choice."""
+    (num_heads, dim), (seq_len, top_k), rope = sizes, lengths, sizes[1] // 2
+    q = torch.randn(seq_len, num_heads, dim, device=device)
+    k = torch.randn(seq_len, dim, device=device)
+    weights = torch.randn(seq_len, num_heads, device=device)
+    norm = torch.ones(dim, device=device), torch.zeros(dim, device=device)
+    angles = torch.randn(seq_len, rope // 2, device=device)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    metadata, tables = _batch(([seq_len], [8]), 16, 0, device)
+    tables.copy_(torch.arange(tables.shape[1]))
+    rows = torch.arange(seq_len, device=device)
+    chosen = []
+    for dtype, fp8 in ((torch.float32, False), (torch.bfloat16, True)):
+        pages = index_pages(tables.shape[1], 16, dim, fp8=fp8, device=device)
+        inputs = q.to(dtype), k.to(dtype), norm, weights, rows, table, pages, rows, 1e-6
+        queries, scaled = write(*inputs)
+        chosen.append(choose(queries[-8:], scaled[-8:], pages, metadata, top_k).tolist())
+    alike = sum(len(set(a) & set(b)) for a, b in zip(*chosen, strict=True))
+    return alike / (8 * top_k)
+
+
 def _check_choice(scores: torch.Tensor, found: list[int], *, exact: bool, error: float) -> None:
     best = scores.sort(descending=True, stable=True)
     if exact:
