@@ -324,7 +324,7 @@ def prefill_attention(
     group = num_q_heads // num_kv_heads
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     block_dim = triton.next_power_of_2(head_dim)
-    tuning = tuning or tuning_of(q, kv_cache, metadata)
+    tuning = tuning or tuning_of(q, kv_cache, metadata, fewest_tokens=1 if overlaps else 2)
     rows = max(tuning.rows, triton.next_power_of_2(group))
     tiles = triton.cdiv(num_tokens - first_req, rows // group)
     kept = _room_for_parts(q, kv_cache, metadata, tiles, rows) if tuning.in_parts else PartsKept()
@@ -358,12 +358,15 @@ def prefill_attention(
     )  # fmt: skip
 
 
-def tuning_of(q: Tensor, kv_cache: PagedKV, metadata: AttentionMetadata) -> PrefillTuning:
-    """Returns the choice for the requests of a step behind its decodes."""
+def tuning_of(
+    q: Tensor, kv_cache: PagedKV, metadata: AttentionMetadata, fewest_tokens: int = 2
+) -> PrefillTuning:
+    """Returns the choice for the requests of a step behind its decodes. A chunk of one token, which
+    is rare, has the tiles of two: it needs no kernel of its own."""
     num_tokens, num_q_heads, head_dim = q.shape
     sizes = sizes_of(kv_cache)
     return prefill_tuning(
-        metadata.max_query_len * (num_q_heads // sizes.num_kv_heads),
+        max(metadata.max_query_len, fewest_tokens) * (num_q_heads // sizes.num_kv_heads),
         (num_tokens - metadata.num_decodes) * num_q_heads,
         min(metadata.max_seq_len, metadata.window or metadata.max_seq_len),
         head_dim,
