@@ -7,8 +7,8 @@
 
 rate     bytes per second, as pulls of real requests measured it: of one that waited for the path
          alone what the path gives, of others what it gives at least, which says nothing against
-         it. Its age makes it larger, by two every two minutes: a path that looked slow is tried
-         again, first where little is lost
+         it. Its age makes it larger, by two every ten seconds: a path that looked slow is tried
+         again, first where little is lost, and by one request at a time
 backlog  bytes of pulls that have begun and not ended, less what came since at that rate
 
 One of them is kept for each of the nodes used last, and forgotten an hour after its last pull.
@@ -35,7 +35,10 @@ OF_A_PATH = frozenset((KV_LATE, KV_STALLED, KV_DAMAGED, KV_LOST))
 """Failures for which a path is avoided."""
 _FIRST_S = 1.0
 _LONGEST_S = 60.0
-_DOUBLES_S = 120.0
+_DOUBLES_S = 10.0
+_MOST_DOUBLINGS = 64
+_TRY_S = 10.0
+"""So long a request that tries a path which looked slow is the only one, if nothing is measured."""
 _FORGOTTEN_S = 3600.0
 _MAX_PATHS = 256
 _NEW = 0.5
@@ -62,23 +65,24 @@ class KVPath:
     """In a row; those of pulls that were under way when the first of them failed are one."""
     failed_at: float = 0.0
     avoided_until: float = 0.0
+    tried_until: float = 0.0
     pulls: dict[str, _Pull] = field(default_factory=dict)
     _backlog: float = 0.0
     _backlog_at: float = 0.0
 
     def bytes_per_s(self, now: float) -> float:
         """Returns the rate to reckon with; 0: unknown."""
-        return self.rate * 2 ** ((now - self.measured_at) / _DOUBLES_S)
+        return self.rate * 2 ** min((now - self.measured_at) / _DOUBLES_S, _MOST_DOUBLINGS)
 
     def backlog(self, now: float) -> float:
         """Returns the bytes that are still to come."""
         came = (now - self._backlog_at) * self.bytes_per_s(now)
         return max(0.0, self._backlog - came)
 
-    def seconds_for(self, num_bytes: int, now: float) -> float:
-        """Returns how long this many bytes more take, with what comes before them or beside them;
-        0 if unknown. Pulls share the path, so a longer one counts as one of this size."""
-        rate = self.bytes_per_s(now)
+    def seconds_for(self, num_bytes: int, rate: float, now: float) -> float:
+        """Returns how long this many bytes more take at `rate`, with what comes before them or
+        beside them; 0 if unknown. Pulls share the path, so a longer one counts as one of this
+        size."""
         if not self.is_limit or not rate:
             return 0.0
         shared = sum(min(pull.num_bytes, num_bytes) for pull in self.pulls.values())
@@ -104,7 +108,19 @@ class KVPath:
             self.is_limit = self.is_limit and rate < believed
             rate = max(believed, rate)
         self.is_limit |= is_all
-        self.rate, self.measured_at = rate, now
+        self.rate, self.measured_at, self.tried_until = rate, now, 0.0
+
+    def is_slow(self, num_bytes: int, local_s: float, now: float) -> bool:
+        """Returns whether this many bytes take longer than `local_s`. Where only the measurement's
+        age speaks against that, one request tries, and for the others it is so still."""
+        if self.seconds_for(num_bytes, self.bytes_per_s(now), now) > local_s:
+            return True
+        if self.seconds_for(num_bytes, self.rate, now) <= local_s:
+            return False
+        if now < self.tried_until:
+            return True
+        self.tried_until = now + _TRY_S
+        return False
 
     def failed(self, began_at: float, now: float) -> None:
         """Avoids the path, twice as long as the last time."""
@@ -145,7 +161,7 @@ class KVPaths:
             return ""
         if now < path.avoided_until:
             return KV_AVOIDED
-        if path.seconds_for(num_bytes, now) > local_s:
+        if path.is_slow(num_bytes, local_s, now):
             return KV_SLOW
         if path.num_failures:
             path.try_once(now)

@@ -4,7 +4,10 @@
       │            └─ the peer has all of it: what comes now comes as fast as the path gives
       └─ before, KV comes as it is computed: the path gives at least this much
 
-Transfers share a path, so what counts is what came for all of them meanwhile.
+Transfers share a path, so what counts is what came for all of them meanwhile. Before the first byte
+connections and memory are opened, which says nothing of the path either. What came while the prompt
+was computed bounds the rest from below: a pause of some milliseconds in the last layers is a pause,
+not what the path gives.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import NamedTuple
 
 _FEWEST_BYTES = 1 << 20
 _LONG_S = 1.0
-"""Fewer bytes say something about a rate only if they took so long that nothing else can be why."""
+"""Fewer bytes say something about a rate only if they took so long that nothing else can be why; and
+a longer pause is no pause."""
 _LEAST_S = 1e-4
 _TELLING_S = 0.02
 """A shorter time says how long a message takes, not what a path gives."""
@@ -41,10 +45,14 @@ def rate_between(
     0 while it has not ended, and where that says nothing."""
     if begun is None or received is None:
         return 0.0, False
-    if computed is not None and received.at - computed.at >= _TELLING_S:
-        rate = _rate(computed, received)
+    if computed is None:
+        return _rate(begun, received), False
+    alone_since = max(begun, computed, key=lambda moment: moment.at)
+    if received.at - alone_since.at >= _TELLING_S:
+        rate = _rate(alone_since, received)
+        is_pause = received.at - alone_since.at < _LONG_S
         if rate:
-            return rate, True
+            return max(rate, _rate(begun, alone_since)) if is_pause else rate, True
     return _rate(begun, received), False
 
 

@@ -172,15 +172,37 @@ def test_hidden_transfers_say_what_a_path_gives_at_least(node: Node) -> None:
     assert node.objection(1000 * MB, local_s=0.1) == ""
 
 
-def test_belief_in_a_slow_path_halves_every_two_minutes(node: Node) -> None:
+def test_belief_in_a_slow_path_halves_every_ten_seconds(node: Node) -> None:
     node.pull(MB)
     assert node.objection(8 * MB, local_s=2.0) == KV_SLOW
-    node.now += 230.0
+    node.now += 19.0
     assert node.objection(8 * MB, local_s=2.0) == KV_SLOW
-    node.now += 20.0
+    node.now += 2.0
     assert node.objection(8 * MB, local_s=2.0) == ""
     node.pull(MB)
     assert node.objection(8 * MB, local_s=2.0) == KV_SLOW
+
+
+def test_one_request_at_a_time_tries_a_path_that_looked_slow(node: Node) -> None:
+    node.pull(MB)
+    node.now += 21.0
+    assert node.objection(8 * MB, local_s=2.0) == "", "the one that tries"
+    assert node.objection(8 * MB, local_s=2.0) == KV_SLOW, "the others"
+    assert node.objection(MB, local_s=2.0) == "", "loses nothing, whatever the path gives"
+    node.paths.began(A, "gone", 8 * MB)
+    node.paths.ended(A, "gone")
+    node.now += 9.0
+    assert node.objection(8 * MB, local_s=2.0) == KV_SLOW
+    node.now += 1.0
+    assert node.objection(8 * MB, local_s=2.0) == "", "the first one has measured nothing"
+    node.pull(100 * MB)
+    assert node.objection(8 * MB, local_s=2.0) == node.objection(8 * MB, local_s=2.0) == ""
+
+
+def test_an_old_measurement_says_nothing(node: Node) -> None:
+    node.pull(MB)
+    node.now += 365 * 86400.0
+    assert node.objection(8 * MB, local_s=1e-6) == ""
 
 
 def test_kv_that_is_late_says_how_much_the_path_gives_at_most(node: Node) -> None:

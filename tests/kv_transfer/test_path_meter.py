@@ -23,6 +23,10 @@ MIB = 1 << 20
         ((0, 1.0), (8 * MIB - 100, 2.0), (8 * MIB, 4.0), (50.0, True)),
         ((0, 1.0), None, (1000, 1.5), (0.0, False)),
         ((0, 1.0), (4 * MIB, 2.985), (8 * MIB, 3.0), (4 * MIB, False)),
+        ((0, 1.0), (16 * MIB, 2.0), (18 * MIB, 2.5), (16 * MIB, True)),
+        ((0, 1.0), (16 * MIB, 2.0), (18 * MIB, 3.0), (2 * MIB, True)),
+        ((0, 3.0), (0, 1.0), (8 * MIB, 3.5), (16 * MIB, True)),
+        ((0, 3.0), (0, 1.0), (8 * MIB, 3.01), (800 * MIB, False)),
     ],
     ids=[
         "none",
@@ -34,6 +38,10 @@ MIB = 1 << 20
         "little and long",
         "small",
         "too short to tell",
+        "paused at the end",
+        "too long for a pause",
+        "opened late",
+        "opened late and quick",
     ],
 )
 def test_what_a_transfer_says_of_its_path(
@@ -43,7 +51,7 @@ def test_what_a_transfer_says_of_its_path(
     expected: tuple[float, bool],
 ) -> None:
     moments = [PathMoment(*one) if one else None for one in (begun, computed, received)]
-    assert rate_between(*moments) == expected
+    assert rate_between(*moments) == (pytest.approx(expected[0]), expected[1])
 
 
 def test_bytes_of_a_prompt() -> None:
