@@ -39,14 +39,15 @@ def run(module_name: str) -> NoReturn:
     leave(code)
 
 
-def settle(young: int = 5_000, middle: int = 50, old: int = 100) -> None:
+def settle(young: int = 500, middle: int = 250, old: int = 100) -> None:
     """Keeps collections of garbage short from now on: what is there is not looked at until this is
-    called again, the rest is collected in larger, rarer bites. A full collection would look at the
-    hundred thousand objects of the libraries alone for 50 ms.
+    called again, and young objects are collected before they are many. A full collection would look
+    at the hundred thousand objects of the libraries alone for 50 ms.
 
     Args:
-        young, middle, old: `gc.set_threshold`. Of 50,000 young objects a collection took 30 to 80
-            ms beside 100 answers.
+        young, middle, old: `gc.set_threshold`. A collection looks at each number in the lists that
+            have token ids: 5,000 young objects of a node server are those of 40 requests, and took
+            it 5 ms where prompts had 2000 tokens; 500 take 0.7.
     """
     gc.unfreeze()
     gc.collect()

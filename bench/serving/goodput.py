@@ -9,8 +9,9 @@
     python -m bench.serving.goodput --nodes 0p4d --load 2000/150@24,48 --load 1000/300@30,60
     python -m bench.serving.goodput --url http://a:8000,http://b:8000 --tag peer-rep2 --gpus 2
 
-    # a node dies in the middle of the last rate
+    # a node dies in the middle of the last rate; each rate alone, then beside a batch
     python -m bench.serving.goodput --nodes 3p1d --load 2000/150@24 --kill prefill
+    python -m bench.serving.goodput --nodes 1p1d --load 2000/150@8,12 --batch 1000/150
 
 Open loop: prompts of random token ids arrive as a Poisson process, however slow the answers are,
 sent by processes of their own. Each workload begins with a warm-up, which is not counted. For each
@@ -30,10 +31,11 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, closing, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -44,6 +46,7 @@ from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
 from bench.figures import Figures
 from bench.record import RESULTS, write_result
+from bench.serving.batch_beside import BatchBeside, running_batch
 from bench.serving.goodput_report import Objectives, goodput, print_tables, read_rows
 from bench.serving.load import first_model
 from bench.serving.load_processes import LoadProcesses, LoadSpec
@@ -101,6 +104,12 @@ class Target:
         return [one for one in services if one.spec.name.startswith(tier)]
 
 
+def batch_of(text: str) -> BatchBeside:
+    """Reads IN/OUT; raises ValueError."""
+    n_in, n_out = text.split("/")
+    return BatchBeside(int(n_in), int(n_out))
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     who = parser.add_argument_group("server")
@@ -137,6 +146,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--client-processes", type=int, default=max(1, min(6, (os.cpu_count() or 2) // 4)),
         help="that send; a client that is busy measures itself",
     )  # fmt: skip
+    load.add_argument(
+        "--batch", type=batch_of, metavar="IN/OUT",
+        help="measure each rate again while requests of a batch run, with the same arrivals",
+    )  # fmt: skip
     load.add_argument("--kill", choices=["prefill", "decode"], help="amid the last rate's arrivals")
 
     result = parser.add_argument_group("result")
@@ -163,11 +176,27 @@ async def target_of(args: argparse.Namespace, model: str) -> AsyncIterator[Targe
         return
     setup = replace(Setup.parse(args.nodes), transport=args.kv_transports)
     settings = UpSettings(model=model, device=args.device, tp=args.tp, _cli_parse_args=[])
-    async with running(setup, settings, node_args(args), args.start_timeout_s) as cluster:
-        gpus = (setup.num_prefill + setup.num_decode) * args.tp
-        async with aiohttp.ClientSession() as client:
-            name = await first_model(client, cluster.url)
-        yield Target(engine_of(args), [cluster.url], name, gpus, cluster)
+    with batch_store(args.batch is not None):
+        async with running(setup, settings, node_args(args), args.start_timeout_s) as cluster:
+            yield await target_of_cluster(args, setup, cluster)
+
+
+async def target_of_cluster(args: argparse.Namespace, setup: Setup, cluster: Cluster) -> Target:
+    gpus = (setup.num_prefill + setup.num_decode) * args.tp
+    async with aiohttp.ClientSession() as client:
+        name = await first_model(client, cluster.url)
+    return Target(engine_of(args), [cluster.url], name, gpus, cluster)
+
+
+@contextmanager
+def batch_store(is_wanted: bool) -> Iterator[None]:
+    """Gives routers that start now a place for batches, if they need one."""
+    if not is_wanted:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TANDEM_ROUTER_BATCH_STORE"] = f"sqlite:///{folder}/batches.db"
+        yield
 
 
 def engine_of(args: argparse.Namespace) -> str:
@@ -312,10 +341,30 @@ async def run(args: argparse.Namespace, model: str) -> list[Figures]:
                     await asyncio.sleep(_PAUSE_S)
                     is_last = index == len(args.load) - 1 and spec is loads[-1]
                     kill = args.kill if args.kill and is_last else ""
-                    rows.append(await measure(args, target, clients, spec, kill))
-                    print(json.dumps(rows[-1]), flush=True)
-                    write(args, rows, objectives)
+                    async for row in measured(args, target, clients, spec, kill):
+                        rows.append(row)
+                        print(json.dumps(row), flush=True)
+                        write(args, rows, objectives)
     return rows
+
+
+async def measured(
+    args: argparse.Namespace, target: Target, clients: LoadProcesses, spec: LoadSpec, kill: str
+) -> AsyncIterator[Figures]:
+    """Yields the row of a load, and that beside a batch."""
+    yield await measure(args, target, clients, spec, kill)
+    if args.batch is not None:
+        yield await measure_beside_batch(args, target, clients, spec)
+
+
+async def measure_beside_batch(
+    args: argparse.Namespace, target: Target, clients: LoadProcesses, spec: LoadSpec
+) -> Figures:
+    """Runs the load again while a batch runs."""
+    batch: BatchBeside = replace(args.batch)
+    async with running_batch(target.urls[0], target.model, spec.vocabulary, batch):
+        row = await measure(args, target, clients, spec, "")
+    return {**row, "engine": f"{target.engine}-batch", "batch": asdict(batch)}
 
 
 def write(args: argparse.Namespace, rows: list[Figures], objectives: Objectives) -> None:
@@ -323,6 +372,7 @@ def write(args: argparse.Namespace, rows: list[Figures], objectives: Objectives)
     name = args.name or f"goodput-{rows[0]['engine']}"
     settings = {key: value for key, value in vars(args).items() if key not in ("beside", "load")}
     settings["load"] = [f"{w.n_in}/{w.n_out}@{w.rates}" for w in args.load]
+    settings["batch"] = args.batch and f"{args.batch.n_in}/{args.batch.n_out}"
     figures = {"settings": settings, "loads": rows, "goodput": goodput(rows, objectives)}
     path = write_result(name, figures)
     print(f"written: {path.relative_to(RESULTS.parent.parent)}", file=sys.stderr)
