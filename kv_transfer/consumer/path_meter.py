@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 _FEWEST_BYTES = 1 << 20
 _LONG_S = 1.0
-"""Fewer bytes say something about a rate only if they took so long that nothing else can be why; and
-a longer pause is no pause."""
+"""Fewer bytes say something about a rate only if they took so long that nothing else can be why.
+That is no pause either."""
 _LEAST_S = 1e-4
 _TELLING_S = 0.02
 """A shorter time says how long a message takes, not what a path gives."""
