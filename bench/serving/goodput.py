@@ -61,6 +61,7 @@ from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, r
 from bench.serving.process_load import ProcessLoad
 from bench.serving.report import Slo, Span, summarize
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
+from bench.serving.token_times import token_figures
 from cli.local_cluster.cluster import UpSettings
 from cli.local_cluster.supervisor import Service
 from engine.frontend.step_history import HistoryReport
@@ -317,6 +318,9 @@ async def measure(
     }
     histories = await read_histories(target, span.start)
     row |= node_figures(histories, span, outcomes)
+    if len(decoding := [one for name, one in histories.items() if name.startswith("decode")]) == 1:
+        (nodes,) = row["decode_nodes"].values()
+        row |= token_figures(outcomes, decoding[0], nodes["step_ms"]["p50"] / 1e3)
     if histories and not kill:
         times = StepTimesSeen.of(list(histories.values()))
         row |= simulated(row, outcomes, span.start, times, simulated_nodes(target))
