@@ -19,7 +19,7 @@ from bench.serving.report import Figures, distribution_ms
 from engine.frontend.step_history import HistoryReport
 
 LONG = 1.25
-"""A gap is long if it takes so many times the median step."""
+"""A gap is long from this multiple of the median step on."""
 
 
 def token_figures(

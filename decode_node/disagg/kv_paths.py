@@ -38,7 +38,7 @@ _LONGEST_S = 60.0
 _DOUBLES_S = 10.0
 _MOST_DOUBLINGS = 64
 _TRY_S = 10.0
-"""So long a request that tries a path which looked slow is the only one, if nothing is measured."""
+"""For this time one request alone tries a path that looked slow, unless it measures sooner."""
 _FORGOTTEN_S = 3600.0
 _MAX_PATHS = 256
 _NEW = 0.5
