@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import IDLE_PRIORITY
 
 if TYPE_CHECKING:
     from engine.config import SchedulingPolicy
@@ -191,6 +192,11 @@ class Request:
     def sort_key(self, policy: SchedulingPolicy) -> tuple[int, float, int]:
         """Returns the key by which requests are sorted. The smaller runs first; the largest is the
         first victim of a preemption."""
-        if policy == "priority":
-            return (self.spec.priority, self.arrival_time, self.arrival_order)
-        return (0, 0.0, self.arrival_order)
+        arrival_time = self.arrival_time if policy == "priority" else 0.0
+        return (self.rank(policy), arrival_time, self.arrival_order)
+
+    def rank(self, policy: SchedulingPolicy) -> int:
+        """Returns what decides before any order: the priority, or in order of arrival whether it is
+        of the idle class, which uses what no other does."""
+        priority = self.spec.priority
+        return priority if policy == "priority" else int(priority == IDLE_PRIORITY)

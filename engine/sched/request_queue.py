@@ -13,7 +13,7 @@ _Entry = tuple[SortKey, int, Request]
 
 
 class RequestQueue:
-    """A heap by `Request.sort_key`: order of arrival, or priority first.
+    """A heap by `Request.sort_key`: order of arrival (the idle class last), or priority first.
 
     A request that comes back (preempted, a failed transfer) takes its old place: ahead of all
     that arrived later. Removal from the middle leaves a stale entry that is skipped later.

@@ -46,7 +46,8 @@ class InPromptOrder:
         line = self.order.turn(now, min(map(self._due_at, jobs)))
         key = self._due_at if line is Line.DUE else self._left
         shortest = shortest_of(self.order, jobs)
-        return sorted(jobs, key=key), self.order.room(now, budget, budget, len(jobs), shortest)
+        in_turn = sorted(jobs, key=lambda job: (job.request.info.is_idle_class, key(job)))
+        return in_turn, self.order.room(now, budget, budget, len(jobs), shortest)
 
     def _left(self, job: Job) -> float:
         return self.order.chunks.worth(job.num_before, job.num_left)

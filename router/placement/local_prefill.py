@@ -51,6 +51,7 @@ class LocalPrefillRule:
 
 def _deflected_s(decode: Node, num_prompt: int) -> float:
     """Returns the seconds until the steps of `decode` have had room for the prompts that it has and
-    for this one."""
+    for this one. Those of batches come behind it."""
     room = decode.report.slack_tokens_per_s if decode.report is not None else 0.0
-    return (decode.predicted_tokens + num_prompt) / room if room else math.inf
+    before = max(0, decode.predicted_tokens - decode.work.idle_tokens)
+    return (before + num_prompt) / room if room else math.inf

@@ -110,12 +110,14 @@ class SpareNodes:
         return [node for node in nodes if self._has_room(node, num_kv_tokens)]
 
     def may_compute(self, decode: Node) -> bool:
-        """Returns whether a decode node may compute such a prompt itself."""
+        """Returns whether a decode node may compute such a prompt itself. In the room beside other
+        answers it has one at a time: prompts of others may be computed there as well."""
         if decode.report is None or _work(decode) >= self.step_tokens:
             return False
-        has_slack = decode.report.slack_tokens_per_s > 0
         now = self.registry.clock()
-        return has_slack or now - self._used_at.get(decode, now) >= self.window_s
+        if now - self._used_at.get(decode, now) >= self.window_s:
+            return True
+        return decode.report.slack_tokens_per_s > 0 and _work(decode) == 0
 
     def free_tokens(self, model: str) -> int:
         """Returns about how many prompt tokens may be begun now."""

@@ -13,7 +13,7 @@ from engine.sched.request_queue import RequestQueue, SortKey
 
 class PromptQueue(RequestQueue):
     """A queue whose requests leave by the line that has its turn. Under `priority`, a line is
-    sorted by priority first.
+    sorted by priority first; else those of the idle class come last.
     """
 
     def __init__(self, policy: SchedulingPolicy, judge: Callable[[Request], None]) -> None:
@@ -31,7 +31,7 @@ class PromptQueue(RequestQueue):
         return (priority, request.prompt_work or 0.0, order), (priority, request.due_at, order)
 
     def priority(self, request: Request) -> int:
-        return request.spec.priority if self._policy == "priority" else 0
+        return request.rank(self._policy)
 
     def turn_to(self, line: Line) -> None:
         """Lets requests leave by `line` from now on."""

@@ -1,12 +1,16 @@
 """Bounds the prompt tokens of a step so that answers beside them get theirs within an objective.
 
-    seconds of a step = decode + each · prompt tokens
+    seconds of a step = decode + each(tokens) · tokens
 
 1. unknown    no step was measured beside running answers: a step takes `_FIRST` tokens
-2. measured   steps without prompts give `decode`, those with prompts `each`; both follow what is
-              measured, and `each` rises at once and falls slowly, since a step that is too long is
-              seen by every running answer
+2. measured   steps without prompts give `decode`, those with prompts `each`, for their number of
+              tokens: the first of them cost most (weights are read again, kernels are launched), so
+              what 64 take says little of 512. Both follow what is measured, and `each` rises at
+              once and falls slowly, since a step that is too long is seen by every running answer
 3. alone      nothing decodes: there is nothing to protect, steps are filled
+
+What was measured is halved in `_HALVES_IN` steps without prompts: one step that something held up
+would else say for ever that there is no room, since no prompt comes that could measure it again.
 
 A step takes `_FEWEST` tokens at least, so that what must be computed here (no prefill node is left)
 goes on whatever the objective. Who chooses whether to compute prompts here asks `tokens_per_s`.
@@ -22,6 +26,10 @@ _UNIT = 64
 """Kernels work on tiles of this many tokens."""
 _WEIGHT = 0.2
 """Weight of the last step in what is measured."""
+_HALVES_IN = 700
+_FADES = 0.5 ** (1 / _HALVES_IN)
+_SIZES = tuple(_UNIT << power for power in range(8))
+"""Each stands for the numbers of tokens up to the next."""
 
 
 class StepSlack:
@@ -30,7 +38,7 @@ class StepSlack:
     def __init__(self, objective_s: float) -> None:
         self.objective_s = objective_s
         self._decode_s = 0.0
-        self._each_s = 0.0
+        self._each_s: dict[int, float] = {}
 
     def limit(self, budget: int, num_decodes: int) -> int:
         """Returns what of `budget` prompts may take of a step in which this many rows decode."""
@@ -53,13 +61,23 @@ class StepSlack:
             return
         if not num_prompt_tokens:
             self._decode_s += (seconds - self._decode_s) * (_WEIGHT if self._decode_s else 1.0)
+            for size in self._each_s:
+                self._each_s[size] *= _FADES
             return
         each_s = max(0.0, seconds - self._decode_s) / num_prompt_tokens
-        weight = 1.0 if each_s > self._each_s else _WEIGHT
-        self._each_s += (each_s - self._each_s) * weight
+        size = max((one for one in _SIZES if one <= num_prompt_tokens), default=_SIZES[0])
+        known_s = self._each_s.get(size, 0.0)
+        self._each_s[size] = known_s + (each_s - known_s) * (1.0 if each_s > known_s else _WEIGHT)
 
     def _tokens(self) -> int:
         room_s = _PART * self.objective_s - self._decode_s
-        if not self._each_s:
+        if room_s <= 0 or not self._each_s:
             return _FIRST if room_s > 0 else 0
-        return max(0, int(room_s / self._each_s) // _UNIT * _UNIT)
+        tokens, each_s = 0, self._each_s[min(self._each_s)]
+        for size in _SIZES:
+            # More tokens cost no more each than fewer do.
+            each_s = min(each_s, self._each_s.get(size, each_s))
+            most = int(room_s / each_s) if each_s else size * 2
+            if most >= size:
+                tokens = min(most, size * 2) // _UNIT * _UNIT
+        return tokens

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.config import SchedulingPolicy
 from engine.contracts.request import Request
+from engine.contracts.request_spec import IDLE_PRIORITY
 from engine.sched.request_queue import RequestQueue
 from tests.engine.sched.factories import make_request
 
@@ -49,6 +50,15 @@ def test_pops_in_order_whatever_happened_before(
         model.sort(key=lambda request: request.sort_key(policy))
         assert queue.pop() is model.pop(0)
     assert not queue
+
+
+def test_the_idle_class_comes_last_whatever_the_policy() -> None:
+    for policy in ("fcfs", "priority"):
+        queue = RequestQueue(policy)
+        for order, priority in enumerate([IDLE_PRIORITY, 7, IDLE_PRIORITY, 5]):
+            queue.add(request_of(order, priority))
+        names = [queue.pop().request_id for _ in range(4)]
+        assert names == (["r1", "r3", "r0", "r2"] if policy == "fcfs" else ["r3", "r1", "r0", "r2"])
 
 
 def test_empty_twice_and_unknown() -> None:

@@ -54,6 +54,27 @@ def test_a_step_that_was_too_long_counts_at_once_and_a_short_one_slowly() -> Non
     assert slack.limit(8192, 4) == 768
 
 
+def test_a_small_part_of_a_prompt_says_little_of_a_large_one() -> None:
+    """64 tokens take 6 ms, 512 take 7.7: a part of 64 must not keep steps at 64."""
+    slack = measured(0.020, 0.010, 3e-5)
+    slack.observe(0.016, 4, 64)
+    assert slack.limit(8192, 4) == 256
+    slack.observe(0.010 + 512 * 1.5e-5, 4, 512)
+    assert slack.limit(8192, 4) == 512
+    slack.observe(0.018, 4, 64)
+    assert slack.limit(8192, 4) == 512
+
+
+def test_one_step_that_was_held_up_is_forgotten() -> None:
+    slack = measured(0.020, 0.010, 1e-5)
+    slack.observe(0.060, 4, 64)
+    slack.observe(0.060, 4, 256)
+    assert slack.tokens_per_s(0.0) == 0.0
+    for _ in range(3000):
+        slack.observe(0.010, 4, 0)
+    assert slack.tokens_per_s(0.0) > 0
+
+
 def test_room_counts_only_while_longer_answers_would_fit() -> None:
     """Answers that take 1.5 times as long are 1.5 times as many: two thirds may be in use."""
     slack = measured(0.020, 0.010, 1e-5)
