@@ -38,7 +38,7 @@ _LONGEST_S = 60.0
 _DOUBLES_S = 10.0
 _MOST_DOUBLINGS = 64
 _TRY_S = 10.0
-"""For this time one request alone tries a path that looked slow, unless it measures sooner."""
+"""Bounds the time in which one request alone tries a path that looked slow, if none measures."""
 _FORGOTTEN_S = 3600.0
 _MAX_PATHS = 256
 _NEW = 0.5

@@ -49,6 +49,8 @@ def _unknown(body: BaseModel) -> Iterator[str]:
         yield from body.model_extra or ()
     for name in type(body).model_fields:
         value = getattr(body, name)
+        if isinstance(value, list) and value and isinstance(value[0], int):
+            continue  # Token ids, thousands of them.
         for part in value if isinstance(value, list) else (value,):
             if isinstance(part, BaseModel):
                 yield from (f"{name}.{inner}" for inner in _unknown(part))
