@@ -55,7 +55,7 @@ def test_a_step_that_was_too_long_counts_at_once_and_a_short_one_slowly() -> Non
 
 
 def test_a_small_part_of_a_prompt_says_little_of_a_large_one() -> None:
-    """64 tokens take 6 ms, 512 take 7.7: a part of 64 must not keep steps at 64."""
+    """A part of 64 tokens takes 6 ms, one of 512 takes 7.7: steps must not stay at 64."""
     slack = measured(0.020, 0.010, 3e-5)
     slack.observe(0.016, 4, 64)
     assert slack.limit(8192, 4) == 256
