@@ -9,8 +9,9 @@
               once and falls slowly, since a step that is too long is seen by every running answer
 3. alone      nothing decodes: there is nothing to protect, steps are filled
 
-What was measured is halved in `_HALVES_IN` steps without prompts: one step that something held up
-would else say for ever that there is no room, since no prompt comes that could measure it again.
+Where that leaves no room, what was measured is halved in `_HALVES_IN` steps without prompts: one
+step that something held up would else say so for ever, since no prompt comes that could measure it
+again.
 
 A step takes `_FEWEST` tokens at least, so that what must be computed here (no prefill node is left)
 goes on whatever the objective. Who chooses whether to compute prompts here asks `tokens_per_s`.
@@ -61,8 +62,9 @@ class StepSlack:
             return
         if not num_prompt_tokens:
             self._decode_s += (seconds - self._decode_s) * (_WEIGHT if self._decode_s else 1.0)
-            for size in self._each_s:
-                self._each_s[size] *= _FADES
+            if not self._tokens():
+                for size in self._each_s:
+                    self._each_s[size] *= _FADES
             return
         each_s = max(0.0, seconds - self._decode_s) / num_prompt_tokens
         size = max((one for one in _SIZES if one <= num_prompt_tokens), default=_SIZES[0])
