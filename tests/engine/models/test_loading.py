@@ -67,8 +67,8 @@ def write_shards(folder: Path) -> int:
 
 
 def test_peak_memory_of_loading(tmp_path: Path) -> None:
-    """It may take 1.2 times the largest shard, and takes less: what is read ahead, by a thread for
-    each core. The bytes are those of all tensors, each once."""
+    """Loading takes what is read ahead, a piece for each thread and one more, and a third of a shard
+    besides. The bytes are those of all tensors, each once."""
     shard = write_shards(tmp_path)
     assert shard > 40 << 20
     command = [sys.executable, "-m", "tests.engine.models.loading_process", str(tmp_path)]
@@ -78,7 +78,8 @@ def test_peak_memory_of_loading(tmp_path: Path) -> None:
     shards = [load_file(file) for file in tmp_path.glob("*.safetensors")]
     stored = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
     assert found["total"] == stored
-    assert found["peak"] < (0.5 + 0.1 * min(8, len(os.sched_getaffinity(0)))) * shard
+    num_threads = min(8, len(os.sched_getaffinity(0)))
+    assert found["peak"] < (num_threads + 1) * PIECE_BYTES + 0.35 * shard
 
 
 # Bytes of each rank ---------------------------------------------------------------------------
