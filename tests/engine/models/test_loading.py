@@ -67,8 +67,8 @@ def write_shards(folder: Path) -> int:
 
 
 def test_peak_memory_of_loading(tmp_path: Path) -> None:
-    """Loading takes what is read ahead, a piece for each thread and one more, and a third of a shard
-    besides. The bytes are those of all tensors, each once."""
+    """Loading takes what is read ahead, a piece for each thread and one more, and a third of a
+    shard besides. The bytes are those of all tensors, each once."""
     shard = write_shards(tmp_path)
     assert shard > 40 << 20
     command = [sys.executable, "-m", "tests.engine.models.loading_process", str(tmp_path)]
