@@ -139,6 +139,12 @@ def real_starts() -> Iterator[None]:
         _is_off = before
 
 
+def _network() -> str:
+    """Returns the namespace of this thread's network, which its forks have and others do not."""
+    return os.readlink("/proc/thread-self/ns/net")
+
+
+_own_network = _network()
 _original: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _arguments = inspect.signature(_original)
 
@@ -146,7 +152,8 @@ _arguments = inspect.signature(_original)
 def _execute_child(self: Any, *given: Any) -> None:
     asked = _arguments.bind(self, *given).arguments
     env = os.environ if asked["env"] is None else asked["env"]
-    store = None if _is_off or not _is_ours(asked) else _own_store()
+    is_known = not _is_off and _network() == _own_network and _is_ours(asked)
+    store = _own_store() if is_known else None
     if store is None or not store.has(env):
         _original(self, *given)
         return

@@ -79,3 +79,10 @@ def test_variables_that_imports_look_at_need_a_real_start(monkeypatch: pytest.Mo
     monkeypatch.setattr(forked_programs._Store, "start", lambda *given: asked.append(given))
     assert run("--version", env={**os.environ, "PYTHONWARNINGS": "error"}).returncode == 0
     assert not asked
+
+
+def test_another_network_needs_a_real_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks have the network of the process that forks, not of the thread that asks."""
+    monkeypatch.setattr(forked_programs, "_own_network", "net:[1]")
+    monkeypatch.setattr(forked_programs, "_own_store", lambda: pytest.fail("a fork"))
+    assert run("--version").returncode == 0

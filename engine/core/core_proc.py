@@ -59,7 +59,7 @@ from engine.life_places import CORE_PLACE
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns, LifeThread
 from host.pause_log import PauseKind, PauseLog
-from host.sockets.local_socket import connect_socket
+from host.sockets.local_socket import Context, connect_socket
 from host.sockets.message_reader import MessageReader
 from host.termination import termination_fd
 from kv_transfer.metadata import KVPeer
@@ -88,7 +88,7 @@ class EngineCoreProc:
         self._pauses = PauseLog.attach(config.pauses) if config.pauses is not None else None
         if self._pauses is not None:
             self._pauses.watch_garbage()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = Context()
         self._client = connect_socket(self._context, zmq.PAIR, config.client_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._messages: MessageReader[ToEngineCore] = MessageReader(

@@ -72,7 +72,7 @@ class WorkerProc:
         self._rank = config.rank
         self._answers = config.engine.parallel.answers(config.rank)
         self._parent_pid = os.getppid()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = Context()
         self._replies = _connect_replies(self._context, config)
         self._queue = open_queue(self._context, config.queue, config.reader, self._check_alive)
         self._commands = msgspec.msgpack.Decoder(WorkerCommand)

@@ -34,7 +34,7 @@ from engine.frontend.step_history import StepHistory
 from engine.life_places import CORE_PLACE, names_of_step_makers, num_places
 from host.child_process import ChildProcess, ipc_address
 from host.life_signs import LifeSigns, LifeWatch
-from host.sockets.local_socket import bind_socket
+from host.sockets.local_socket import Context, bind_socket
 from host.sockets.message_reader import MessageReader
 
 _FINAL_WAIT_S = 0.3
@@ -59,7 +59,7 @@ class EngineCoreClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._ended = asyncio.Event()
         self._is_dead = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = Context()
         # An engine that nothing shut down must not hold up garbage collection.
         self._context.setsockopt(zmq.LINGER, 0)
         address = ipc_address(config.engine_id, f"{config.epoch:x}-core")

@@ -26,6 +26,7 @@ from engine.contracts.sampling_params import SamplingParams
 from engine.core.core import EngineCore
 from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
+from host.sockets.local_socket import Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class OfflineEngine:
     """Drives an engine in this process. `executor`: None for worker processes."""
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = Context()
         self.vocab_size = config.model.vocab_size
         self._random = random.Random(0)
         self._next_id = 0

@@ -31,7 +31,7 @@ from edge.logs.setup import setup_logging
 from edge.security.credentials import Credentials
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSign
-from host.sockets.local_socket import bind_socket
+from host.sockets.local_socket import Context, bind_socket
 from host.sockets.message_reader import MessageReader
 from host.termination import termination_fd
 from kv_transfer.consumer.receiver import KVReceiver
@@ -103,7 +103,7 @@ class TransferProcess:
     def __init__(self, config: TransferProcessConfig) -> None:
         self._config = config
         self._credentials = Credentials(config.transfer.security)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._layout = config.layout.of_rank(config.rank)
         self._events = connect_events(self._context, config)

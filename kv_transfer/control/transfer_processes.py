@@ -207,7 +207,7 @@ class TransferProcesses:
         self._signs = signs
         self._frozen_after_s = config.frozen_after_s
         self._encoder = msgspec.msgpack.Encoder()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = Context()
         self._poller = select.epoll()
         self._num_per_rank = config.num_processes
         self._remote_events_address = ""

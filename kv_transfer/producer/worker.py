@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from host.child_process import ipc_address
-from host.sockets.local_socket import connect_socket
+from host.sockets.local_socket import Context, connect_socket
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
@@ -49,7 +49,7 @@ class GrpcConnectorWorker(KVConnectorWorker):
         self._has_host_tier = config.host_tier_bytes > 0
         self._gate: LoadGate | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = Context()
         self._sockets = [
             connect_socket(
                 self._context, zmq.SocketType.PUSH, steps_address(engine_id, rank, index)
