@@ -141,7 +141,7 @@ def real_starts() -> Iterator[None]:
 
 def _network() -> str:
     """Returns the namespace of this thread's network, which its forks have and others do not."""
-    return os.readlink("/proc/thread-self/ns/net")
+    return str(Path("/proc/thread-self/ns/net").readlink())
 
 
 _own_network = _network()
