@@ -213,7 +213,7 @@ def test_a_text_part_that_is_not_here(tmp_path: Path) -> None:
     config = {
         "architectures": ["Mistral3ForConditionalGeneration"],
         "model_type": "mistral3",
-        "text_config": {"model_type": "deepseek_v32"},
+        "text_config": {"model_type": "deepseek_v4"},
     }
     with pytest.raises(CheckpointError, match="nearest that it has is DeepseekV3ForCausalLM"):
         read(tmp_path, config)
