@@ -280,12 +280,16 @@ def node_figures(
         return {}
     busy_s = span.last_arrival - span.start
     tiers: dict[str, Figures] = {"decode_nodes": {}, "prefill_nodes": {}}
+    tokens: list[Figures] = []
     for name, report in histories.items():
         if name.startswith("decode"):
-            tiers["decode_nodes"][name] = decode_figures(report, span.start)
+            nodes = tiers["decode_nodes"][name] = decode_figures(report, span.start)
+            if nodes["step_ms"]:
+                tokens.append(token_figures(outcomes, report, nodes["step_ms"]["p50"] / 1e3))
         else:
             tiers["prefill_nodes"][name] = prefill_figures(report, busy_s)
-    return {**prompt_figures(outcomes), **tiers}
+    # Of several nodes, nothing says which of them a token is from.
+    return {**prompt_figures(outcomes), **(tokens[0] if len(tokens) == 1 else {}), **tiers}
 
 
 def simulated_nodes(target: Target) -> SimulatedNodes:
@@ -318,9 +322,6 @@ async def measure(
     }
     histories = await read_histories(target, span.start)
     row |= node_figures(histories, span, outcomes)
-    if len(decoding := [one for name, one in histories.items() if name.startswith("decode")]) == 1:
-        (nodes,) = row["decode_nodes"].values()
-        row |= token_figures(outcomes, decoding[0], nodes["step_ms"]["p50"] / 1e3)
     if histories and not kill:
         times = StepTimesSeen.of(list(histories.values()))
         row |= simulated(row, outcomes, span.start, times, simulated_nodes(target))

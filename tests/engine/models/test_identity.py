@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from threading import local
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.models import content_digests
 from engine.models.checkpoint import CheckpointError, load_model_config
-from engine.models.stored_tensors import StoredTensor
 from engine.models.weight_files import WeightFiles
+from tests.engine.models.digest_reads import watch_digests
 
 NAME = "model.embed_tokens.weight"
 
@@ -23,17 +22,9 @@ NAME = "model.embed_tokens.weight"
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Returns the names of tensors as they are read; every file is worth to be remembered."""
-    found: list[str] = []
-    digest = content_digests._digest
-
-    def watched(block: tuple[StoredTensor, int, int], buffers: local) -> bytes:
-        found.append(block[0].name)
-        return digest(block, buffers)
-
-    monkeypatch.setattr(content_digests, "_digest", watched)
     monkeypatch.setattr(content_digests, "_LEAST_STORED", 1)
     monkeypatch.setattr(content_digests, "store_folder", lambda: tmp_path / "cache" / "digests")
-    return found
+    return watch_digests(monkeypatch)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from threading import local
 
 import pytest
 
@@ -24,6 +23,7 @@ from engine.models.identity import IdentityJob, model_hash_of
 from engine.models.loader import load_weights
 from engine.models.passing_digests import PassingDigests
 from engine.models.stored_tensors import StoredTensor
+from tests.engine.models.digest_reads import watch_digests
 from tests.engine.tiny_model import place_alone
 
 
@@ -61,14 +61,7 @@ def test_a_rank_alone_hashes_what_it_reads(
     """Little is read again for the identity: what is loaded in parts that are no blocks."""
     monkeypatch.setattr(content_digests, "_LEAST_SLICE", 1)
     expected = load_model_config(checkpoints / family).model_hash
-    read: list[str] = []
-    digest = content_digests._digest
-
-    def watched(block: tuple[StoredTensor, int, int], buffers: local) -> bytes:
-        read.append(block[0].name)
-        return digest(block, buffers)
-
-    monkeypatch.setattr(content_digests, "_digest", watched)
+    read = watch_digests(monkeypatch)
     executor = UniprocExecutor(pending_engine(checkpoints / family))
     try:
         assert executor.initialize(lambda *told: None).model_hash == expected
