@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.kubernetes_stand_in.api_errors import NotFound
 from tests.kubernetes_stand_in.resources import RESOURCES, api_versions
 
-KUBERNETES_VERSION = "v1.34.0"
+KUBERNETES_VERSION = "v1.37.0"
 _VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 _OPENAPI_V2_TYPE = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 
@@ -48,14 +48,15 @@ async def _core(_request: web.Request) -> web.Response:
 
 
 async def _groups(_request: web.Request) -> web.Response:
-    groups = [_group(name) for name in api_versions() if "/" in name]
-    return web.json_response({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
-
-
-def _group(api_version: str) -> dict[str, Any]:
-    name, _, version = api_version.partition("/")
-    entry = {"groupVersion": api_version, "version": version}
-    return {"name": name, "versions": [entry], "preferredVersion": entry}
+    groups: dict[str, dict[str, Any]] = {}
+    for api_version in api_versions():
+        name, _, version = api_version.rpartition("/")
+        if name:
+            entry = {"groupVersion": api_version, "version": version}
+            first = {"name": name, "versions": [], "preferredVersion": entry}
+            groups.setdefault(name, first)["versions"].append(entry)
+    found = list(groups.values())
+    return web.json_response({"kind": "APIGroupList", "apiVersion": "v1", "groups": found})
 
 
 async def _kinds(request: web.Request) -> web.Response:

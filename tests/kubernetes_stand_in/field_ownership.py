@@ -22,7 +22,7 @@ from typing import Any
 from tests.kubernetes_stand_in.api_errors import Conflict
 from tests.kubernetes_stand_in.object_store import copy_of, now
 from tests.kubernetes_stand_in.patches import merge_key
-from tests.kubernetes_stand_in.resources import Object, resource_of
+from tests.kubernetes_stand_in.resources import Object, resource_of_object
 
 Step = str | tuple[tuple[str, Any], ...]
 Path = tuple[Step, ...]
@@ -117,7 +117,7 @@ def _check_conflicts(
         for path in sorted(paths & fields.keys(), key=str):
             if current.get(path, _MISSING) != fields[path]:
                 raise Conflict(
-                    resource_of(live["kind"]),
+                    resource_of_object(live),
                     live["metadata"]["name"],
                     f'Apply failed with 1 conflict: conflict with "{name}": {_dotted(path)}',
                 )

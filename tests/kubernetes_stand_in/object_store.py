@@ -35,7 +35,7 @@ from tests.kubernetes_stand_in.api_errors import (
     NotFound,
 )
 from tests.kubernetes_stand_in.network import Network
-from tests.kubernetes_stand_in.resources import Object, Resource, resource_of
+from tests.kubernetes_stand_in.resources import Object, Resource, resource_of, resource_of_object
 
 Key = tuple[Resource, str, str]
 """Resource, namespace (empty for cluster scope), name."""
@@ -109,7 +109,7 @@ class ObjectStore:
     def create(self, obj: Object) -> Object:
         """Raises `AlreadyExists`, `Invalid`, and `NotFound` for a namespace that is not there."""
         obj = copy_of(obj)
-        resource = resource_of(obj["kind"])
+        resource = resource_of_object(obj)
         obj["apiVersion"] = resource.api_version
         meta = obj["metadata"]
         if "name" not in meta and "generateName" in meta:
@@ -127,7 +127,7 @@ class ObjectStore:
     def update(self, obj: Object) -> Object:
         """Writes all of `obj`. A resource version in it must be the current one (`Conflict`)."""
         obj = copy_of(obj)
-        resource = resource_of(obj["kind"])
+        resource = resource_of_object(obj)
         key = self._key(resource, obj)
         before = self._find(key)
         self._keep_identity(resource, before, obj)
@@ -161,14 +161,14 @@ class ObjectStore:
 
     def delete_object(self, obj: Object, grace_s: int | None = None) -> None:
         """Deletes exactly this object (by uid), or nothing when it is no longer there."""
-        resource, meta = resource_of(obj["kind"]), obj["metadata"]
+        resource, meta = resource_of_object(obj), obj["metadata"]
         key = self._key(resource, obj)
         if key in self._objects and self._objects[key]["metadata"]["uid"] == meta["uid"]:
             self.delete(resource, key[1], key[2], grace_s)
 
     def change(self, obj: Object, edit: Callable[[Object], None]) -> Object | None:
         """Applies `edit` to the newest state of exactly this object; None when it is gone."""
-        key = self._key(resource_of(obj["kind"]), obj)
+        key = self._key(resource_of_object(obj), obj)
         found = self._objects.get(key)
         if found is None or found["metadata"]["uid"] != obj["metadata"]["uid"]:
             return None

@@ -1,7 +1,7 @@
 """The kinds of object that the stand-in serves: Kubernetes' own, and those of operators that the
 chart integrates with.
 
-Names and scopes are those of Kubernetes 1.34. A kind that is not listed is answered with 404, as a
+Names and scopes are those of Kubernetes 1.37. A kind that is not listed is answered with 404, as a
 cluster without that operator does.
 """
 
@@ -92,6 +92,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "discovery.k8s.io/v1": ("EndpointSlice/endpointslices",),
     "coordination.k8s.io/v1": ("Lease/leases",),
     "scheduling.k8s.io/v1": ("PriorityClass/!priorityclasses",),
+    "scheduling.k8s.io/v1beta1": ("PodGroup/podgroups:status",),
     "storage.k8s.io/v1": ("StorageClass/!storageclasses",),
     "apiextensions.k8s.io/v1": ("CustomResourceDefinition/!customresourcedefinitions:status",),
     "monitoring.coreos.com/v1": (
@@ -132,14 +133,20 @@ def _read_table() -> Iterator[Resource]:
 
 RESOURCES = tuple(_read_table())
 _BY_PATH = {(r.api_version, r.plural): r for r in RESOURCES}
+_BY_TYPE = {(r.api_version, r.kind): r for r in RESOURCES}
 _BY_KIND = {r.kind: r for r in RESOURCES}
 
 
 def resource_of(kind: str) -> Resource:
-    """Finds the resource of a kind, as `resource_of("Pod")`. Kinds of the table are unique over all
-    groups.
+    """Finds the resource of a kind, as `resource_of("Pod")`; of two groups' kinds of one name the
+    later in the table.
     """
     return _BY_KIND[kind]
+
+
+def resource_of_object(obj: Object) -> Resource:
+    """Finds the resource of an object, by its version of the API if it has one."""
+    return _BY_TYPE.get((obj.get("apiVersion", ""), obj["kind"])) or resource_of(obj["kind"])
 
 
 def find_resource(api_version: str, plural: str) -> Resource | None:
