@@ -7,7 +7,8 @@ prompts, and many at once, prompt tokens per second.
 Row, prompt: the first of decode and of prefill alone, for comparisons. Rested: that prompt on a GPU
 that has rested half a second, as one finds it that has a node to itself.
 Throughput: 256 requests at once, 2000 tokens in, 150 out. Small: fewer of both, as measured for
-mixtures of experts. Large: the cases measured beside vLLM for 70B on four GPUs.
+mixtures of experts. Large: the cases measured beside vLLM for 70B on four GPUs. `--prompts`: single
+prompts of other lengths.
 
     python -m bench.engine.speed                          # the shape of Llama 3.1 8B on one GPU
     python -m bench.engine.speed --shape qwen2.5-7b --cases decode
@@ -16,6 +17,7 @@ mixtures of experts. Large: the cases measured beside vLLM for 70B on four GPUs.
     python -m bench.engine.speed --shape gpt-oss-120b --uniform-routing
     python -m bench.engine.speed --quantization fp8       # or fp8-block, int4, int8
     python -m bench.engine.speed --quantization fp8 --kv-cache-dtype fp8
+    python -m bench.engine.speed --cases '' --prompts 2420,3020,4220
 
 Weights and prompts are random. Results: bench/results/NAME.json.
 """
@@ -27,8 +29,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 
-from bench.arguments import names_among
+from bench.arguments import names_among, numbers, parser_of
 from bench.engine.models.peer_weights import peer_weights
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.models.uniform_routing import uniform_routing
@@ -98,7 +101,8 @@ def measure_throughput(
     return Figure(f"throughput {count} x {num_in}/{num_out}", round(seconds, 3), "s")
 
 
-CASES: dict[str, list[Callable[[OfflineEngine], Figure]]] = {
+Measure = Callable[[OfflineEngine], Figure]
+CASES: dict[str, list[Measure]] = {
     "decode": [
         lambda engine, batch=batch: measure_decode(engine, batch) for batch in (1, 16, 64, 128, 256)
     ],
@@ -152,9 +156,7 @@ def print_table(figures: list[Figure], references: dict[str, Reference]) -> None
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument(
         "--cases",
@@ -166,6 +168,7 @@ def parse_arguments() -> argparse.Namespace:
         ],
         help="comma separated",
     )
+    parser.add_argument("--prompts", type=numbers, default=[], help="tokens of each, by comma")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--all-reduce", default="auto", help="see the setting")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="", help="of the weights")
@@ -209,6 +212,7 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
         disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
         capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_model_len=max([9216, *(length + 64 for length in arguments.prompts)]),
         tensor_parallel_size=arguments.tp,
         all_reduce=arguments.all_reduce,
         quantization=arguments.quantization,
@@ -216,8 +220,13 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
     )
 
 
+def measures_of(cases: Sequence[str], prompts: Sequence[int]) -> list[Measure]:
+    alone = [partial(measure_single_prefill, length=length) for length in prompts]
+    return [*(measure for case in cases for measure in CASES[case]), *alone]
+
+
 def run_cases(
-    config: EngineConfig, cases: Sequence[str], results: dict[str, object], *, in_process: bool
+    config: EngineConfig, measures: Sequence[Measure], results: dict[str, object], in_process: bool
 ) -> list[Figure]:
     """Measures on one engine, and adds to `results` how it started."""
     figures: list[Figure] = []
@@ -226,14 +235,13 @@ def run_cases(
         results["num_blocks"] = engine.core.num_blocks
         print(f"started in {engine.start_s:.1f} s, {engine.core.num_blocks} blocks", flush=True)
         engine.run([engine.request(100, 20) for _ in range(4)])
-        for case in cases:
-            for measure in CASES[case]:
-                try:
-                    figures.append(measure(engine))
-                except BatchDoesNotFit as error:
-                    print(f"left out: {error}", flush=True)
-                    continue
-                print(figures[-1], flush=True)
+        for measure in measures:
+            try:
+                figures.append(measure(engine))
+            except BatchDoesNotFit as error:
+                print(f"left out: {error}", flush=True)
+                continue
+            print(figures[-1], flush=True)
     return figures
 
 
@@ -247,7 +255,7 @@ def main() -> None:
     name = arguments.name or f"engine-{arguments.shape}{suffix}"
     figures: list[Figure] = []
     results: dict[str, object] = {"shape": arguments.shape, "tensor_parallel_size": arguments.tp}
-    cases = arguments.cases
+    measures = measures_of(arguments.cases, arguments.prompts)
     config = config_of(arguments)
     results["quantization"] = arguments.quantization
     results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
@@ -260,9 +268,9 @@ def main() -> None:
             stack.enter_context(uniform_routing(config.scheduler.max_num_batched_tokens))
         if arguments.peer_weights:
             stack.enter_context(peer_weights())
-        if cases:
+        if measures:
             in_process = arguments.uniform_routing or arguments.peer_weights
-            figures = run_cases(config, cases, results, in_process=in_process)
+            figures = run_cases(config, measures, results, in_process)
         if arguments.breakdown:
             from bench.engine.timing.step_breakdown import measure_breakdown
 

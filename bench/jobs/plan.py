@@ -4,13 +4,13 @@
 
     [[job]]
     name = "variants"
-    run = 'bench.engine.lengths --last 2048'    # or pytest = "-m gpu tests"
+    run = 'bench.engine.speed --cases prompt'    # or pytest = "-m gpu tests"
     decides = "sampled-rows becomes the default if 4 x 2048 takes <= 0.985 of now"
     gpus = 1
     alone = true                                            # no other job meanwhile; default: false
     takes_s = 120                                           # about: what still fits; default: all
     limit_s = 300
-    results = ["bench/results/lengths-llama-3.1-8b.json"]   # that it has to write; * is any name
+    results = ["bench/results/engine-llama-3.1-8b.json"]    # that it has to write; * is any name
     after = ["correct"]                                     # jobs in front that have to pass
 
 `{out}` in `run` and `results` is a folder of the job's own, below that of the queue.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import pytest
 
@@ -76,9 +77,9 @@ def test_results_name_commands_that_still_parse():
 
 BAD_JOBS = {
     "run = 'bench.engine.no_such_bench'": "no_such_bench",
-    "run = 'bench.engine.lengths --steps 3'": "unrecognized arguments: --steps 3",
-    "run = 'bench.engine.lengths --turns few'": "invalid int value: 'few'",
-    "run = 'bench.engine.lengths --disabled-fast-paths pld'": "no such fast paths: pld",
+    "run = 'bench.engine.tails --turns 3'": "unrecognized arguments: --turns 3",
+    "run = 'bench.engine.tails --steps few'": "invalid int value: 'few'",
+    "run = 'bench.engine.speed --disabled-fast-paths pld'": "no such fast paths: pld",
     "pytest = 'tests/bench/no_such_test.py'": "no_such_test.py",
     "pytest = 'tests/bench/test_queue.py -k no_such_test'": "deselected",
 }
@@ -111,3 +112,17 @@ def test_all_tests_that_need_a_gpu_are_in_the_plan_of_them():
     assert len(places) > 20
     missing = [path for path in places if not {str(path), str(path.parent)} & words]
     assert not missing, missing
+
+
+def test_every_result_is_named_by_what_needs_it():
+    """A figure that no page, plan or program names is kept in the history alone."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *PLANS.glob("*.toml")]
+    programs = [*FILES.values(), *ROOT.glob("tests/*/*.py"), *ROOT.glob("planner/profiles/*.json")]
+    text = "\n".join(path.read_text() for path in [*pages, *programs])
+    patterns = set(re.findall(r"[\w.*-]+\.(?:jsonl?|svg|png)", text))
+    unnamed = [
+        path.name
+        for path in RESULTS.iterdir()
+        if not any(fnmatch(path.name, pattern) for pattern in patterns if pattern[0] != "*")
+    ]
+    assert not unnamed, unnamed
