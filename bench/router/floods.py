@@ -70,6 +70,7 @@ FLOODS: dict[str, Flood] = {
     "pipelined requests": lambda: (b"", _GET * 4000, 0.0),
     "pipelined scrapes": lambda: (b"", _GET.replace(b"health", b"metrics") * 1000, 0.0),
     "chunks of one byte": lambda: (_CHUNKED, b"1\r\n \r\n" * 20_000, 0.0),
+    "chunks of sixteen bytes": lambda: (_CHUNKED, (b"10\r\n" + b" " * 16 + b"\r\n") * 5000, 0.0),
     "chunks of one byte in packets": lambda: (_CHUNKED, b"1\r\n \r\n" * 600, 0.02),
     "endless trailers": lambda: (_CHUNKED + b"0\r\n", b"a: b\r\n" * 20_000, 0.0),
     "long bodies of blanks": lambda: (b"", _post(b"", b" ", b""), 0.0),

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
 from typing import cast
 
 import httptools
@@ -37,17 +36,17 @@ from edge.http.answer_transport import (
     let_go,
     write_directly,
 )
+from edge.http.body_framing import BodyFraming
 from edge.http.body_room import FREE_BYTES
-from edge.http.bounded_reads import bounded
-from edge.http.client_connection import GONE, headers_of, request_id
-from edge.http.error_forms import ErrorForm
+from edge.http.bounded_reads import ReadRoom, bounded
+from edge.http.client_connection import GONE, headers_of
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
 from edge.http.front import HttpFront
 from edge.http.gone_clients import GoneClients
-from edge.http.headers import REQUEST_ID
 from edge.http.offered_protocol import has_body, length_of_body, parser_of_body
 from edge.http.old_client import send_without_chunks
 from edge.http.parse_turns import HeldFlow, ParseTurns
+from edge.http.refusal import refusal
 from edge.http.request_cutter import RequestCutter
 from edge.http.request_head import HeadCheck, RequestHead, fault_of
 from edge.http.send_clock import HELD_UP_S, SendClock
@@ -80,6 +79,7 @@ class OpenConnections:
     by_address: Counter[str] = field(default_factory=Counter)
     turns: ParseTurns = field(default_factory=ParseTurns)
     gone: GoneClients = field(default_factory=GoneClients)
+    reads: ReadRoom = field(default_factory=ReadRoom)
     unknown: dict[GuardedProtocol, float] = field(default_factory=dict)
 
 
@@ -94,8 +94,6 @@ class GuardedProtocol(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
-    _num_trailer_bytes = -1
-    """Those behind the body that is being read; -1 while a head is."""
     _refusal: HttpError | None = None
     _is_ending = False
     _is_in_line = False
@@ -105,10 +103,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        gone = self.open_connections.gone
-        self.flow = self._flow = HeldFlow(transport, self._wait_for_turn, gone)
+        shared = self.open_connections
+        self.flow = self._flow = HeldFlow(transport, self._wait_for_turn, shared.gone)
         self._gone = self.loop.create_future()
-        self._held = RequestCutter()
+        self._held = RequestCutter(shared.reads)
+        self._framing = BodyFraming(self.limits.max_header_bytes)
         self._send_clock = SendClock(transport, self.limits.send_timeout_s)
         self._is_plaintext = transport.get_extra_info("sslcontext") is None
         self._names = certificate_names(transport.get_extra_info("peercert"))
@@ -219,28 +218,30 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_head_bytes = 0
-        self._num_trailer_bytes = -1
+        self._framing.begin_head()
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._num_trailer_bytes < 0:
+        if not self._framing.has_begun:
             super().on_header(name, value)
-            return
-        self._num_trailer_bytes += len(name) + len(value) + 4
-        if self._num_trailer_bytes > self.limits.max_header_bytes:
-            self._refusal = self._too_large()
-            raise self._refusal
+        else:
+            self._raise(self._framing.add_trailer(len(name) + len(value) + 4))
+
+    def on_chunk_header(self) -> None:
+        self._raise(self._framing.add_chunk())
+
+    def on_body(self, body: bytes) -> None:
+        self._framing.add_body(len(body))
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
-        self._refusal = self._judge_head() or self._judge_caller()
-        if self._refusal is not None:
-            raise self._refusal
+        self._raise(self._judge_head() or self._judge_caller())
         super().on_headers_complete()
         length = self._held.body_bytes = length_of_body(self.headers)
         if length > FREE_BYTES:
             self._flow.pause_reading()  # Until the application has room for it.
-        self._num_trailer_bytes = 0
+        self._framing.begin_body()
         self.cycle.transport = cast("asyncio.Transport", AnswerTransport(self))
         if self.parser.get_http_version() == "1.0":
             send_without_chunks(self.cycle)
@@ -375,6 +376,12 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.transport.abort()
 
+    def _raise(self, error: HttpError | None) -> None:
+        """Ends what the parser does, which then raises an error of its own."""
+        if error is not None:
+            self._refusal = error
+            raise error
+
     def _refuse(self, error: HttpError) -> None:
         self._stop_head_timer()
         is_begun = self._is_answering() and self.cycle.response_started
@@ -383,19 +390,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._is_ending = True
             self.close()
             return
-        body = ErrorForm.of_path(self._path).body(error)
         given = headers_of(self.headers or ())
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            REQUEST_ID: request_id(given),
-            "connection": "close",
-            **error.headers(),
-            **self.front.cors_headers(given),
-        }
-        head = f"HTTP/1.1 {int(error.status)} {HTTPStatus(error.status).phrase}\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
-        self.transport.write(head.encode("latin-1") + body)
+        answer = refusal(error, self._path, given, self.front.cors_headers(given))
+        self.transport.write(answer)
         self.end_gently()
 
     def _tell_answer(self) -> None:
@@ -408,7 +405,8 @@ def guarded_protocol(
     limits: ConnectionLimits, check: HeadCheck | None = None, front: HttpFront | None = None
 ) -> type[asyncio.Protocol]:
     """Returns the protocol of one listener."""
-    return bounded(guarded_class(limits, check, front))
+    kind = guarded_class(limits, check, front)
+    return bounded(kind, kind.open_connections.reads)
 
 
 def guarded_class(

@@ -12,16 +12,20 @@ byte for each byte of a body costs a thousand times what the body does. So the p
 
 from __future__ import annotations
 
-_PIECE_BYTES = 4 << 10
+from edge.http.bounded_reads import LEAST_BYTES, ReadRoom
+
+_PIECE_BYTES = LEAST_BYTES
 _BODY_PIECE_BYTES = 32 << 10
 _BLANK_LINE = b"\r\n\r\n"
 _BEFORE = len(_BLANK_LINE) - 1
 
 
 class RequestCutter:
-    """Holds what came and was not parsed. `body_bytes` are left of a body whose length is known."""
+    """Holds what came and was not parsed, and counts it in `room`. `body_bytes` are left of a body
+    whose length is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: ReadRoom) -> None:
+        self._room = room
         self.body_bytes = 0
         self._data = b""
         """Begins with some bytes in front of `_at`: a blank line may have come in parts."""
@@ -32,8 +36,8 @@ class RequestCutter:
 
     def add(self, data: bytes) -> None:
         start = max(0, self._at - _BEFORE)
-        self._data = self._data[start:] + data
         self._at -= start
+        self._keep(self._data[start:] + data)
 
     def next_piece(self) -> bytes:
         """Returns what may be parsed next, which ends no later than the request does."""
@@ -46,8 +50,17 @@ class RequestCutter:
             blank = self._data.find(_BLANK_LINE, max(0, start - _BEFORE), end)
             if blank >= 0:
                 end = blank + len(_BLANK_LINE)
+        piece = self._data[start:end]
         self._at = end
-        return self._data[start:end]
+        if not self:
+            self._at = min(end, _BEFORE)
+            self._keep(self._data[-_BEFORE:])
+        return piece
 
     def drop(self) -> None:
-        self._data, self._at = b"", 0
+        self._at = 0
+        self._keep(b"")
+
+    def _keep(self, data: bytes) -> None:
+        self._room.num_held += len(data) - len(self._data)
+        self._data = data

@@ -9,6 +9,7 @@ import httptools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge.http.bounded_reads import ReadRoom
 from edge.http.offered_protocol import length_of_body
 from edge.http.request_cutter import RequestCutter
 
@@ -62,7 +63,7 @@ def requests(draw: st.DrawFn) -> tuple[bytes, bytes]:
 def test_no_piece_goes_beyond_a_request(asked: list[tuple[bytes, bytes]], cuts: list[int]) -> None:
     sent = b"".join(request for request, _ in asked)
     ends = list(itertools.accumulate(len(request) for request, _ in asked))
-    cutter = RequestCutter()
+    cutter = RequestCutter(ReadRoom())
     heard, num_parsed = Heard(cutter), 0
     edges = [0, *sorted({cut for cut in cuts if cut < len(sent)}), len(sent)]
     for start, stop in itertools.pairwise(edges):
@@ -79,7 +80,7 @@ def test_no_piece_goes_beyond_a_request(asked: list[tuple[bytes, bytes]], cuts: 
 
 def test_a_thousand_requests_in_one_read_are_a_thousand_pieces() -> None:
     request = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
-    cutter = RequestCutter()
+    cutter = RequestCutter(ReadRoom())
     cutter.add(request * 1000)
     assert [cutter.next_piece() for _ in range(1000)] == [request] * 1000
     assert not cutter
@@ -89,6 +90,6 @@ def test_a_thousand_requests_in_one_read_are_a_thousand_pieces() -> None:
 
 
 def test_tiny_chunks_are_parsed_in_small_pieces() -> None:
-    cutter = RequestCutter()
+    cutter = RequestCutter(ReadRoom())
     cutter.add(re.sub(rb".", rb"1\r\nx\r\n", b"." * 40_000))
     assert max(len(cutter.next_piece()) for _ in range(50)) <= 4096

@@ -104,7 +104,7 @@ async def http_port(credentials: Credentials) -> AsyncIterator[Port]:
             app,
             credentials.server_tls("http"),
             handshake_timeout_s=LIMIT_S,
-            http=bounded(protocol),
+            http=bounded(protocol, protocol.open_connections.reads),
             lifespan="off",
             log_config=None,
             ws="none",
