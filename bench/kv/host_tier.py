@@ -35,6 +35,7 @@ from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.tier import Tier
 from kv_transfer.tiers.host_tier import PooledHostTier
 
 _NEVER_ENDS = 1 << 20
@@ -70,14 +71,14 @@ class LoadClock:
         self.rates: list[float] = []
         """GB/s of loads that went well."""
         self._begun: dict[int, tuple[float, int]] = {}
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._load, self._take_finished = tier.load, tier.take_finished
         tier.load = self.load  # type: ignore[method-assign]
         tier.take_finished = self.take_finished  # type: ignore[method-assign]
 
-    def load(self, names: Sequence[bytes], blocks: list[int]) -> int:
+    def load(self, names: Sequence[bytes], blocks: list[int], behind: Tier = Tier.DISK) -> int:
         at = time.monotonic()
-        job = self._load(names, blocks)
+        job = self._load(names, blocks, behind)
         self._begun[job] = at, len(blocks)
         return job
 
@@ -88,7 +89,7 @@ class LoadClock:
                 at, blocks = self._begun.pop(job)
                 if is_right:
                     seconds = time.monotonic() - at
-                    self.rates.append(blocks * self._block_bytes / seconds / 1e9)
+                    self.rates.append(blocks * self.block_bytes / seconds / 1e9)
         return finished
 
 

@@ -14,6 +14,7 @@ again after a pause. The same sessions run against a fresh cluster in each mode:
     host      + KV in host memory
     peers     + prefixes from the other prefill nodes
     return    + the KV of answers, from decode nodes
+    store     KV in host memory, and in a store that the prefill nodes share, but nothing of peers
 
 Reported are the prompt tokens that prefill nodes computed and where the rest came from, the times
 to the first token, and how many sessions had other answers than in the first mode, which must be
@@ -26,12 +27,16 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -39,6 +44,7 @@ import aiohttp
 from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
 from bench.figures import distribution_ms
+from bench.kv.mooncake import mooncake, python_path
 from bench.record import write_result
 from bench.serving.node_metrics import by_label
 from bench.serving.openai_stream import Outcome, stream_completion
@@ -48,8 +54,11 @@ from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Service, ServiceSpec
 
 MODES = ("cache", "host", "peers", "return")
+STORE = "store"
 _SOURCES = "vllm:prompt_tokens_by_source_total"
 _PROGRESS_EVERY_S = 15.0
+_KEEPERS = 4
+"""Processes that lend a store memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +158,14 @@ class Run:
             print(f"{seconds:.0f} s: {self.num_done} of {total} turns", file=sys.stderr, flush=True)
 
 
-def specs_of(mode: str, settings: UpSettings, args: argparse.Namespace) -> list[ServiceSpec]:
+def specs_of(
+    mode: str, settings: UpSettings, args: argparse.Namespace, store_url: str = ""
+) -> list[ServiceSpec]:
     """Returns the services of a cluster in that mode."""
-    level = MODES.index(mode)
+    level = MODES.index("host" if mode == STORE else mode)
     prefill = ["--enable-prefix-caching"]
+    if store_url:
+        prefill += ["--kv-store", store_url]
     decode = ["--enable-prefix-caching"] if level >= MODES.index("return") else []
     if args.prefill_cache_bytes:
         prefill += ["--kv-cache-memory-bytes", str(args.prefill_cache_bytes)]
@@ -188,7 +201,29 @@ async def run_mode(mode: str, model: str, args: argparse.Namespace) -> dict[str,
         port=0,
         _cli_parse_args=[],
     )
-    specs = specs_of(mode, settings, args)
+    with store_for(mode, args) as store_url:
+        specs = specs_of(mode, settings, args, store_url)
+        return await run_cluster(specs, settings, args)
+
+
+@contextmanager
+def store_for(mode: str, args: argparse.Namespace) -> Iterator[str]:
+    """Starts a store for that mode. Yields its URL; empty: the mode has none."""
+    if mode != STORE:
+        yield ""
+        return
+    os.environ["PYTHONPATH"] = python_path()
+    memory_mib = 2 * args.prefill * args.host_bytes // _KEEPERS // 2**20
+    with (
+        tempfile.TemporaryDirectory() as log,
+        mooncake(Path(log), max(64, memory_mib), _KEEPERS) as store,
+    ):
+        yield store.url
+
+
+async def run_cluster(
+    specs: list[ServiceSpec], settings: UpSettings, args: argparse.Namespace
+) -> dict[str, Any]:
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with (
         supervised(specs, settings) as supervisor,
@@ -246,7 +281,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--host-bytes", type=int, default=16 << 30, help="of each prefill node")
     parser.add_argument("--share", default="auto", choices=["auto", "always"])
     parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*MODES, STORE])
     parser.add_argument("--name", default="multi_turn", help="of the result files; empty: none")
     return parser.parse_args()
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from kv_caches import layout
 from kv_nodes import KVNode, poll_until
-from mooncake_processes import Mooncake, mooncake, needs_mooncake, python_path
+from mooncake_processes import Mooncake, mooncake, needs_mooncake, python_path, run_client
 from test_transfer_processes import new_node
 
 from kv_transfer.base import HostTier
@@ -135,11 +135,11 @@ def test_nodes_share_blocks_and_what_is_damaged_or_gone_is_a_miss(
     assert (other.counter("fetched"), other.counter("missed")) == (3, 0)
 
     other.tier.forget_all()
-    store.run(DAMAGE.format(key=key_of(NAMES[2], 1)))
+    run_client(store, DAMAGE.format(key=key_of(NAMES[2], 1)))
     assert other.ask(*NAMES) == 3 and not other.load(*NAMES)
     assert other.counter("missed") == 1
     assert other.ask(*NAMES) == 2, "what is damaged is removed"
-    store.run(f"assert store.remove({key_of(NAMES[1], 0)!r}, True) == 0")
+    run_client(store, f"assert store.remove({key_of(NAMES[1], 0)!r}, True) == 0")
     assert other.ask(*NAMES) == 1
     stranger.poll_until(lambda: stranger.tier.is_ready)
     fill(stranger, [b"s" * 32])
@@ -153,8 +153,7 @@ def test_its_death_is_a_miss_and_it_may_come_back(
     fill(node, NAMES)
     node.tier.forget_all()
     assert node.ask(*NAMES) == 3
-    assert store.keeper is not None and store.master is not None
-    store.keeper.send_signal(signal.SIGKILL)
+    store.keepers[0].send_signal(signal.SIGKILL)
     assert not node.load(*NAMES), "whoever kept them is gone"
     store.kill()
     assert node.ask(*NAMES) == 0
@@ -164,7 +163,7 @@ def test_its_death_is_a_miss_and_it_may_come_back(
     words[...] = 0
     assert node.done(node.tier.load([b"x" * 32], [5])) and (words[:, 5] == 3).all()
     store.start_master()
-    store.start_keeper()
+    store.start_keepers()
     index = node.kv.connector.host_tier.store_index  # type: ignore[union-attr]
     index.is_on, before = True, node.counter("put")
     number = iter(range(1000))
