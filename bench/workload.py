@@ -6,9 +6,8 @@ how fast the server is; inside a session the next turn follows a pause after the
 nothing replies to what has not been said.
 
 The tables hold quantiles of published production traces: `conversation` and `agent` follow the
-traces of Mooncake (12 031 and 23 608 requests of one hour), `code-burst` and `chat-short` those
-of Azure (2023), `reasoning` the figures of ServeGen. Between two quantiles lengths are
-interpolated in the logarithm. Everything follows from the seed.
+traces of Mooncake (12 031 and 23 608 requests of one hour), `chat-short` that of Azure (2023).
+Between two quantiles lengths are interpolated in the logarithm. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -74,25 +73,6 @@ class Preset:
     @property
     def mean_turns(self) -> float:
         return sum(n * share for n, share in self.turns) / sum(share for _, share in self.turns)
-
-    def scaled(self, factor: float, time_factor: float, max_prompt: int | None) -> Preset:
-        """Returns the workload with all lengths times `factor`, all pauses times `time_factor`,
-        prompts of at most this length.
-        """
-        limit = self.max_prompt * factor if max_prompt is None else max_prompt
-        return replace(
-            self,
-            first=_scaled(self.first, factor),
-            output=_scaled(self.output, factor),
-            new=_scaled(self.new, factor),
-            shared_tokens=round(self.shared_tokens * factor),
-            pause_median_s=self.pause_median_s * time_factor,
-            max_prompt=max(2, round(limit)),
-        )
-
-
-def _scaled(lengths: Quantiles, factor: float) -> Quantiles:
-    return Quantiles(tuple((p, max(1.0, length * factor)) for p, length in lengths.points))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +189,6 @@ PRESETS = {
         turns=((1, .4), (2, .2), (3, .14), (4, .1), (6, .08), (9, .05), (15, .03)),
         pause_median_s=5.0, shared_tokens=2048,
     ),
-    "code-burst": Preset(
-        description="code completion: very short answers, requests in bursts",
-        first=Quantiles(((0, 3), (50, 1469), (90, 5188), (99, 7436), (100, 7437))),
-        output=Quantiles(((0, 1), (50, 13), (90, 55), (99, 251), (100, 1900))),
-        arrival_cv=13.2,
-    ),
     "chat-short": Preset(
         description="short chat, one turn each",
         first=Quantiles(((0, 2), (50, 1020), (90, 2735), (99, 4142), (100, 14050))),
@@ -238,12 +212,6 @@ PRESETS = {
         description="conversations of six turns behind one opening of 16,384 tokens, long pauses",
         first=exactly(1500), output=exactly(200), new=exactly(1500), turns=((6, 1.0),),
         pause_median_s=120.0, shared_tokens=16384,
-    ),
-    "reasoning": Preset(
-        description="short questions, long answers",
-        first=Quantiles(((0, 10), (50, 208), (90, 2500), (99, 23423), (100, 60000))),
-        output=Quantiles(((0, 20), (50, 792), (90, 3432), (99, 12607), (100, 32000))),
-        arrival_cv=2.3,
     ),
 }
 # fmt: on

@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument("--trace", type=Path, help="JSONL of tandem or Mooncake, or a result of "
-                         "bench.serving.load --dump")  # fmt: skip
+                         "bench.serving.goodput --dump")  # fmt: skip
     traffic.add_argument("--load", default="", help="one of several loads of such a result")
     traffic.add_argument("--block-tokens", type=int, default=512, help="of prefix_hashes")
     traffic.add_argument("--rate", type=float, help="requests in a second")

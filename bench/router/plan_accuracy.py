@@ -21,16 +21,17 @@ import json
 import re
 import statistics
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from bench.arguments import parser_of
 from bench.engine.speed_profiles import PROFILES
 from bench.record import RESULTS, write_result
-from bench.serving.load import parse_arguments
-from bench.workload import Preset, exactly, sessions
+from bench.serving.load import LoadSpec
 from engine.speed.profile import load_profile
-from planner.evaluation import Evaluator, Nodes, Objectives
+from planner.evaluation import Evaluator, Forecast, Nodes, Objectives
 from planner.traffic.traffic import Arrival, Traffic
 
 MEASURED = {
@@ -41,35 +42,40 @@ MEASURED = {
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 ALLOWED = {"p50": 0.15, "p99": 0.30}
 """How far live figures may be from simulated ones."""
-_SETUP = re.compile(r"(\d+)p(\d+)d-cuda_ipc")
+_ENGINE = re.compile(r"tandem-(\d+)p(\d+)d")
 
 
-def nodes_of(setup: str) -> Nodes | None:
-    """Returns the nodes of a measured setup; None for one that is not compared."""
-    if setup == "one":
-        return Nodes(0, 1)
-    found = _SETUP.fullmatch(setup)
+def nodes_of(engine: str) -> Nodes | None:
+    """Returns the nodes of a measured cluster; None for one that is not compared."""
+    found = _ENGINE.fullmatch(engine)
     return Nodes(int(found[1]), int(found[2])) if found else None
 
 
-def arrivals(settings: dict[str, Any], rate: float, index: int) -> Traffic:
+def arrivals(settings: dict[str, Any], load: dict[str, Any], index: int) -> Traffic:
     """Returns the arrivals of the measured run at its `index`-th rate."""
-    num_in, num_out = settings["input_tokens"], settings["output_tokens"]
-    preset = Preset(description="alike", first=exactly(num_in), output=exactly(num_out))
-    seed = parse_arguments(["--url", "-"]).seed + 1000 * index
-    times = [found.start_s for found in sessions(preset, rate, settings["duration"], seed)]
-    return Traffic("measured", tuple(Arrival(at_s, num_in, num_out) for at_s in times))
+    spec = LoadSpec(
+        urls=[""],
+        model="",
+        n_in=load["n_in"],
+        n_out=load["n_out"],
+        rate=load["qps"],
+        duration_s=settings["duration"],
+        drain_s=0.0,
+        seed=settings["seed"] + 1000 * index,
+        vocabulary=(0, 1),
+    )
+    found = (Arrival(one.start_s, spec.n_in, spec.n_out) for one in spec.sessions())
+    return Traffic("measured", tuple(found))
 
 
 def compare(name: str) -> Iterator[dict[str, Any]]:
     figures = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
     profile = load_profile(Path(PROFILES) / f"{MEASURED[name]}.json")
-    for setup in figures["setups"]:
-        nodes = nodes_of(setup["setup"])
-        if nodes is None:
+    for engine, loads in groupby(figures["loads"], key=itemgetter("engine")):
+        if (nodes := nodes_of(engine)) is None:
             continue
-        for index, load in enumerate(setup["loads"]):
-            traffic = arrivals(figures["settings"], load["qps"], index)
+        for index, load in enumerate(loads):
+            traffic = arrivals(figures["settings"], load, index)
             evaluator = Evaluator(profile, traffic, Objectives(1.0, 0.05), warm_part=0.0)
             evaluator.prompt_order = "arrival"  # The nodes of these runs had no other.
             outcome = evaluator.outcome(nodes)
@@ -80,16 +86,18 @@ def compare(name: str) -> Iterator[dict[str, Any]]:
                 "requests": load["sent"],
                 "simulated_requests": len(traffic.arrivals),
             }
-            for figure in FIGURES:
-                kind, part = figure.split("_")
-                measured = load[f"{kind}_ms"][part]
-                predicted = 1e3 * getattr(outcome, f"{figure}_s")
-                row[figure] = {
-                    "measured_ms": round(measured, 2),
-                    "predicted_ms": round(predicted, 2),
-                    "error": round(predicted / measured - 1, 3),
-                }
-            yield row
+            yield row | {figure: prediction(outcome, load, figure) for figure in FIGURES}
+
+
+def prediction(outcome: Forecast, load: dict[str, Any], figure: str) -> dict[str, float]:
+    kind, part = figure.split("_")
+    field = f"{kind}_p50_s" if part == "p50" else f"{kind}_tail_s"
+    measured, predicted = load[f"{kind}_ms"][part], 1e3 * getattr(outcome, field)
+    return {
+        "measured_ms": round(measured, 2),
+        "predicted_ms": round(predicted, 2),
+        "error": round(predicted / measured - 1, 3),
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

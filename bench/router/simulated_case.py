@@ -109,7 +109,7 @@ def requests_of(
 ) -> tuple[list[SimRequest], Limits]:
     """Makes the requests that are `load` of what `num_nodes` can compute with such steps."""
     preset = PRESETS["conversation" if workload == HOT_KEY else workload]
-    preset = preset.scaled(1.0, _TIME_SCALE, None)
+    preset = replace(preset, pause_median_s=preset.pause_median_s * _TIME_SCALE)
     requests = make_requests(preset, _TURNS_PER_NODE_S * load * num_nodes, count, seed)
     if workload == HOT_KEY:
         requests = with_hot_key(requests, _HOT_PART)

@@ -17,11 +17,11 @@ from typing import Any
 from bench.record import RESULTS
 
 LINES = (
-    # (result file, its setup, label, style)
-    ("pd_serving.json", "1p1d-cuda_ipc", "tandem, prefill | decode", "C0o-"),
+    # (result file, its engine, label, style)
+    ("pd_serving.json", "tandem-1p1d", "tandem, prefill | decode", "C0o-"),
     ("vllm-0.26.0-serving.json", "vllm-pd", "vLLM, prefill | decode (NIXL)", "C1s--"),
     ("vllm-0.26.0-serving.json", "vllm-rep2", "vLLM, two replicas", "C2^--"),
-    ("pd_serving.json", "one", "tandem, one node on one GPU", "C7v:"),
+    ("pd_serving.json", "tandem-0p1d", "tandem, one node on one GPU", "C7v:"),
 )
 PANELS = (
     ("ttft_ms", "p50", "time to first token, p50, ms", None),
@@ -30,11 +30,10 @@ PANELS = (
 RATES = (1.0, 4.0, 8.0, 16.0)
 
 
-def loads_of(results: Path, file: str, setup: str) -> list[dict[str, Any]]:
-    """Returns one row for each of `RATES`. Raises `KeyError` for a setup that is not there."""
-    document = json.loads((results / file).read_text(encoding="utf-8"))
-    setups = {one["name"]: one["loads"] for one in document["figures"]["setups"]}
-    by_rate = {row["qps"]: row for row in setups[setup]}
+def loads_of(results: Path, file: str, engine: str) -> list[dict[str, Any]]:
+    """Returns one row for each of `RATES`. Raises `KeyError` for one that is not there."""
+    loads = json.loads((results / file).read_text(encoding="utf-8"))["figures"]["loads"]
+    by_rate = {row["qps"]: row for row in loads if row["engine"] == engine}
     return [by_rate[rate] for rate in RATES]
 
 
@@ -45,8 +44,8 @@ def draw(results: Path, path: Path) -> None:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, len(PANELS))
     for axis, (key, quantile, label, scale) in zip(axes, PANELS, strict=True):
-        for file, setup, name, style in LINES:
-            values = [row[key][quantile] for row in loads_of(results, file, setup)]
+        for file, engine, name, style in LINES:
+            values = [row[key][quantile] for row in loads_of(results, file, engine)]
             axis.plot(RATES, values, style, label=name)
         axis.set(xlabel="requests per second, 2000 tokens in, 150 out", ylabel=label)
         axis.set_xticks(RATES)

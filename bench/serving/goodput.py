@@ -5,6 +5,9 @@
     python -m bench.serving.goodput --nodes 3p1d --load 2000/150@24,48,55,60
     python -m bench.serving.goodput --nodes 2p2d --load 1000/300@30,60 --kv-transports stream
 
+    # clusters one after the other, at several rates; KV by gRPC
+    python -m bench.serving.goodput --nodes 1p1d,1p1d-stream,0p1d --load 2000/150@1,4,8,16
+
     # four undivided nodes behind a router; any other server, at its URLs in turn
     python -m bench.serving.goodput --nodes 0p4d --load 2000/150@24,48 --load 1000/300@30,60
     python -m bench.serving.goodput --url http://a:8000,http://b:8000 --tag peer-rep2 --gpus 2
@@ -19,7 +22,7 @@ rate: TTFT, ITL, TPOT, errors, how late the client was, and of tandem's nodes wh
 meanwhile (`bench.serving.node_history`): prompts and queues by prefill node, where the time to the
 first token went, steps, joins, late steps with their causes, pauses for garbage, event loops that
 were late. A line of JSON for each rate on standard output; at the end bench/results/NAME.json with
-the goodput, and NAME.png, beside the rows of `--beside` files.
+the goodput, and a table with the rows of `--beside` files.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ from bench.figures import Figures
 from bench.record import RESULTS, write_result
 from bench.serving.batch_beside import BatchBeside, running_batch
 from bench.serving.goodput_report import Objectives, goodput, print_tables, read_rows
-from bench.serving.load import first_model
-from bench.serving.load_processes import LoadProcesses, LoadSpec
+from bench.serving.load import LoadSpec, first_model
+from bench.serving.load_processes import LoadProcesses
 from bench.serving.node_history import (
     decode_figures,
     prefill_figures,
@@ -59,7 +62,7 @@ from bench.serving.node_history import (
 from bench.serving.openai_stream import Outcome
 from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, running
 from bench.serving.process_load import ProcessLoad
-from bench.serving.report import Slo, Span, summarize
+from bench.serving.report import Slo, Span, request_row, summarize
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
 from bench.serving.token_times import token_figures
 from cli.local_cluster.cluster import UpSettings
@@ -115,7 +118,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     who = parser.add_argument_group("server")
     which = who.add_mutually_exclusive_group()
-    which.add_argument("--nodes", default="3p1d", help="NpMd; 0pNd: N undivided nodes")
+    which.add_argument(
+        "--nodes", default="3p1d",
+        help="NpMd, 0pNd (N undivided nodes), NpMd-stream (KV by gRPC); or several by comma",
+    )  # fmt: skip
     which.add_argument("--url", default="", help="of a server that runs, or several by comma")
     who.add_argument("--tag", default="", help="name of the engine; default: tandem-NODES")
     who.add_argument("--gpus", type=int, default=None, help="with --url: all that it uses")
@@ -158,6 +164,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--slo-itl-ms", type=float, default=15.0, help="of 99 in 100 tokens")
     result.add_argument("--name", default="", help="of the result; default: goodput-ENGINE")
     result.add_argument(
+        "--dump", action="store_true", help="add a row per request, a trace for `tandem plan`"
+    )
+    result.add_argument(
         "--beside", action="append", type=Path, default=[], metavar="FILE",
         help="JSON lines of a peer, or another result of this, for the table",
     )  # fmt: skip
@@ -175,7 +184,9 @@ async def target_of(args: argparse.Namespace, model: str) -> AsyncIterator[Targe
             name = args.model or await first_model(client, urls[0])
         yield Target(args.tag or "server", urls, name, args.gpus)
         return
-    setup = replace(Setup.parse(args.nodes), transport=args.kv_transports)
+    setup = Setup.parse(args.nodes)
+    if args.kv_transports != "auto":
+        setup = replace(setup, transport=args.kv_transports)
     settings = UpSettings(model=model, device=args.device, tp=args.tp, _cli_parse_args=[])
     with batch_store(args.batch is not None):
         async with running(setup, settings, node_args(args), args.start_timeout_s) as cluster:
@@ -309,7 +320,7 @@ async def measure(
     await load.begin()
     killing = asyncio.create_task(kill_amid(target, kill, spec.duration_s / 2)) if kill else None
     outcomes, span = await clients.run(spec)
-    slo = Slo(args.slo_ttft_ms, itl_ms=args.slo_itl_ms)
+    slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
     row: Figures = {
         "engine": target.engine,
         "kind": "load",
@@ -320,6 +331,9 @@ async def measure(
         **summarize(outcomes, span, slo),
         **await load.figures(),
     }
+    if args.dump:
+        row["load"] = f"{spec.n_in}/{spec.n_out}@{spec.rate:g}"
+        row["requests"] = [request_row(outcome, span.start) for outcome in outcomes]
     histories = await read_histories(target, span.start)
     row |= node_figures(histories, span, outcomes)
     if histories and not kill:
@@ -337,20 +351,32 @@ async def run(args: argparse.Namespace, model: str) -> list[Figures]:
     rows: list[Figures] = []
     objectives = Objectives(args.slo_ttft_ms, args.slo_itl_ms)
     with closing(LoadProcesses(args.client_processes)) as clients:
-        async with target_of(args, model) as target:
-            for index in range(len(args.load)):
-                warm_up, loads = specs(args, target, index)
-                if args.warmup_s:
-                    await clients.run(warm_up)
-                for spec in loads:
-                    await asyncio.sleep(_PAUSE_S)
-                    is_last = index == len(args.load) - 1 and spec is loads[-1]
-                    kill = args.kill if args.kill and is_last else ""
-                    async for row in measured(args, target, clients, spec, kill):
-                        rows.append(row)
-                        print(json.dumps(row), flush=True)
-                        write(args, rows, objectives)
+        for nodes in args.nodes.split(","):
+            one = argparse.Namespace(**{**vars(args), "nodes": nodes})
+            async with target_of(one, model) as target:
+                async for row in rows_of(one, target, clients):
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+                    write(args, rows, objectives)
     return rows
+
+
+async def rows_of(
+    args: argparse.Namespace, target: Target, clients: LoadProcesses
+) -> AsyncIterator[Figures]:
+    """Yields the rows of all loads. Raises `SystemExit` where every request of a warm-up fails."""
+    for index in range(len(args.load)):
+        warm_up, loads = specs(args, target, index)
+        if args.warmup_s:
+            outcomes, _ = await clients.run(warm_up)
+            if outcomes and all(outcome.error for outcome in outcomes):
+                raise SystemExit(f"error: every request failed: {outcomes[0].error}")
+        for spec in loads:
+            await asyncio.sleep(_PAUSE_S)
+            is_last = index == len(args.load) - 1 and spec is loads[-1]
+            kill = args.kill if args.kill and is_last else ""
+            async for row in measured(args, target, clients, spec, kill):
+                yield row
 
 
 async def measured(

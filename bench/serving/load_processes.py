@@ -13,60 +13,17 @@ import asyncio
 import gc
 import multiprocessing
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 import aiohttp
 import uvloop
 
-from bench.serving.load import Load
+from bench.serving.load import Load, LoadSpec
 from bench.serving.openai_stream import Outcome
-from bench.serving.prompts import PromptStyle
 from bench.serving.report import Span
-from bench.workload import Preset, exactly
 
 _BEGIN_S = 0.2
 """Seconds until all processes know when to begin."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSpec:
-    """Requests that are all alike, `rate` a second for `duration_s`, to the URLs in turn; what is
-    not answered `drain_s` later is given up."""
-
-    urls: list[str]
-    model: str
-    n_in: int
-    n_out: int
-    rate: float
-    duration_s: float
-    drain_s: float
-    seed: int
-    vocabulary: tuple[int, int]
-    extra: dict[str, Any] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    def load(self, client: aiohttp.ClientSession) -> Load:
-        style = PromptStyle(
-            style="ids", model=self.model, vocabulary=self.vocabulary, extra=self.extra
-        )
-        preset = Preset(
-            description="alike",
-            first=exactly(self.n_in),
-            output=exactly(self.n_out),
-            max_prompt=1 << 40,
-        )
-        return Load(
-            client=client,
-            urls=self.urls,
-            style=style,
-            preset=preset,
-            seed=self.seed,
-            drain_s=self.drain_s,
-            headers=self.headers,
-        )
 
 
 class LoadProcesses:
@@ -127,11 +84,11 @@ async def _serve(connection: Connection, share: int, num_shares: int) -> None:
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, read_bufsize=1 << 18
         ) as client:
-            load = spec.load(client)
-            arrivals = load.arrivals(spec.rate, spec.duration_s, share, num_shares)
+            load = Load(client, spec)
+            arrivals = load.arrivals(share, num_shares)
             connection.send("ready")
             start: float = await asyncio.to_thread(connection.recv)
-            span = await load.send(arrivals, start, spec.duration_s)
+            span = await load.send(arrivals, start)
         gc.collect()
         for outcome in load.outcomes:
             outcome.text, outcome.token_ids = "", []

@@ -23,9 +23,8 @@ _KV_TRANSPORTS = {"auto": "auto", "stream": "stream", "cuda_ipc": "cuda_ipc,stre
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A cluster to measure. `name`: one node, or NpMd with or without the transport of KV, like
-    1p1d-cuda_ipc.
-    """
+    """A cluster to measure. `name`: NpMd with or without the transport of KV, like 1p1d-cuda_ipc;
+    0pNd are undivided nodes."""
 
     name: str
     num_prefill: int
@@ -35,12 +34,10 @@ class Setup:
     @classmethod
     def parse(cls, name: str) -> Setup:
         """Reads a setup; raises ValueError."""
-        if name == "one":
-            return cls(name, 0, 1, "auto")
         tiers, _, transport = name.partition("-")
         prefill, _, decode = tiers.partition("p")
         if not (prefill.isdigit() and decode[:-1].isdigit() and decode.endswith("d")):
-            raise ValueError(f"{name!r} is neither `one` nor like 1p1d-grpc")
+            raise ValueError(f"{name!r} is not like 1p1d or 1p1d-stream")
         if transport and transport not in _KV_TRANSPORTS:
             raise ValueError(f"{name!r}: the transport is one of {', '.join(_KV_TRANSPORTS)}")
         return cls(name, int(prefill), int(decode[:-1]), transport or "auto")

@@ -1,15 +1,10 @@
-"""Turns single outcomes into figures and a table."""
+"""Turns single outcomes into figures."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
 from bench.figures import Figures, distribution_ms, percentile
 from bench.serving.openai_stream import Outcome
@@ -17,20 +12,15 @@ from bench.serving.openai_stream import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Says what counts as good: first token within `ttft_ms`, `tpot_ms` per token after that, and
-    99 in 100 of an answer's times between tokens within `itl_ms`."""
+    """Says what counts as good: first token within `ttft_ms`, and 99 in 100 of an answer's times
+    between tokens within `itl_ms`."""
 
     ttft_ms: float
-    tpot_ms: float = math.inf
-    itl_ms: float = math.inf
+    itl_ms: float
 
     def met_by(self, outcome: Outcome) -> bool:
-        tpot_s = outcome.tpot_s or 0.0
-        return (
-            outcome.ttft_s * 1e3 <= self.ttft_ms
-            and tpot_s * 1e3 <= self.tpot_ms
-            and _p99_gap_s(outcome) * 1e3 <= self.itl_ms
-        )
+        in_time = outcome.ttft_s * 1e3 <= self.ttft_ms
+        return in_time and _p99_gap_s(outcome) * 1e3 <= self.itl_ms
 
 
 def _p99_gap_s(outcome: Outcome) -> float:
@@ -96,32 +86,15 @@ def _per_second(count: float, wall_s: float) -> float | None:
     return round(count / wall_s, 3) if wall_s > 0 else None
 
 
-def one_line(row: Figures) -> str:
-    return (
-        f"{row['load']}: {row['done']} done, {row['num_errors']} failed, "
-        f"TTFT p50/p99 {_p50_p99(row['ttft_ms']) or '-'} ms, "
-        f"ITL {_p50_p99(row['itl_ms']) or '-'} ms, {row['out_tok_per_s'] or 0:.0f} tok/s"
-    )
-
-
-def print_table(rows: Sequence[Figures], console: Console) -> None:
-    table = Table(title="milliseconds at the client, p50/p99", box=SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("load", "done", "errors", "TTFT", "ITL", "TPOT", "E2E", "tok/s", "cached"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        cached = row["cached_fraction"]
-        table.add_row(
-            row["load"],
-            str(row["done"]),
-            str(row["num_errors"]),
-            *(_p50_p99(row[name]) for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")),
-            f"{row['out_tok_per_s'] or 0:.0f}",
-            "" if cached is None else f"{cached:.0%}",
-        )
-    console.print(table)
-
-
-def _p50_p99(figures: Figures | None) -> str:
-    if figures is None:
-        return ""
-    return "/".join(f"{figures[q]:.{0 if figures[q] >= 100 else 1}f}" for q in ("p50", "p99"))
+def request_row(outcome: Outcome, start: float) -> Figures:
+    """Returns what became of one request, in seconds since `start` or since it was sent."""
+    answered = outcome.sent is not None and outcome.chunks
+    return {
+        "sent": None if outcome.sent is None else round(outcome.sent - start, 4),
+        "first": round(outcome.ttft_s, 4) if answered else None,
+        "last": round(outcome.e2e_s, 4) if answered else None,
+        "tokens": outcome.output_tokens,
+        "prompt_tokens": outcome.prompt_tokens,
+        "cached_tokens": outcome.cached_tokens,
+        "error": outcome.error,
+    }

@@ -4,7 +4,7 @@
                        "session": "a", "prefix_hashes": [17, 4711]}    the last two if known
     Mooncake   JSONL: {"timestamp": 27482, "input_length": 6955, "output_length": 52,
                        "hash_ids": [46, 47, ...]}    milliseconds; a hash for each 512 tokens
-    bench      the result of `python -m bench.serving.load --dump`: JSON, one list for each load
+    bench      the result of `python -m bench.serving.goodput --dump`: JSON, one list for each load
 
 `prefix_hashes` name blocks of `block_tokens` tokens, each with all that is before it.
 """
@@ -128,7 +128,7 @@ def _read_result(path: Path, text: str, load: str) -> Traffic:
         by_name = {str(item["load"]): item["requests"] for item in loads if "requests" in item}
     except (ValueError, KeyError, TypeError, RecursionError):
         raise TraceError(
-            f"{path}: this is neither JSONL nor a result of `python -m bench.serving.load`"
+            f"{path}: this is neither JSONL nor a result of `python -m bench.serving.goodput`"
         ) from None
     if not by_name:
         raise TraceError(f"{path}: it has no requests; run the bench with --dump")

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from bench.router.plan_accuracy import live_table
+from bench.router.plan_accuracy import compare, live_table
 from bench.serving.goodput import Workload, engine_of, node_args, parse_arguments
 from bench.serving.goodput_report import Objectives, goodput, read_rows
-from bench.serving.load_processes import LoadProcesses, LoadSpec
+from bench.serving.load import LoadSpec
+from bench.serving.load_processes import LoadProcesses
 from bench.serving.node_history import decode_figures, gaps, prefill_figures, prompt_figures
 from bench.serving.node_metrics import histogram_quantile
 from bench.serving.openai_stream import Outcome
@@ -231,3 +232,10 @@ async def test_processes_send_one_load_between_them() -> None:
     assert all(headers["x-tandem-timeline"] == "1" for headers, _ in node.requests)
     prompts = [tuple(json.loads(body)["prompt"]) for _, body in node.requests]
     assert len(set(prompts)) == len(prompts)
+
+
+def test_a_plan_is_compared_with_what_was_measured() -> None:
+    quiet, busy = compare("pd_qwen3_30b")
+    assert (quiet["nodes"], quiet["rate"], busy["rate"]) == ("1P + 1D", 1.0, 16.0)
+    assert quiet["simulated_requests"] == quiet["requests"]
+    assert abs(quiet["ttft_p50"]["error"]) < 0.15 and abs(busy["itl_p99"]["error"]) < 0.3

@@ -6,25 +6,25 @@ import itertools
 import json
 import random
 import statistics
-from argparse import Namespace
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import record
 from bench.figures import distribution_ms, percentile
-from bench.serving.load import parse_arguments, run
+from bench.serving.load import Load, LoadSpec
 from bench.serving.openai_stream import Outcome
-from bench.serving.prompts import Conversation, PromptStyle
-from bench.serving.report import Slo, Span, summarize
-from bench.workload import PRESETS, Preset, Quantiles, Session, Turn, exactly, sessions
+from bench.serving.report import Slo, Span, request_row, summarize
+from bench.workload import PRESETS, Preset, Quantiles, exactly, sessions
 from tests.router.fakes import FakeDecodeNode, break_after, open_stream
 
-SLO = Slo(ttft_ms=150, tpot_ms=20)
+SLO = Slo(ttft_ms=150, itl_ms=20)
 
 
 def outcome(*chunks: float, tokens: int | None = None, **fields: Any) -> Outcome:
@@ -102,8 +102,7 @@ def test_a_preset_offers_the_rate_it_was_asked_for(name: str) -> None:
     assert len({s.session_id for s in got}) == len(got)
     offered = len(got) * preset.mean_turns / duration
     crowd = 1.0 if preset.flash is None else 1.6
-    spread = 0.5 if preset.arrival_cv > 5 else 0.15
-    assert offered == pytest.approx(rate * crowd, rel=spread)
+    assert offered == pytest.approx(rate * crowd, rel=0.15)
 
 
 def test_the_conversation_preset_looks_like_its_trace() -> None:
@@ -120,42 +119,13 @@ def test_the_conversation_preset_looks_like_its_trace() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(PRESETS)), st.integers(50, 4000), st.integers(0, 100))
 def test_no_prompt_grows_beyond_the_limit(name: str, limit: int, seed: int) -> None:
-    preset = PRESETS[name].scaled(0.1, 0.01, limit)
+    preset = replace(PRESETS[name], max_prompt=limit)
     for session in sessions(preset, 5.0, 20.0, seed):
         prompt = session.shared_tokens
         for turn in session.turns:
             prompt += turn.new_tokens
             assert prompt <= limit
             prompt += turn.output_tokens
-
-
-def _style(style: Any) -> PromptStyle:
-    return PromptStyle(style=style, model="m", vocabulary=(10, 20))
-
-
-def test_each_prompt_continues_the_one_before() -> None:
-    session = Session("s", 0.0, 4, (Turn(0, 6, 3), Turn(0, 5, 2)))
-    talk = Conversation(session, _style("ids"), seed=1)
-    first = json.loads(talk.body(0))
-    assert (len(first["prompt"]), first["max_tokens"]) == (10, 3)
-    assert set(first["prompt"]) <= set(range(10, 20))
-    talk.add_answer(outcome(0.2, tokens=3, token_ids=[11, 12, 13]))
-    second = json.loads(talk.body(1))
-    assert second["prompt"][:13] == [*first["prompt"], 11, 12, 13]
-    assert len(second["prompt"]) == 18
-    other = Conversation(Session("t", 0.0, 4, (Turn(0, 6, 3),)), _style("ids"), seed=1)
-    prompt = json.loads(other.body(0))["prompt"]
-    assert prompt[:4] == first["prompt"][:4]
-    assert prompt[4:] != first["prompt"][4:]
-
-
-def test_a_chat_keeps_its_messages_in_turn() -> None:
-    session = Session("s", 0.0, 4, (Turn(0, 6, 3), Turn(0, 5, 2)))
-    talk = Conversation(session, _style("chat"), seed=1)
-    json.loads(talk.body(0))
-    talk.add_answer(outcome(0.2, tokens=3, text="Yes."))
-    roles = [message["role"] for message in json.loads(talk.body(1))["messages"]]
-    assert roles == ["system", "user", "assistant", "user"]
 
 
 async def answer_as_asked(request: web.Request) -> web.StreamResponse:
@@ -175,39 +145,39 @@ async def answer_as_asked(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def _arguments(node: FakeDecodeNode, *more: str) -> Namespace:
-    short = ("--duration", "0.6", "--warmup", "1", "--drain", "30")
-    return parse_arguments(["--url", f"http://{node.target}", *short, *more])
+async def run(node: FakeDecodeNode) -> tuple[list[Outcome], Span]:
+    spec = LoadSpec(
+        urls=[f"http://{node.target}"], model="m", n_in=400, n_out=4, rate=20.0, duration_s=0.6,
+        drain_s=30.0, seed=7, vocabulary=(10, 20), extra={"top_k": 1},
+    )  # fmt: skip
+    async with ClientSession() as client:
+        load = Load(client, spec)
+        span = await load.send(load.arrivals(), time.perf_counter())
+    return load.outcomes, span
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("--rates", "20", "--output-tokens", "4"),
-        ("--concurrency", "2", "--output-tokens", "4", "--prompts", "text"),
-        ("--rates", "20", "--turns", "3", "--prompts", "chat", "--session-ids", "--dump"),
-        ("--rates", "20", "--workload", "agent", "--scale", "0.01", "--time-scale", "0.01"),
-    ],
-    ids=["ids", "closed loop", "chat sessions", "preset"],
-)
-async def test_a_run_against_a_server(more: tuple[str, ...]) -> None:
+async def test_a_run_against_a_server() -> None:
     node = await FakeDecodeNode("d", answer_as_asked).start()
     try:
-        [row] = await run(_arguments(node, *more))
+        outcomes, span = await run(node)
     finally:
         await node.stop()
+    row = summarize(outcomes, span, SLO)
     assert row["done"] == row["sent"] == row["full_length"] > 0
     assert row["errors"] is None
     assert row["cached_fraction"] == 0.25
     assert row["ttft_ms"]["n"] == row["done"]
-    named = [headers for headers, _ in node.requests if "x-session-id" in headers]
-    assert bool(named) == ("--session-ids" in more)
+    bodies = [json.loads(body) for _, body in node.requests]
+    assert all(len(body["prompt"]) == 400 and body["top_k"] == 1 for body in bodies)
+    told = [request_row(outcome, span.start) for outcome in outcomes]
+    assert [one["sent"] for one in told] == sorted(one["sent"] for one in told)
+    assert {(one["prompt_tokens"], one["tokens"]) for one in told} == {(400, 4)}
 
 
 async def test_failures_are_counted_and_do_not_end_the_run() -> None:
     node = await FakeDecodeNode("d", break_after(b'data: {"choices": [{"text": "a"}]}\n\n')).start()
     try:
-        [row] = await run(_arguments(node, "--rates", "20", "--warmup", "0"))
+        row = summarize(*await run(node), SLO)
     finally:
         await node.stop()
     assert row["done"] == 0
@@ -215,28 +185,16 @@ async def test_failures_are_counted_and_do_not_end_the_run() -> None:
     assert row["ttft_ms"] is None
 
 
-async def test_a_server_that_fails_always_is_told_before_the_run() -> None:
-    node = await FakeDecodeNode("d", break_after()).start()
-    try:
-        with pytest.raises(SystemExit, match="every request failed"):
-            await run(_arguments(node, "--rates", "1"))
-    finally:
-        await node.stop()
-
-
 def test_results_are_written_with_their_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setattr(
-        "sys.argv", ["bench/serving/load.py", "--api-key", "secret", "--rates", "1"]
-    )
+    monkeypatch.setattr("sys.argv", ["bench/serving/goodput.py", "--nodes", "1p1d"])
     path = record.write_result("x", {"a": 1})
     written = json.loads(path.read_text())
     assert written["figures"] == {"a": 1}
-    assert written["command"] == "python -m bench.serving.load --api-key KEY --rates 1"
+    assert written["command"] == "python -m bench.serving.goodput --nodes 1p1d"
     assert written["machine"]["cores"] >= 1
-    assert "secret" not in path.read_text()
 
 
 def test_the_mean_number_of_turns_counts_shares() -> None:
