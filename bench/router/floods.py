@@ -10,6 +10,8 @@ Attackers are a process of their own, with 60 connections for some seconds; anot
     decode      the API of a decode node
     probes      the port for metrics of a prefill node
 
+Floods are of connections, of requests, and of bodies that are hard to read, one after the other.
+
 Waits on a busy machine are also those of cores that others use. So each flood is measured twice: at
 the service (`flooded`), and at a second one of its kind, while the first is asked (`beside`). And
 of each wait there is what the service itself took (`own`): without the time in which its thread, or
@@ -53,15 +55,41 @@ _CHUNKED = (
     b"transfer-encoding: chunked\r\n\r\n"
 )
 _SIZE = 8_000_000
+_MESSAGE = '{"role": "user", "content": "hi"}'
+_CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "x"\n'
+"""Overflows the stack of the process that compiles it."""
 
 
-def _post(head: bytes, item: bytes, tail: bytes) -> bytes:
-    """Returns a whole request, whose body is as long as can be."""
-    body = head + item * ((_SIZE - len(head) - len(tail)) // len(item)) + tail
+def _post(head: bytes, item: bytes, tail: bytes, count: int = 0) -> bytes:
+    """Returns a whole request, whose body is as long as can be, or has this many items."""
+    count = count or (_SIZE - len(head) - len(tail)) // len(item)
+    return _request(head + item * count + tail)
+
+
+def _request(body: bytes) -> bytes:
+    path = b"chat/completions" if b'"messages"' in body[:99] else b"completions"
     return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n" % len(body)
+        b"POST /v1/%b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % (path, len(body))
     ) + body
+
+
+def _list(field: str, item: str, count: int = 0) -> bytes:
+    head = '{"max_tokens": 1, "prompt": [5], ' if field not in ("prompt", "messages") else "{"
+    return _post(f'{head}"{field}": ['.encode(), f"{item},".encode(), f"{item}]}}".encode(), count)
+
+
+def _structured(name: str, value: object) -> bytes:
+    return _request(json.dumps({"max_tokens": 1, "prompt": [5], name: value}).encode())
+
+
+def _nested(depth: int) -> dict[str, object]:
+    """Returns a schema whose options double at each level."""
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(depth):
+        kinds = [{"properties": {"a": schema, "k": {"const": kind}}} for kind in range(2)]
+        schema = {"oneOf": kinds}
+    return schema
 
 
 Flood: TypeAlias = Callable[[], tuple[bytes, bytes, float]]
@@ -76,7 +104,20 @@ FLOODS: dict[str, Flood] = {
     "long bodies of blanks": lambda: (b"", _post(b"", b" ", b""), 0.0),
     "long texts": lambda: (b"", _post(b'{"prompt": "', b"a dog\\n", b'"}'), 0.0),
     "long lists": lambda: (b"", _post(b'{"prompt": [', b"1234567,", b"1]}"), 0.0),
-    "lists of strings": lambda: (b"", _post(b'{"stop": [', b'"ab",', b'"a"]}'), 0.0),
+    "lists of strings": lambda: (b"", _list("stop", '"ab"'), 0.0),
+    "prompts of one": lambda: (b"", _list("prompt", "[5]"), 0.0),
+    "60,000 prompts": lambda: (b"", _list("prompt", '"ab"', 60_000), 0.0),
+    "empty messages": lambda: (b"", _list("messages", "{}"), 0.0),
+    "30,000 messages": lambda: (b"", _list("messages", _MESSAGE, 30_000), 0.0),
+    "nested lists": lambda: (b"", _list("user", "[[]]"), 0.0),
+    "deep lists": lambda: (b"", _post(b'{"user": ', b"[", b""), 0.0),
+    "hard fractions": lambda: (b"", _list("user", "1.2345678901234567e-300"), 0.0),
+    "huge integers": lambda: (b"", _post(b'{"seed": ', b"1", b"}"), 0.0),
+    "one name again": lambda: (b"", _post(b"{", b'"user":0,', b'"n":1}'), 0.0),
+    "schemas of primes": lambda: (b"", _structured("guided_json", {"multipleOf": 999_983}), 0.0),
+    "nested schemas": lambda: (b"", _structured("guided_json", _nested(10)), 0.0),
+    "expressions": lambda: (b"", _structured("guided_regex", "(a{1000}){1000}(.*b){200}"), 0.0),
+    "chains of rules": lambda: (b"", _structured("guided_grammar", _CHAIN), 0.0),
     "connections alone": lambda: (_GET, b"", 0.0),
 }
 """Names what is sent once on each connection, what again and again, and how many seconds apart."""
@@ -167,10 +208,10 @@ def _service(kind: str) -> Iterator[tuple[int, int]]:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             arguments += "--api-key-file", str(_key_file(Path(folder)))
         if kind == "cluster":
-            _, node = stack.enter_context(running(Path.cwd(), *_ARGUMENTS["decode"]))
+            _, node = stack.enter_context(running(*_ARGUMENTS["decode"]))
             grpc_port = str(node["grpc_address"]).rpartition(":")[2]
             arguments += "--decode", f"{node['address']}/{grpc_port}"
-        process, ready = stack.enter_context(running(Path.cwd(), *arguments))
+        process, ready = stack.enter_context(running(*arguments))
         yield ready["metrics_port"] if kind == "probes" else port_of(ready), process.pid
 
 

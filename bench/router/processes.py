@@ -267,12 +267,10 @@ async def wait_ready(port: int) -> None:
 
 
 @contextlib.contextmanager
-def running(tree: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Runs a service of a source tree; yields its process and what it said when it was ready."""
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Runs a service; yields its process and what it said when it was ready."""
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments, "--port", "0", "--log-level", "error"],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": f"{tree}:{tree}/proto:{tree}/kernels"},
         stdout=subprocess.PIPE,
         text=True,
     )
