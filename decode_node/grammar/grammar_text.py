@@ -20,7 +20,7 @@ from llguidance import regex_to_lark
 from decode_node.grammar.formats import with_exact_formats
 from decode_node.grammar.known_keywords import (
     with_known_keywords,
-    without_inexact_numbers,
+    without_unfollowed_numbers,
     without_unknown_patterns,
 )
 
@@ -77,7 +77,7 @@ def json_schema(
         options = {"whitespace_flexible": False}
     if lenient:
         options["lenient"] = True
-        schema = without_inexact_numbers(without_unknown_patterns(schema))
+        schema = without_unfollowed_numbers(without_unknown_patterns(schema))
     exact = with_exact_formats(with_known_keywords(schema))
     return f"%json {json.dumps({**exact, 'x-guidance': options}, ensure_ascii=False)}"
 

@@ -5,6 +5,7 @@
     patternProperties of listed names    properties
     propertyNames of any string, uniqueItems: false       nothing: they ask for nothing
     format of a name of their own beside a pattern        the pattern
+    a large multipleOf of few numbers    enum
 
 Zod and pydantic write these for records, dictionaries and formats like `cuid2`.
 """
@@ -18,10 +19,12 @@ from typing import Any
 
 import msgspec
 
-from decode_node.grammar.schema_checks import MAX_BYTES, inexact_keywords, subschemas
+from decode_node.grammar.multiples import MULTIPLE, listed_multiples, together
+from decode_node.grammar.schema_checks import MAX_BYTES, subschemas, unfollowed_keywords
 
 _NAMES, _UNIQUE, _FORMAT = "propertyNames", "uniqueItems", "format"
 _PATTERNS = "patternProperties"
+_CHANGED = {_NAMES, _UNIQUE, _FORMAT, _PATTERNS, MULTIPLE}
 _LISTED_NAMES = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\))\$")
 """Matches a pattern of one name, or of several in brackets."""
 _FORMATS = {
@@ -40,9 +43,7 @@ _MAX_REFERENCES = 8
 def with_known_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema that means the same. What the library's keywords cannot say stays, for it to
     be refused by its name."""
-    if not any(
-        part.keys() & {_NAMES, _UNIQUE, _FORMAT, _PATTERNS} for _, part in subschemas(schema)
-    ):
+    if not any(part.keys() & _CHANGED for _, part in subschemas(schema)):
         return dict(schema)
     changed = copy.deepcopy(dict(schema))
     for _, part in list(subschemas(changed)):
@@ -55,6 +56,9 @@ def with_known_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
             _replace_names(part, changed)
         if isinstance(part.get(_PATTERNS), dict):
             _list_patterns(part)
+        if (listed := listed_multiples(part)) is not None:
+            part.clear()
+            part |= listed
     return changed
 
 
@@ -69,14 +73,15 @@ def without_unknown_patterns(schema: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def without_inexact_numbers(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema that allows more: whole numbers that cannot be kept exactly are any."""
-    if not any(inexact_keywords(part) for _, part in subschemas(schema)):
+def without_unfollowed_numbers(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema that allows more: what answers could not be held to is left out."""
+    if not any(unfollowed_keywords(part) for _, part in subschemas(schema)):
         return dict(schema)
     changed = copy.deepcopy(dict(schema))
     for _, part in subschemas(changed):
-        for keyword in inexact_keywords(part):
-            del part[keyword]
+        for keyword in unfollowed_keywords(part):
+            for one in together(part) if keyword == MULTIPLE else (part,):
+                one.pop(keyword, None)
     return changed
 
 

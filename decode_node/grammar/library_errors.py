@@ -38,6 +38,10 @@ _SAID = [
         r"Unsatisfiable schema: required property (.*) is unsatisfiable",
         r"no document follows it: the property \1 is required, and can have no value",
     ),
+    (
+        r"fuel exhausted when checking relevance of lexemes.*",
+        "its numbers, texts or patterns take too long to be told apart",
+    ),
     (r"Unsatisfiable schema: (.*)", r"no document follows it: \1"),
 ]
 _WORDS = [(re.compile(said), words) for said, words in _SAID]

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from decode_node.grammar.multiples import MULTIPLE, fault_of_multiple
 from edge.http.errors import BadRequest
 
 MAX_BYTES = 1 << 16
@@ -20,10 +21,18 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 """Keywords with an object of schemas."""
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _VALUES = ("const", "enum")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", MULTIPLE)
 _COUNT = "minProperties"
 _MAX_EXACT = 1 << 53
 """The grammar library has numbers as doubles, which are exact up to here."""
+_INEXACT = (
+    "has a whole number beyond 2^53, which cannot be kept exactly; leave it out, or make it a "
+    "string"
+)
+_OPEN_NAMES = (
+    "counts properties of any name, of which an answer may repeat one; list and require them, or "
+    "leave it out"
+)
 _SINGLE = (
     "items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
     "unevaluatedItems", "unevaluatedProperties", "additionalItems",
@@ -78,22 +87,19 @@ def check_schema(schema: Any, param: str) -> None:
 def check_numbers(schema: Mapping[str, Any], param: str) -> None:
     """Raises `BadRequest` for numbers that answers could not be held to exactly."""
     for place, part in subschemas(schema):
-        for keyword in inexact_keywords(part):
-            why = (
-                "counts properties of any name, of which an answer may repeat one; list and "
-                "require them, or leave it out"
-                if keyword == _COUNT
-                else "has a whole number beyond 2^53, which cannot be kept exactly; leave it out, "
-                "or make it a string"
-            )
+        for keyword, why in unfollowed_keywords(part).items():
             raise BadRequest(f"{param}{place}: {keyword} {why}", param=param)
 
 
-def inexact_keywords(part: Mapping[str, Any]) -> list[str]:
-    """Returns the keywords of one schema whose whole numbers are too large to be kept exactly, or
-    count what the grammar library does not tell apart."""
-    found = [key for key in (*_VALUES, *_BOUNDS) if key in part and _has_large_number(part[key])]
-    return [*found, *([_COUNT] if _counts_open_names(part) else [])]
+def unfollowed_keywords(part: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the keywords of one schema that the grammar library does not hold answers to, each
+    with the reason."""
+    found = {key: _INEXACT for key in (*_VALUES, *_BOUNDS) if _has_large_number(part.get(key))}
+    if _counts_open_names(part):
+        found[_COUNT] = _OPEN_NAMES
+    if why := fault_of_multiple(part):
+        found.setdefault(MULTIPLE, why)
+    return found
 
 
 def _counts_open_names(part: Mapping[str, Any]) -> bool:
