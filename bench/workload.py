@@ -208,10 +208,5 @@ PRESETS = {
         first=Quantiles(((0, 50), (20, 200), (50, 1000), (80, 4000), (95, 8000), (100, 16000))),
         output=exactly(150),
     ),
-    "shared-opening": Preset(
-        description="conversations of six turns behind one opening of 16,384 tokens, long pauses",
-        first=exactly(1500), output=exactly(200), new=exactly(1500), turns=((6, 1.0),),
-        pause_median_s=120.0, shared_tokens=16384,
-    ),
 }
 # fmt: on

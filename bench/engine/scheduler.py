@@ -18,11 +18,9 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import msgspec
-import xxhash
 
 from bench.arguments import parser_of
 from bench.record import write_result
@@ -33,7 +31,6 @@ from engine.contracts.request import Request
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.kv_cache.block_hash import extend_block_hashes, hash_block_tokens, pack_tokens
 from engine.models.specs.llama import LlamaSpec
 from engine.rope import Rotary
 from engine.sched.scheduler import Scheduler
@@ -219,47 +216,6 @@ def _measure_once(
     )
 
 
-def measure_hashing(num_tokens: int = 8192, block_size: int = 16) -> dict[str, float]:
-    """Measures naming the blocks of one long prompt, in microseconds, by SHA-256 and by
-    XXH3-128.
-    """
-    prompt = [index * 7919 % 100_000 for index in range(num_tokens)]
-
-    def by_sha256() -> None:
-        message = EngineCoreRequest(request_id="", spec=RequestSpec(prompt))
-        extend_block_hashes(Request(message), block_size)
-
-    packed = pack_tokens(prompt)
-    width = 4 * block_size
-
-    def chain_sha256() -> None:
-        parent = b""
-        for offset in range(0, len(packed), width):
-            parent = hash_block_tokens(parent, packed[offset : offset + width])
-
-    def chain_xxh3() -> None:
-        parent = b""
-        for offset in range(0, len(packed), width):
-            parent = xxhash.xxh3_128_digest(parent + packed[offset : offset + width])
-
-    return {
-        "tokens": num_tokens,
-        "block_size": block_size,
-        "request_us": _best_us(by_sha256),
-        "sha256_us": _best_us(chain_sha256),
-        "xxh3_128_us": _best_us(chain_xxh3),
-    }
-
-
-def _best_us(run: Callable[[], None]) -> float:
-    times = []
-    for _ in range(20):
-        started = time.perf_counter()
-        run()
-        times.append(1e6 * (time.perf_counter() - started))
-    return round(min(times), 1)
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="measured steps of each batch")
@@ -271,11 +227,10 @@ def main() -> None:
         for batch in _BATCHES
     ]
     aligned = measure(256, 16, 1, steps, aligned=True)
-    hashing = measure_hashing()
     rows = [asdict(cost) for cost in [*costs, aligned]]
-    for row in [*rows, hashing]:
+    for row in rows:
         print(json.dumps(row))
-    print(f"written to {write_result('scheduler', {'steps': rows, 'hashing': hashing})}")
+    print(f"written to {write_result('scheduler', {'steps': rows})}")
 
 
 if __name__ == "__main__":

@@ -27,12 +27,11 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 
 from bench.arguments import names_among, numbers, parser_of
-from bench.engine.models.peer_weights import peer_weights
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.models.uniform_routing import uniform_routing
 from bench.engine.timing.references import REFERENCES, Reference
@@ -181,9 +180,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--uniform-routing", action="store_true", help="to experts, in one process, on one GPU"
     )
-    parser.add_argument(
-        "--peer-weights", action="store_true", help="drawn as vLLM draws its own; the same"
-    )
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     parser.add_argument(
@@ -197,9 +193,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
     arguments = parser.parse_args()
-    in_process = arguments.breakdown or arguments.uniform_routing or arguments.peer_weights
-    if in_process and arguments.tp > 1:
-        parser.error("--breakdown, --uniform-routing and --peer-weights: one process, one GPU")
+    if (arguments.breakdown or arguments.uniform_routing) and arguments.tp > 1:
+        parser.error("--breakdown and --uniform-routing: one process, one GPU")
     return arguments
 
 
@@ -261,16 +256,11 @@ def main() -> None:
     results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
     results["uniform_routing"] = arguments.uniform_routing
-    results["peer_weights"] = arguments.peer_weights
     results["max_num_batched_tokens"] = arguments.max_num_batched_tokens
-    with ExitStack() as stack:
-        if arguments.uniform_routing:
-            stack.enter_context(uniform_routing(config.scheduler.max_num_batched_tokens))
-        if arguments.peer_weights:
-            stack.enter_context(peer_weights())
+    budget = config.scheduler.max_num_batched_tokens
+    with uniform_routing(budget) if arguments.uniform_routing else nullcontext():
         if measures:
-            in_process = arguments.uniform_routing or arguments.peer_weights
-            figures = run_cases(config, measures, results, in_process)
+            figures = run_cases(config, measures, results, arguments.uniform_routing)
         if arguments.breakdown:
             from bench.engine.timing.step_breakdown import measure_breakdown
 

@@ -13,13 +13,12 @@ import select
 import time
 import uuid
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from bench.kv.raw_tcp import target_offset
-from edge.security.config import SecurityConfig
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle, KVConnectorScheduler
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName
@@ -34,8 +33,7 @@ _PATTERN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One measurement. `held`: leading tokens of the prompt that decode has already. `limit_s`: of
-    one transfer."""
+    """One measurement. `limit_s`: of one transfer."""
 
     transport: PullTransportName
     streams: int
@@ -43,12 +41,10 @@ class Case:
     chunk_bytes: int
     block_size: int
     tokens: int
-    held: int = 0
     staging_bytes: int = 512 << 20
     data: str = "stream"
     limit_s: float = 60.0
     receive_threads: int = 0
-    security: SecurityConfig = field(default_factory=SecurityConfig)
 
 
 def llama_8b(block_size: int) -> KVLayout:
@@ -99,14 +95,14 @@ class Caches(ABC):
         """Clears the destination."""
 
     @abstractmethod
-    def is_equal(self, first_block: int) -> bool:
-        """Returns whether every block from there on arrived, and none before was touched."""
+    def is_equal(self) -> bool:
+        """Returns whether every block arrived."""
 
     def close(self) -> None:
         self.marks.close()
 
-    def check_kv(self, held: int) -> None:
-        if not self.is_equal(held // self.layout.groups[0].block_size):
+    def check_kv(self) -> None:
+        if not self.is_equal():
             raise SystemExit("the KV that arrived is not the KV that was sent")
 
 
@@ -134,11 +130,10 @@ class HostCaches(Caches):
     def clear(self) -> None:
         self._target[:] = 0
 
-    def is_equal(self, first_block: int) -> bool:
+    def is_equal(self) -> bool:
         shape = (self.layout.num_layers, self.num_blocks, -1)
         arrived = self._target.reshape(shape)[:, self.target_blocks]
-        sent = self._source.reshape(shape)[:, first_block:]
-        return np.array_equal(arrived[:, first_block:], sent) and not arrived[:, :first_block].any()
+        return np.array_equal(arrived, self._source.reshape(shape))
 
     def check_raw(self, chunk_bytes: int) -> None:
         num_chunks = self.num_bytes // chunk_bytes
@@ -184,13 +179,11 @@ class GpuCaches(Caches):
         self._target.zero_()
         self._synchronize()
 
-    def is_equal(self, first_block: int) -> bool:
+    def is_equal(self) -> bool:
         import torch
 
         arrived = self._target[:, self.target_blocks].to(self._source.device)
-        return torch.equal(arrived[:, first_block:], self._source[:, first_block:]) and not bool(
-            arrived[:, :first_block].any()
-        )
+        return torch.equal(arrived, self._source)
 
     def close(self) -> None:
         """Closes the caches, which nothing maps any more. Kept memory could put the next two into
@@ -214,7 +207,6 @@ class KVPair:
 
     def __init__(self, caches: Caches, case: Case) -> None:
         self.caches = caches
-        self._held = case.held
         self._limit_s = case.limit_s
         self._producer = _connector("kv_producer", caches, case)
         self._consumer = _connector("kv_consumer", caches, case)
@@ -244,7 +236,7 @@ class KVPair:
         self._steps += 1
         self._producer.update_state_after_alloc(sent, (), 0)
         self._consumer.update_state_after_alloc(
-            Prompt("decode", num_tokens, request), (caches.target_blocks,), num_tokens - self._held
+            Prompt("decode", num_tokens, request), (caches.target_blocks,), num_tokens
         )
         self._producer.build_connector_meta(
             self._steps, [PromptChunk(sent, 0, num_tokens, (caches.source_blocks,))]
@@ -294,7 +286,6 @@ def _connector(role: KVRole, caches: Caches, case: Case) -> KVConnectorScheduler
         staging_bytes=case.staging_bytes,
         pull_transport=case.transport,
         transports=case.data,
-        security=case.security,
     )
     engine_id = f"bench-{uuid.uuid4().hex[:12]}"
     handle = caches.handle(role == "kv_producer")

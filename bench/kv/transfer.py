@@ -11,7 +11,7 @@ are taken within a turn. The KV is carried in both ways that nodes can be asked 
 1 GB = 1e9 bytes.
 
     python -m bench.kv.transfer                          1 to 16 streams
-    python -m bench.kv.transfer --sweep processes        or chunk-kib, block-size, tokens, hit-rate
+    python -m bench.kv.transfer --sweep processes        or chunk-kib, tokens
     python -m bench.kv.transfer --sweep receive-threads  0: event loops receive
     python -m bench.kv.transfer --sweep tokens --points 500 2000 8000
     python -m bench.kv.transfer --realtime               (root) other programs have to wait
@@ -19,26 +19,20 @@ are taken within a turn. The KV is carried in both ways that nodes can be asked 
     python -m bench.kv.transfer --gpus 0 1 --data cuda_ipc,stream
 
 Standard error tells each stage as it begins and each transfer as it ends, so a run that is cut off
-says where it stood; `--limit-s` ends one that hangs. bench.kv.nixl_stages looks at NIXL alone.
+says where it stood; `--limit-s` ends one that hangs.
 
-What is not swept stays as its flag says. `hit-rate` is the percentage of the prompt that decode
-holds already: only the rest may cross the wire. Writes bench/results/NAME.json.
+What is not swept stays as its flag says. Writes bench/results/NAME.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from pathlib import Path
 
 from bench.arguments import parser_of
 from bench.kv.pair import Caches, Case, HostCaches, KVPair, llama_8b, make_caches
@@ -46,10 +40,8 @@ from bench.kv.raw_tcp import RawTcp
 from bench.kv.turns import Row, Turn, measure, summarise
 from bench.record import write_result
 from edge.logs.setup import LogStyle, setup_logging
-from edge.security.config import SecurityConfig
 
-_TLS = "-tls"
-_TRANSPORTS = ("h2", "grpcio", "h2-tls", "grpcio-tls")
+_TRANSPORTS = ("h2", "grpcio")
 _RAW_TCP = "raw TCP"
 _REALTIME_PRIORITY = 10
 
@@ -74,20 +66,12 @@ def _with_processes(case: Case, count: int) -> Case:
     return replace(case, processes=count, streams=max(case.streams, 2 * count))
 
 
-def _with_hits(case: Case, percent: int) -> Case:
-    held = case.tokens * percent // 100 // case.block_size * case.block_size
-    return replace(case, held=held)
-
-
 SWEEPS = {
     "streams": Sweep("streams", (1, 2, 4, 8, 16), lambda case, n: replace(case, streams=n)),
     "processes": Sweep("processes of each side", (1, 2, 4, 8), _with_processes),
     "chunk-kib": Sweep(
         "KiB of a chunk", (256, 512, 1024, 2048, 4096),
         lambda case, kib: replace(case, chunk_bytes=kib << 10),
-    ),
-    "block-size": Sweep(
-        "tokens of a block", (16, 64, 128, 256), lambda case, n: replace(case, block_size=n)
     ),
     "tokens": Sweep(
         "tokens of the prompt", (500, 1000, 2000, 4000, 8000, 16_000, 32_000),
@@ -97,7 +81,6 @@ SWEEPS = {
         "threads that receive, of each process", (0, 1, 2, 4),
         lambda case, n: replace(case, receive_threads=n),
     ),
-    "hit-rate": Sweep("% of the prompt that decode has", (0, 40, 80), _with_hits),
 }  # fmt: skip
 
 
@@ -129,25 +112,6 @@ class RawPart:
             self._files.close()
 
 
-@cache
-def certificates() -> SecurityConfig:
-    """Makes certificates of an authority made for this run; both ends show the same."""
-    import trustme  # only this needs it
-
-    folder = Path(tempfile.mkdtemp(prefix="bench-tls-"))
-    atexit.register(shutil.rmtree, folder)
-    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
-    issued = authority.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA)
-    authority.cert_pem.write_to_path(str(folder / "ca.crt"))
-    issued.private_key_pem.write_to_path(str(folder / "tls.key"))
-    issued.cert_chain_pems[0].write_to_path(str(folder / "tls.crt"))
-    return SecurityConfig(
-        tls_cert_file=str(folder / "tls.crt"),
-        tls_key_file=str(folder / "tls.key"),
-        tls_ca_file=str(folder / "ca.crt"),
-    )
-
-
 def say(line: str) -> None:
     print(f"{time.monotonic():10.3f} {line}", file=sys.stderr, flush=True)
 
@@ -168,7 +132,7 @@ def take_turns(
             say(
                 f"turn {turn}, {transport}: {found.num_bytes / 1e6:.0f} MB in {found.seconds:.4f} s"
             )
-            caches.check_kv(case.held)
+            caches.check_kv()
             pair.settle()
         for transport, result in measured.items():
             if turn > 0:
@@ -184,10 +148,9 @@ def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]
     raw = None
     try:
         for transport in args.transports:
-            security = certificates() if transport.endswith(_TLS) else SecurityConfig()
-            kind = transport.removesuffix(_TLS)
-            say(f"{case.processes} + {case.processes} transfer processes, {case.data}, {kind} ...")
-            pairs[transport] = KVPair(caches, replace(case, transport=kind, security=security))
+            count = case.processes
+            say(f"{count} + {count} transfer processes, {case.data}, {transport} ...")
+            pairs[transport] = KVPair(caches, replace(case, transport=transport))
         say("ready; transfers ...")
         raw = None if args.no_raw_tcp else RawPart(caches, case)
         turns = take_turns(caches, pairs, raw, case, args.turns)
@@ -235,10 +198,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--chunk-kib", type=int, default=2048)
     parser.add_argument("--staging-mib", type=int, default=512, help="of a rank")
-    parser.add_argument(
-        "--transports", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS[:2]),
-        help="-tls: with certificates, made by trustme",
-    )  # fmt: skip
+    parser.add_argument("--transports", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS))
     parser.add_argument(
         "--data", choices=("stream", "cuda_ipc,stream", "nixl,stream"),
         default="stream",

@@ -30,8 +30,6 @@ from planner.simulation.step_filling import prompt_order
 from planner.simulation.step_times import MeasuredTimes, PrefillCost
 from router.admission.admission_gate import GateLimits
 from router.placement.choose_policy import PolicyName
-from router.placement.spill import Margin
-from router.placement.tandem_policy import TandemParameters
 
 _BUDGET = 8192
 _COMPARED = (PolicyName.LEAST_LOADED, PolicyName.TANDEM)
@@ -45,25 +43,11 @@ def policies() -> Iterable[Case]:
             yield Case(group="policies", label=policy, load=load, policy=policy)
 
 
-def seeds() -> Iterable[Case]:
-    for seed in (1, 2):
-        for load in (0.95, 1.15):
-            yield Case(group="seeds", label=f"seed {seed}", load=load, seed=seed)
-
-
 def routers() -> Iterable[Case]:
     for num_routers in (1, 2, 8, 16):
         for load in (0.95, 1.15):
             shape = ClusterShape(num_routers=num_routers)
             yield Case(group="routers", label=f"{num_routers} routers", load=load, shape=shape)
-
-
-def reports() -> Iterable[Case]:
-    """Compares intervals between reports, without the report that follows each change."""
-    for report_s in (0.25, 0.5, 1.0, 2.0):
-        for load in (0.95, 1.15):
-            shape = ClusterShape(report_s=report_s, reports_on_change=False)
-            yield Case(group="reports", label=f"every {report_s:g} s", load=load, shape=shape)
 
 
 def nodes() -> Iterable[Case]:
@@ -83,28 +67,6 @@ def workloads() -> Iterable[Case]:
     for workload in ("agent", "chat-short", "no-share", "hot-prefix", "flash-crowd", HOT_KEY):
         for policy in (PolicyName.LEAST_LOADED, PolicyName.STICKY, PolicyName.TANDEM):
             yield Case(group="workloads", label=policy, load=0.9, policy=policy, workload=workload)
-
-
-def parts() -> Iterable[Case]:
-    """Compares the policy with one of its parts taken away."""
-    base = TandemParameters()
-    none, double = Margin(0.0, 0.0), Margin(1.0, 1.0)
-    variants: list[tuple[str, TandemParameters, ClusterShape]] = [
-        ("complete", base, ClusterShape()),
-        ("no margins", replace(base, spill=none), ClusterShape()),
-        ("double margins", replace(base, spill=double), ClusterShape()),
-        ("constant weight 3", replace(base, base_weight=3.0, queue_weight=0.0), ClusterShape()),
-        ("no prefix index", replace(base, max_index_entries=0), ClusterShape()),
-        ("no prefixes in reports", base, ClusterShape(reports_prefixes=False)),
-    ]
-    for label, parameters, shape in variants:
-        for load in (0.95, 1.15):
-            yield Case(group="parts", label=label, load=load, shape=shape, parameters=parameters)
-
-
-def slow() -> Iterable[Case]:
-    for policy in (PolicyName.LEAST_LOADED, PolicyName.STICKY, PolicyName.TANDEM):
-        yield Case(group="slow", label=policy, load=0.8, policy=policy, slow_nodes=2)
 
 
 def uncached() -> Iterable[Case]:
@@ -209,21 +171,6 @@ def batches() -> Iterable[Case]:
                 )
 
 
-def crowded() -> Iterable[Case]:
-    """Sends conversations behind one long opening, slowly, whose ends one cache has no room for."""
-    shape = ClusterShape(num_prefill=4, num_decode=4, cache_blocks=120)
-    for policy in (*_COMPARED, PolicyName.STICKY):
-        yield Case(
-            group="crowded",
-            label=policy,
-            load=0.12,
-            policy=policy,
-            workload="shared-opening",
-            count=6000,
-            shape=shape,
-        )
-
-
 def overload() -> Iterable[Case]:
     """Sends far more than can be served, without and with admission."""
     gate = GateLimits(slots_per_node=4, max_waiting=64, num_routers=4)
@@ -237,8 +184,7 @@ def overload() -> Iterable[Case]:
 GROUPS: dict[str, Callable[[], Iterable[Case]]] = {
     group.__name__: group
     for group in (
-        policies, seeds, routers, reports, nodes, workloads, parts, slow, overload,
-        uncached, rates, deflected, crowded, batches,
+        policies, routers, nodes, workloads, overload, uncached, rates, deflected, batches,
     )
 }
 # fmt: on

@@ -2,8 +2,9 @@
 """A cluster under load that is hurt on purpose, until every counter must be zero again.
 
     python -m bench.serving.soak                            10 000 requests, the demo checkpoint
-    python -m bench.serving.soak --requests 300 --kill-every-s 5 a short look
+    python -m bench.serving.soak --requests 300 --kill-every-s 5     a short look
     python -m bench.serving.soak --all-tiers --prefill 2 --name soak_all_tiers
+    python -m bench.serving.soak --streams --prefill 2 --decode 3 --kill-node-every-s 10
 
 Requests of random lengths come from --clients clients; one in five is left at a random moment of
 the time that its prompt takes. A transfer process, or one that reads grammars or images, is killed
@@ -12,7 +13,8 @@ that has others. Requests that were not left are asked again when the cluster is
 end in full, with the tokens that their prompt had the first time. At the end nothing may be held:
 no block, row, lease, staged byte, pull or open request on any node. Failed prefill attempts are
 counted by cause. Memory and open files of each process are in the result for forty moments, and
-its growth with an interval of confidence. It writes bench/results/NAME.json; the exit status says
+its growth with an interval of confidence. With --streams all answers are streams, whose longest
+silences are in the result. It writes bench/results/NAME.json; the exit status says
 whether all of it was so.
 
 With --all-tiers prompts are turns of conversations, and caches are small: what they forget comes
@@ -45,6 +47,7 @@ from typing import Any
 import aiohttp
 
 from bench.arguments import parser_of
+from bench.figures import distribution
 from bench.record import RESULTS, write_result
 from bench.serving.node_metrics import by_label, held, read_metrics
 from bench.serving.pd_cluster import supervised
@@ -223,6 +226,7 @@ class Run:
         return {
             "outcomes": dict(self.soak.outcomes),
             "asked_to_wait": dict(self.soak.asked_to_wait),
+            "longest_silence_s": distribution(self.soak.silences_s),
             "operator": dict(self.operator.outcomes),
             "kills": dict(self.harm.kills),
             "restarts_of_nodes": {n.spec.name: n.restarts for n in self.nodes if n.restarts},
@@ -271,7 +275,10 @@ async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         harm = Harm(nodes, [node for node in nodes if node.spec.name in dying], args.seed)
         harm.kills.update(record.kills)
         url = router.spec.endpoint
-        soak = Soak(session, url, args.seed, tiers=args.all_tiers, everything=args.everything)
+        soak = Soak(
+            session, url, args.seed,
+            tiers=args.all_tiers, everything=args.everything, streams=args.streams,
+        )  # fmt: skip
         soak.texts = record.texts
         soak.outcomes.update(record.outcomes)
         operator = Operator(session, url, args.seed)
@@ -290,6 +297,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-transports", default="auto")
     parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
     parser.add_argument("--all-tiers", action="store_true", help="KV from everywhere")
+    parser.add_argument("--streams", action="store_true", help="all answers are streams")
     parser.add_argument("--everything", action="store_true", help="with all features, and tiers")
     parser.add_argument("--record", type=Path, help="file of a run that may be interrupted")
     parser.add_argument("--seconds", type=float, default=0.0, help="the longest; 0: no limit")

@@ -27,13 +27,16 @@ class Soak:
 
     Attributes:
         asked_to_wait: Answers that the cluster is too busy: asked again a little later.
+        silences_s: The longest time between two events of each answer that streamed and was right.
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, seed: int, *, tiers: bool, everything: bool
-    ) -> None:
+        self, session: aiohttp.ClientSession, url: str, seed: int, *, tiers: bool, everything: bool,
+        streams: bool,
+    ) -> None:  # fmt: skip
         self._has_turns = tiers
         self._has_all = everything
+        self._streams = streams
         self._session = session
         self._url = url
         self._random = random.Random(seed)
@@ -42,6 +45,7 @@ class Soak:
         """The seconds of the last request with a prompt that was not left."""
         self.outcomes: Counter[str] = Counter()
         self.asked_to_wait: Counter[str] = Counter()
+        self.silences_s: list[float] = []
 
     @property
     def num_done(self) -> int:
@@ -72,7 +76,8 @@ class Soak:
         while True:
             async with self._session.post(f"{self._url}{path}", json=body) as response:
                 if response.content_type == "text/event-stream":
-                    text = await _read_stream(response)
+                    text, silence_s = await _read_stream(response)
+                    self.silences_s.append(silence_s)
                     break
                 answer: dict[str, Any] = await response.json()
             if response.status == 200:
@@ -100,6 +105,7 @@ class Soak:
             "temperature": 0.7 * (prompt % 2),
             "seed": prompt,
             "ignore_eos": True,
+            "stream": self._streams,
         }
         return request_of(prompt, body) if self._has_all else ("/v1/completions", body)
 
@@ -116,14 +122,18 @@ def text_of(answer: dict[str, Any]) -> str:
     return text
 
 
-async def _read_stream(response: aiohttp.ClientResponse) -> str:
-    """Returns the text of a stream. One that breaks off has none: what it says instead."""
+async def _read_stream(response: aiohttp.ClientResponse) -> tuple[str, float]:
+    """Returns the text of a stream, and its longest silence in seconds. One that breaks off has no
+    text: what it says instead."""
     text, last = "", ""
+    at, longest_s = time.monotonic(), 0.0
     async for line in response.content:
         if line.startswith(b"data: "):
+            before, at = at, time.monotonic()
+            longest_s = max(longest_s, at - before)
             last = line[6:].decode().strip()
             event = {} if last == _DONE else json.loads(last)
             if "error" in event:
-                return f"broken off: {event['error']['message'][:100]}"
+                return f"broken off: {event['error']['message'][:100]}", longest_s
             text += "".join(one.get("text") or "" for one in event.get("choices", ()))
-    return text if last == _DONE else "broken off without a word"
+    return text if last == _DONE else "broken off without a word", longest_s
