@@ -16,7 +16,6 @@ reaches only the process that the user started. That one decides, and ends its c
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -30,8 +29,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from host.stack_dump import install_stack_dumps
-
-_PR_SET_PDEATHSIG = 1
+from host.termination import die_with_parent
 
 T = TypeVar("T")
 
@@ -170,19 +168,6 @@ def read_config(config_type: type[T]) -> T:
     parent_pid = int(sys.stdin.buffer.readline() or 0)
     die_with_parent(parent_pid)
     return msgspec.json.decode(sys.stdin.buffer.read(), type=config_type)
-
-
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """The kernel sends us SIGKILL when the thread that started us ends.
-
-    `parent_pid`: who started us; it may have ended already. None: our parent now.
-    """
-    parent_pid = os.getppid() if parent_pid is None else parent_pid
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        raise SystemExit("the parent process has ended")
 
 
 def ipc_address(engine_id: str, purpose: str) -> str:

@@ -31,13 +31,13 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from host.child_process import die_with_parent
+from host.termination import bound, die_with_parent
 
 PROGRAMS = {
     "cli": "cli.__main__",
@@ -159,13 +159,14 @@ def _execute_child(self: Any, *given: Any) -> None:
         return
     inherited = {"p2cread": 0, "c2pwrite": 1, "errwrite": 2}
     streams = [fd if asked[n] == -1 else asked[n] for n, fd in inherited.items()]
+    argv, dies_with_parent = _unbound(asked["args"])
     wanted = _Start(
-        list(map(os.fspath, asked["args"])),
+        argv,
         dict(env),
         os.fspath(asked["cwd"] or Path.cwd()),
         asked["start_new_session"],
         None if asked["process_group"] == -1 else asked["process_group"],
-        asked["preexec_fn"] is die_with_parent,
+        dies_with_parent,
         sorted(asked["pass_fds"]),
     )
     self.pid = store.start(wanted, [*streams, *wanted.fds])
@@ -175,13 +176,22 @@ def _execute_child(self: Any, *given: Any) -> None:
 
 
 def _is_ours(asked: dict[str, Any]) -> bool:
-    argv = asked["args"]
-    if isinstance(argv, str) or list(argv[:2]) != [sys.executable, "-m"]:
+    if isinstance(asked["args"], str):
+        return False
+    argv, _ = _unbound(asked["args"])
+    if argv[:2] != [sys.executable, "-m"]:
         return False
     usual = {"executable": (None, sys.executable), "shell": (False,), "umask": (-1,)}
     usual |= {"uid": (None,), "gid": (None,), "gids": (None,)}
-    usual |= {"preexec_fn": (None, die_with_parent), "close_fds": (True,)}
+    usual |= {"preexec_fn": (None,), "close_fds": (True,)}
     return _program(argv) in PROGRAMS and all(asked[n] in some for n, some in usual.items())
+
+
+def _unbound(given: Sequence[str | os.PathLike[str]]) -> tuple[list[str], bool]:
+    """Returns a command, and whether it is to end with this process (`host.termination`)."""
+    argv, binding = list(map(os.fspath, given)), bound([])
+    is_bound = argv[: len(binding)] == binding
+    return argv[len(binding) * is_bound :], is_bound
 
 
 def _program(argv: list[str]) -> str:

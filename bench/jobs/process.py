@@ -12,12 +12,12 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from bench.jobs.plan import ROOT, Job
-from host.child_process import ChildProcess, die_with_parent, environment_with
+from host.child_process import ChildProcess, environment_with
+from host.termination import bound
 
 _POLL_S = 0.02
 _DEATH_S = 20.0
@@ -61,14 +61,13 @@ class JobProcess:
             settings = " ".join(f"{name}={value}" for name, value in more.items())
             log.write(f"$ {settings} {shlex.join(['python', '-m', *words])}\n".encode())
             process = subprocess.Popen(
-                [sys.executable, "-m", *words],
+                bound([sys.executable, "-m", *words]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
                 env=environment_with(more),
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         self._child = ChildProcess(process, job.name)
 

@@ -25,7 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from host.child_process import die_with_parent, environment_with
+from host.child_process import environment_with
+from host.termination import bound
 
 _GIB = 1 << 30
 _LAST_WORDS = 25
@@ -157,13 +158,12 @@ class Service:
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *self.spec.argv,
+            *bound(self.spec.argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=environment_with(self.spec.env),
             start_new_session=True,
-            preexec_fn=die_with_parent,
             limit=1 << 20,
         )
 

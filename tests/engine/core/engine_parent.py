@@ -6,7 +6,7 @@ import asyncio
 import json
 
 from engine.frontend.async_llm import AsyncLLM
-from host.child_process import die_with_parent
+from host.termination import die_with_parent
 from tests.engine.core.tiny_engine import tiny_config
 
 
