@@ -48,11 +48,17 @@ PROGRAMS = {
     "engine.core.core_proc": "engine.core.core_proc",
     "engine.executor.worker_proc": "engine.executor.worker_proc",
     "kv_transfer.control.process": "kv_transfer.control.process",
+    "tests.bench.check_jobs": "tests.bench.check_jobs",
     "tests.engine.models.engine_rank": "engine.worker.worker",
     "tests.engine.models.rank_process": "engine.worker.worker",
 }
 """A module that is started, itself or by `edge.program`, to what is imported for it."""
-WITHOUT_CHILDREN = {"router", "engine.executor.worker_proc", "kv_transfer.control.process"}
+WITHOUT_CHILDREN = {
+    "router",
+    "engine.executor.worker_proc",
+    "kv_transfer.control.process",
+    "tests.bench.check_jobs",
+}
 READ_AT_USE = ("TANDEM_", "PYTEST_CURRENT_TEST", "GRPC_VERBOSITY", "RAY_", "TORCHINDUCTOR_")
 """How variables begin that no import of a program looks at. Those of libraries are set by some that
 tests import."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from bench.serving.soak_everything import DECODE_ARGS, NODE_ARGS, SEES, write_adapters
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.local_cluster.supervisor import ServiceSpec
-from tests.e2e.vision_node_checkpoint import save as save_vision
 
 _ALL_TIERS = (
     "--enable-prefix-caching",
@@ -65,7 +64,10 @@ class Wanted:
         return [merged(router, seeing[0]), *nodes, *(sees(one) for one in seeing[1:])]
 
     def _seeing(self, folder: Path) -> list[ServiceSpec]:
-        checkpoint = save_vision(folder / SEES)
+        # Transformers makes it, whose import takes longer than that of all the rest.
+        from tests.e2e.vision_node_checkpoint import save
+
+        checkpoint = save(folder / SEES)
         args = ["--kv-transports", self.kv_transports, *_VISION_ARGS]
         settings = self._settings(str(checkpoint), 1, 1).model_copy(update={"switchable": 0})
         return cluster_specs(settings, args)

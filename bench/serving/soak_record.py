@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from matplotlib.figure import Figure
 
 from bench.serving.process_tree import usage
 
@@ -131,6 +130,8 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def plot(looks: Sequence[Look], path: Path) -> None:
     """Draws the memory over time of each process that lived on after the warm-up."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for name in survivors(after_warm_up(looks)):

@@ -2,6 +2,7 @@
 
 python -m tests.bench.check_jobs PLAN ...      the jobs of plans
 python -m tests.bench.check_jobs FILE.json ... the commands that result files name
+python -m tests.bench.check_jobs bench.PART    whether the modules of a part import
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import runpy
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -98,11 +101,26 @@ def problems_of_results(files: list[str]) -> Iterator[str]:
             yield f"{Path(file).name}: {found}"
 
 
+def problem_of_import(part: str) -> str:
+    """Imports all modules of a part; returns why one cannot be, empty: all can."""
+    modules = [
+        ".".join(file.with_suffix("").parts) for file in Path(*part.split(".")).rglob("*.py")
+    ]
+    try:
+        for module in sorted(modules):
+            import_module(module)
+    except Exception:
+        return traceback.format_exc()
+    return "" if modules else "there is no module"
+
+
 def main() -> None:
-    names = sys.argv[1:]
-    results = [name for name in names if name.endswith(".json")]
-    plans = [name for name in names if name not in results]
-    found = [*problems(read_plans(plans)), *problems_of_results(results)]
+    parts, results, plans = [], [], []
+    for name in sys.argv[1:]:
+        kind = parts if name.startswith("bench.") else results if name.endswith(".json") else plans
+        kind.append(name)
+    found = [f"{part}: {problem}" for part in parts if (problem := problem_of_import(part))]
+    found += [*problems(read_plans(plans)), *problems_of_results(results)]
     for line in found:
         print(line)
     sys.exit(int(bool(found)))
