@@ -58,7 +58,9 @@ class H2Call(ServerCall):
         self.has_ended = False
         """Trailers are queued, or nothing wants them."""
         self._on_over = on_over
+        self.has_started = False
         self._task: asyncio.Task[None] | None = None
+        """Is gone when it has ended: a cancelled one holds its frames, which hold this."""
         self._writer = writer
         self._window = window
         self._request = bytearray()
@@ -92,14 +94,11 @@ class H2Call(ServerCall):
             raise CallAborted(grpc.StatusCode.UNIMPLEMENTED, "compression is not supported")
         return data[_PREFIX_BYTES:]
 
-    @property
-    def has_started(self) -> bool:
-        return self._task is not None
-
     def start(self, run: Coroutine[None, None, None]) -> None:
         """The request is complete; `run` answers it."""
+        self.has_started = True
         self._task = asyncio.create_task(run)
-        self._task.add_done_callback(lambda _: self._look_whether_over())
+        self._task.add_done_callback(self._handler_ended)
 
     # What handlers use ------------------------------------------------------------------------
 
@@ -145,8 +144,12 @@ class H2Call(ServerCall):
             self._task.cancel()
         self._look_whether_over()
 
+    def _handler_ended(self, _: asyncio.Task[None]) -> None:
+        self._task = None
+        self._look_whether_over()
+
     def _look_whether_over(self) -> None:
-        if self.has_ended and not self._queue and (self._task is None or self._task.done()):
+        if self.has_ended and not self._queue and self._task is None:
             self._on_over(self)
 
     def _drop(self, keep_begun: bool) -> None:

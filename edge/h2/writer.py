@@ -24,6 +24,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -84,6 +85,11 @@ def _nobody(error: Exception) -> None:
     return
 
 
+def _limit_unsent(sock: Connection, num_bytes: int) -> None:
+    with suppress(OSError):  # Not every socket is one of TCP.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
+
+
 class H2Writer:
     """`on_lost` is called once, with the reason, when the socket can take nothing more."""
 
@@ -96,7 +102,7 @@ class H2Writer:
         self._threads = threads
         self._on_lost = on_lost
         self._window = h2.DEFAULT_WINDOW
-        self._pace = SendPace(self._limit_unsent)
+        self._pace = SendPace(partial(_limit_unsent, sock))
         self._sources: dict[Source, float] = {}
         """When each was served last, or came."""
         self._out: deque[tuple[Segment, Source | None]] = deque()
@@ -243,10 +249,6 @@ class H2Writer:
             self._is_waiting = True
             self._loop.add_writer(self._socket.fileno(), self._has_room)
         self._advance(result)
-
-    def _limit_unsent(self, num_bytes: int) -> None:
-        with suppress(OSError):  # Not every socket is one of TCP.
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
 
     def _has_room(self) -> None:
         self._loop.remove_writer(self._socket.fileno())

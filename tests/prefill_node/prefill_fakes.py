@@ -155,6 +155,7 @@ class ServedPrefill:
     servicer: PrefillServicer
     metrics: PrefillMetrics
     stub: Any
+    port: int
 
     def outcomes(self) -> dict[str, float]:
         """Ended calls by outcome."""
@@ -186,7 +187,7 @@ async def served_prefill(
     await server.start(status)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = prefill_pb2_grpc.PrefillStub(channel)
-        yield ServedPrefill(engine, status, servicer, metrics, stub)
+        yield ServedPrefill(engine, status, servicer, metrics, stub, server.port)
         assert await servicer.open.wait_idle(TIMEOUT_S), "a call is still open"
         assert status.work.num_computing == 0
     await server.stop()
