@@ -48,7 +48,7 @@ async def late(node: ServedPrefill) -> None:
 
 
 async def hung_up(node: ServedPrefill) -> None:
-    """With two calls on the connection."""
+    """Two calls are on the connection that ends."""
     stub = node.stub
     async with grpc.aio.insecure_channel(
         f"127.0.0.1:{node.port}", options=[("grpc.use_local_subchannel_pool", 1)]
