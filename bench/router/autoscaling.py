@@ -14,8 +14,7 @@ HorizontalPodAutoscaler of each tier (`bench.router.hpa`) reads its metric:
     python -m bench.router.autoscaling                    about ten minutes
     python -m bench.router.autoscaling --only step --part 0.3
 
-Three traces of an hour: bursts, a day (shrunk), a step. Writes bench/results/autoscaling.json and
-a plot of what each setting costs and attains.
+Three traces of an hour: bursts, a day (shrunk), a step. Writes bench/results/autoscaling.json.
 """
 
 from __future__ import annotations
@@ -317,28 +316,6 @@ def keep(runs: list[Run]) -> None:
         "comparison": compare(both),
     }
     print(write_result("autoscaling", figures))
-    plot(both)
-
-
-def plot(runs: list[Run]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(TRACES)
-    figure, axes = pyplot.subplots(1, len(names), figsize=(14, 4))
-    for axis, name in zip(axes, names, strict=True):
-        for kind, marker in (("slo", "o"), ("busy", "s"), ("backlog", "^")):
-            mine = sorted((r for r in runs if (r.trace, r.scaler) == (name, kind)),
-                          key=lambda r: r.gpu_hours)  # fmt: skip
-            axis.plot([r.gpu_hours for r in mine], [r.attained for r in mine], marker, ls="-",
-                      label=kind)  # fmt: skip
-        axis.set(title=name, xlabel="GPU-hours", ylabel="requests within the objectives")
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(RESULTS / "autoscaling.png", dpi=100)
 
 
 def table(run: Run) -> str:

@@ -52,7 +52,7 @@ def _checked(text: str | None) -> str | None:
 
 
 class ExpertSettings(BaseSettings):
-    """See docs/expert_balancing.md."""
+    """See docs/parallelism.md."""
 
     enable_eplb: bool = Field(
         default=False,
