@@ -28,6 +28,8 @@ SOURCE = CHART / "values.schema.yaml"
 SCHEMA = CHART / "values.schema.json"
 VALUES = CHART / "values.yaml"
 KUBERNETES = "v1.37.0-local-strict"
+MAY_BE_TAKEN_AWAY = "resources", "resourcesPerRank"
+"""Values that have defaults and may be null."""
 
 ROUTER_SETS = {
     "host", "port", "admin_host", "admin_port", "prefill", "decode", "api_key_file",
@@ -184,9 +186,11 @@ def presence(defaults: dict[str, Any], root: dict[str, Any], at: dict[str, Any])
     deeper = {
         key: presence(value, root, known[key])
         for key, value in defaults.items()
-        if isinstance(value, dict) and key in known and key != "resources"
+        if isinstance(value, dict) and key in known and key not in MAY_BE_TAKEN_AWAY
     }
-    required = [key for key, value in defaults.items() if value is not None and key != "resources"]
+    required = [
+        key for key, value in defaults.items() if value is not None and key not in MAY_BE_TAKEN_AWAY
+    ]
     return {"required": sorted(required) if known else [], "properties": deeper}
 
 

@@ -65,7 +65,7 @@
 {{/* How many bytes of host memory the ranks of one pod have for adapters: root, of */}}
 {{- define "tandem.adapterBytes" -}}
 {{- $adapters := .root.Values.model.adapters -}}
-{{- $ranks := div (include "tandem.ranks" .of | int) (int .of.parallelism.hosts) -}}
+{{- $ranks := include "tandem.podRanks" .of | int -}}
 {{- ternary (mul (int $adapters.hostGiB) $ranks 1073741824) 0 $adapters.enabled -}}
 {{- end -}}
 

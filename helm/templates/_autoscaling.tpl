@@ -1,11 +1,11 @@
 {{/* Slowly down and quickly up: a new pod takes minutes to load, and one that goes takes its
   prefix cache along. */}}
 {{- define "tandem.scalingBehavior" -}}
-{{- $exact := eq .metric "slo" -}}
+{{- $exact := has .metric (list "slo" "ratio") -}}
 scaleUp:
   stabilizationWindowSeconds: 0
   {{- if $exact }}
-  # Routers tell how many pods are needed, not that there are too few.
+  # The metric says how many pods are needed, not that there are too few.
   policies: [{type: Pods, value: 4, periodSeconds: 15}, {type: Percent, value: 100, periodSeconds: 15}]
   {{- else }}
   policies: [{type: Pods, value: 1, periodSeconds: 60}]
@@ -20,29 +20,71 @@ scaleDown:
 {{- printf "{namespace=%q,release=%q,component=%q}" .root.Release.Namespace .root.Release.Name (include "tandem.componentLabel" .) -}}
 {{- end -}}
 
+{{/* What a tier scales by, {metric, target} each: the one that asks for the most pods decides. The tier */}}
+{{- define "tandem.scalingMetrics" -}}
+{{- $scaling := .autoscaling -}}
+{{- concat (list (dict "metric" $scaling.metric "target" $scaling.target)) $scaling.moreMetrics | toYaml -}}
+{{- end -}}
+
+{{/* Their names, separated by commas. The tier */}}
+{{- define "tandem.metricNames" -}}
+{{- $names := list -}}
+{{- range include "tandem.scalingMetrics" . | fromYamlArray -}}{{- $names = append $names .metric -}}{{- end -}}
+{{- join "," $names -}}
+{{- end -}}
+
+{{/* Parts of prefill.ratio, P:D, as `prefill` and `decode`. The tier */}}
+{{- define "tandem.ratio" -}}
+{{- $parts := splitList ":" (default "1:1" .ratio) -}}
+{{ dict "prefill" (first $parts | int) "decode" (last $parts | int) | toYaml }}
+{{- end -}}
+
+{{/* Makes prefill as large as its ratio to decode says: the tiers, changed in place. */}}
+{{- define "tandem.followRatio" -}}
+{{- with .prefill -}}{{- if .ratio -}}
+{{- $ratio := include "tandem.ratio" . | fromYaml -}}
+{{- $pods := mul (int $.decode.replicas) (int $ratio.prefill) -}}
+{{- $_ := set . "replicas" (div (add $pods (int $ratio.decode) -1) (int $ratio.decode)) -}}
+{{- end -}}{{- end -}}
+{{- end -}}
+
 {{/* Summed over the pods, never averaged: divided by the target it is the number of pods needed.
   Without series it is empty, which is an error to KEDA: zero would scale a loaded tier down. So it is
   while a router does not tell its share: the sum of the others is too small.
-  root, component, of */}}
+  root, component, of, metric */}}
 {{- define "tandem.scalingQuery" -}}
 {{- $series := include "tandem.series" . -}}
-{{- if eq .of.autoscaling.metric "slo" -}}
+{{- if eq .metric "slo" -}}
 {{- $routers := include "tandem.series" (dict "root" .root "component" "router") -}}
 {{- $one := "" -}}
 {{- with include "tandem.countedName" .root -}}{{- $one = printf ",model=%q" . -}}{{- end -}}
 {{- $shares := printf "tandem_router_desired_replicas%s,tier=%q%s}" (trimSuffix "}" $routers) .component $one -}}
 {{- printf "sum(%s) and count(group by (pod) (%s)) == count(tandem_router_open_requests%s)" $shares $shares $routers -}}
-{{- else if eq .of.autoscaling.metric "backlog" -}}
+{{- else if eq .metric "ratio" -}}
+{{- $ratio := include "tandem.ratio" .of | fromYaml -}}
+{{- $decode := include "tandem.series" (dict "root" .root "component" "decode") -}}
+{{- printf "count(tandem_engine_up%s == 1) * %d / %d" $decode (int $ratio.prefill) (int $ratio.decode) -}}
+{{- else if eq .metric "backlog" -}}
 {{- printf "sum(tandem_waiting_tokens%s) / %s" $series (include "tandem.scalar" .of.autoscaling.tokensPerSecond) -}}
+{{- else if eq .metric "running" -}}
+{{- printf "sum(vllm:num_requests_running%s)" $series -}}
 {{- else -}}
 {{- printf "sum(vllm:kv_cache_usage_perc%s)" $series -}}
 {{- end -}}
 {{- end -}}
 
-{{/* The same for the custom metrics API: a metric of pods, and its target on each. */}}
+{{/* The same for the APIs of custom and external metrics: a metric of pods, and its target on each.
+  root, component, of, metric, target */}}
 {{- define "tandem.scalingPodMetric" -}}
-{{- $scaling := .of.autoscaling -}}
-{{- if eq $scaling.metric "slo" -}}
+{{- if eq .metric "ratio" -}}
+{{- $ratio := include "tandem.ratio" .of | fromYaml -}}
+type: External
+external:
+  metric:
+    name: tandem_engine_up
+    selector: {matchLabels: {release: {{ .root.Release.Name | quote }}, component: {{ include "tandem.componentLabel" (dict "root" .root "component" "decode") | quote }}}}
+  target: {type: AverageValue, averageValue: {{ printf "%dm" (divf (mul 1000 (int $ratio.decode)) (int $ratio.prefill) | ceil | int64) | quote }}}
+{{- else if eq .metric "slo" -}}
 type: External
 external:
   metric:
@@ -52,12 +94,12 @@ external:
 {{- else -}}
 type: Pods
 pods:
-  {{- if eq $scaling.metric "backlog" }}
+  {{- if eq .metric "backlog" }}
   metric: {name: tandem_waiting_tokens}
-  target: {type: AverageValue, averageValue: {{ mulf $scaling.target $scaling.tokensPerSecond | ceil | int64 | quote }}}
+  target: {type: AverageValue, averageValue: {{ mulf .target .of.autoscaling.tokensPerSecond | ceil | int64 | quote }}}
   {{- else }}
-  metric: {name: "vllm:kv_cache_usage_perc"}
-  target: {type: AverageValue, averageValue: {{ printf "%dm" (mulf $scaling.target 1000 | ceil | int64) | quote }}}
+  metric: {name: {{ ternary "vllm:num_requests_running" "vllm:kv_cache_usage_perc" (eq .metric "running") | quote }}}
+  target: {type: AverageValue, averageValue: {{ printf "%dm" (mulf .target 1000 | ceil | int64) | quote }}}
   {{- end }}
 {{- end -}}
 {{- end -}}
@@ -86,5 +128,30 @@ pods:
 {{ int .of.replicas }}
 {{- else -}}
 {{ max (int .of.replicas) (int .of.autoscaling.minReplicas) }}
+{{- end -}}
+{{- end -}}
+
+{{/* root (of a model), tiers, found */}}
+{{- define "tandem.mistakes.ratio" -}}
+{{- $found := .found -}}
+{{- $prefill := .root.Values.prefill -}}
+{{- $ratio := $prefill.ratio -}}
+{{- range $name, $tier := .tiers -}}
+{{- $follows := and (ne $tier.autoscaling.kind "none") (has "ratio" (include "tandem.metricNames" $tier | splitList ",")) -}}
+{{- if and $follows (ne $name "prefill") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling has the metric ratio, by which prefill follows decode: choose another" $name)) -}}
+{{- else if and $follows (not $ratio) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "prefill.autoscaling has the metric ratio: set prefill.ratio, such as \"1:2\"") -}}
+{{- else if and $ratio (eq $name "prefill") (ne $tier.autoscaling.kind "none") (not $follows) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "prefill.ratio is set, but prefill's autoscaler goes by other metrics: set prefill.autoscaling.metric to ratio, or leave prefill.ratio empty") -}}
+{{- else if and $ratio (eq $name "decode") (ne $tier.autoscaling.kind "none") $prefill.enabled -}}{{- if eq $.tiers.prefill.autoscaling.kind "none" -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "prefill.ratio would follow decode.replicas, but an autoscaler changes how many decode pods there are: set prefill.autoscaling.kind, too, and its metric to ratio") -}}
+{{- end -}}{{- end -}}
+{{- end -}}
+{{- if and $ratio (hasKey $prefill "replicas") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "prefill.ratio and prefill.replicas both say how many prefill pods there are: leave one out") -}}
+{{- end -}}
+{{- if and $ratio (not $prefill.enabled) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "prefill.ratio is set, but prefill.enabled is false: set it to true") -}}
 {{- end -}}
 {{- end -}}

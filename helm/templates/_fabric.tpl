@@ -94,37 +94,6 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- toYaml $context -}}
 {{- end -}}
 
-{{/* Devices of a container: one GPU for each rank on this host, by a device plugin or by a claim, and
-  what the network needs. Laid into the user's resources: of, component */}}
-{{- define "tandem.tierResources" -}}
-{{- $resources := .of.resources | default dict | deepCopy -}}
-{{- $devices := deepCopy .of.network.rdma -}}
-{{- if and .of.gpu.enabled (eq .of.gpu.source "plugin") -}}
-{{- $_ := set $devices .of.gpu.resourceName (div (include "tandem.ranks" .of | int) (int .of.parallelism.hosts) | int) -}}
-{{- end -}}
-{{- if $devices -}}
-{{- range $side := list "limits" "requests" -}}
-{{- $_ := set $resources $side (merge (get $resources $side | default dict) $devices) -}}
-{{- end -}}
-{{- end -}}
-{{- with include "tandem.downloadSize" .root -}}
-{{- $requests := $resources.requests | default dict -}}
-{{- if not (hasKey $requests "ephemeral-storage") -}}
-{{- $_ := set $requests "ephemeral-storage" . -}}
-{{- $_ := set $resources "requests" $requests -}}
-{{- end -}}
-{{- end -}}
-{{- if .of.kvTiers -}}
-{{- $more := add (mul (include "tandem.kvHostGiB" . | int) 1073741824) (include "tandem.adapterBytes" . | int64) -}}
-{{- include "tandem.addMemory" (dict "resources" $resources "more" $more) -}}
-{{- end -}}
-{{- $claims := list -}}
-{{- if include "tandem.claimsGpus" . -}}{{- $claims = append $claims (dict "name" "gpus") -}}{{- end -}}
-{{- range .of.resourceClaims -}}{{- $claims = append $claims (dict "name" .name) -}}{{- end -}}
-{{- if $claims -}}{{- $_ := set $resources "claims" $claims -}}{{- end -}}
-{{- toYaml $resources -}}
-{{- end -}}
-
 {{/* Whether GPUs come by Dynamic Resource Allocation: of */}}
 {{- define "tandem.claimsGpus" -}}
 {{- if .of.gpu -}}{{- if and .of.gpu.enabled (eq .of.gpu.source "claim") }}true{{ end -}}{{- end -}}

@@ -38,7 +38,7 @@
 {{/* Ray carries nothing but the start of processes: its object store has the least it may. All
   ports are fixed, so that policies can be written. */}}
 {{- define "tandem.rayFlags" -}}
-{{- $ranks := div (include "tandem.ranks" .of | int) (int .of.parallelism.hosts) -}}
+{{- $ranks := include "tandem.podRanks" .of | int -}}
 --node-ip-address="$POD_IP" {{ if .of.gpu.enabled }}--num-gpus={{ $ranks }} --num-cpus=1{{ else }}--num-cpus={{ $ranks }}{{ end }} --object-store-memory=104857600 --node-manager-port=6380 --object-manager-port=6381 --runtime-env-agent-port=6382 --dashboard-agent-grpc-port=6383 --dashboard-agent-listen-port=6384 --metrics-export-port=6385 --min-worker-port=10002 --max-worker-port=10199 --disable-usage-stats
 {{- end -}}
 

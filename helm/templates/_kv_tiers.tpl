@@ -3,11 +3,11 @@
 
 {{/* How many GiB of host memory the ranks of one pod have for KV: of */}}
 {{- define "tandem.kvHostGiB" -}}
-{{- mul (int .of.kvTiers.hostGiB) (div (include "tandem.ranks" .of | int) (int .of.parallelism.hosts)) -}}
+{{- mul (int .of.kvTiers.hostGiB) (include "tandem.podRanks" .of | int) -}}
 {{- end -}}
 
 {{- define "tandem.kvDiskGiB" -}}
-{{- mul (int .of.kvTiers.diskGiB) (div (include "tandem.ranks" .of | int) (int .of.parallelism.hosts)) -}}
+{{- mul (int .of.kvTiers.diskGiB) (include "tandem.podRanks" .of | int) -}}
 {{- end -}}
 
 {{- define "tandem.kvTierFlags" -}}
@@ -107,29 +107,6 @@
     sizeLimit: {{ $size | quote }}
   {{- end }}
 {{- end }}
-{{- end -}}
-
-{{/* Bytes of a quantity of memory, as a number without unit. */}}
-{{- define "tandem.bytesOf" -}}
-{{- $units := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
-{{- $text := toString . -}}
-{{- $number := regexFind "^[0-9.]+" $text -}}
-{{- mulf (float64 $number) (get $units (trimPrefix $number $text) | float64) | int64 -}}
-{{- end -}}
-
-{{/* Adds bytes of host memory to the requests and limits of memory that are there: resources, more */}}
-{{- define "tandem.addMemory" -}}
-{{- $more := .more -}}
-{{- $resources := .resources -}}
-{{- if $more -}}
-{{- range $side := list "limits" "requests" -}}
-{{- $of := get $resources $side | default dict -}}
-{{- if $of.memory -}}
-{{- $bytes := add (include "tandem.bytesOf" $of.memory | int64) $more -}}
-{{- $_ := set $of "memory" (printf "%dMi" (div (add $bytes 1048575) 1048576)) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}
 
 {{- define "tandem.mistakes.kvTiers" -}}

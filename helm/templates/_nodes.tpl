@@ -42,7 +42,7 @@
 {{/* Routers count all nodes of a kind that it takes, and a scaler those of its tier: root, name, tier,
   found */}}
 {{- define "tandem.mistakes.sloBesideNodes" -}}
-{{- if and (int .root.Values.node.replicas) (eq .tier.autoscaling.metric "slo") (ne .name "node") -}}
+{{- if and (int .root.Values.node.replicas) (has "slo" (include "tandem.metricNames" .tier | splitList ",")) (ne .name "node") -}}
 {{- include "tandem.mistake" (dict "found" .found "text" (printf "%s.autoscaling.metric is slo, whose number has the pods of node in it: choose %s, or set node.replicas to 0" .name (ternary "backlog" "kvUtilization" (eq .name "prefill")))) -}}
 {{- end -}}
 {{- end -}}

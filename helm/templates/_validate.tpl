@@ -35,6 +35,7 @@
 {{- include "tandem.mistakes.model" $own_scope -}}
 {{- include "tandem.mistakes.preload" $own_scope -}}
 {{- include "tandem.mistakes.set" $own_scope -}}
+{{- include "tandem.mistakes.ratio" $own_scope -}}
 {{- include "tandem.mistakes.pool" $own_scope -}}
 {{- include "tandem.mistakes.hostPorts" $own_scope -}}
 {{- range $name, $tier := $of -}}
@@ -201,9 +202,18 @@
 {{- end -}}
 {{- include "tandem.mistakes.slo" . -}}
 {{- include "tandem.mistakes.sloBesideNodes" . -}}
-{{- if eq $scaling.metric "kvUtilization" -}}{{- if gt (toString $scaling.target | float64) 1.0 -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.target is %v, but kvUtilization is a part of 1: set for example 0.8" $name $scaling.target)) -}}
+{{- $seen := dict -}}
+{{- range include "tandem.scalingMetrics" .tier | fromYamlArray -}}
+{{- if hasKey $seen .metric -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling names the metric %s twice: leave it out of moreMetrics" $name .metric)) -}}
+{{- end -}}
+{{- $_ := set $seen .metric true -}}
+{{- if not (or .target (has .metric (list "slo" "ratio"))) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.moreMetrics: say the target of %s" $name .metric)) -}}
+{{- else if eq .metric "kvUtilization" -}}{{- if gt (toString .target | float64) 1.0 -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.target is %v, but kvUtilization is a part of 1: set for example 0.8" $name .target)) -}}
 {{- end -}}{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if eq $scaling.kind "keda" -}}{{- if not .root.Values.monitoring.prometheusUrl -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.kind is keda: set monitoring.prometheusUrl, for example http://prometheus-operated.monitoring:9090" $name)) -}}
@@ -325,10 +335,11 @@
 {{- $name := .name -}}
 {{- $scaling := .tier.autoscaling -}}
 {{- $flag := ternary "sloTtftMs" "sloItlMs" (eq $name "prefill") -}}
-{{- if eq $scaling.metric "slo" -}}{{- if not (index .root.Values.router.settings $flag) -}}
+{{- $counts := has "slo" (include "tandem.metricNames" .tier | splitList ",") -}}
+{{- if $counts -}}{{- if not (index .root.Values.router.settings $flag) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.metric is slo, but no router knows the objective: set router.settings.%s, in milliseconds" $name $flag)) -}}
 {{- end -}}{{- end -}}
-{{- if and (eq $scaling.metric "slo") (ne $scaling.kind "none") .root.Values.models -}}
+{{- if and $counts (ne $scaling.kind "none") .root.Values.models -}}
 {{- $counted := include "tandem.countedName" .root -}}
 {{- if not $counted -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.metric is slo, but which of the models a router speaks of is known by name alone: set model.servedName" $name)) -}}
@@ -337,7 +348,7 @@
 {{- end -}}
 {{- end -}}
 {{- if eq (int $scaling.minReplicas) 0 -}}
-{{- if ne (printf "%s %s %s" $name $scaling.kind $scaling.metric) "prefill keda slo" -}}
+{{- if not (and $counts (eq (printf "%s %s" $name $scaling.kind) "prefill keda")) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.minReplicas is 0: only prefill can go to zero, with kind keda and metric slo, because only then something asks for the first pod" $name)) -}}
 {{- end -}}
 {{- end -}}

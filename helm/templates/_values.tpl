@@ -25,6 +25,7 @@
 {{- include "tandem.overlay" (dict "base" $tier "over" (get $root.Values $name)) -}}
 {{- $_ := set $into $name $tier -}}
 {{- end -}}
+{{- include "tandem.followRatio" $into -}}
 {{- end -}}
 
 {{/* Ranks of one node of a tier, one GPU each: the tier */}}
