@@ -1,8 +1,8 @@
 """The trace of one prompt, as the prefill node sees it.
 
-    request  ├── queue ──┤──── prefill ────┤──── kv held ────┤
-                            ├ save layer 0 ┤
-                               ├ save layer 1 ┤ ...
+    tandem.v1.Prefill/Prefill  ├── queue ──┤──── prefill ────┤──── kv held ────┤
+                                              ├ save layer 0 ┤
+                                                 ├ save layer 1 ┤ ...
 
 A layer is saved from when it was computed until all of its KV had left the blocks.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edge.logs.formatters import Field
+from edge.tracing.rpc import PREFILL_CALL, PREFILL_RPC
 from edge.tracing.span import AttributeValue, Span
 from kv_transfer.metadata import TransferStats
 
@@ -62,6 +63,7 @@ def spans_of(record: PromptRecord, model: str) -> list[Span]:
     """Returns the spans of a call that has ended, the request's first. Parts that never happened
     are left out."""
     attributes: dict[str, AttributeValue] = {
+        **PREFILL_RPC,
         "gen_ai.provider.name": "tandem",
         "gen_ai.request.model": model,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,
@@ -75,7 +77,7 @@ def spans_of(record: PromptRecord, model: str) -> list[Span]:
         attributes["error.type"] = record.outcome
         error = record.failure or record.outcome
     return [
-        Span("request", record.received_at, record.released_at, attributes, error),
+        Span(PREFILL_CALL, record.received_at, record.released_at, attributes, error),
         *_parts(record),
     ]
 

@@ -119,7 +119,7 @@ class PrefillClient:
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Yields the events of one attempt. Ends after `KVTaken`; raises `PrefillError`."""
         node = self._nodes[address]
-        trace = request.trace.child_headers() if request.trace is not None else {}
+        trace = request.calls.begin(request.trace, address) if request.trace is not None else {}
         metadata = (*trace.items(), *self._credentials.metadata())
         stub = await node.stub()
         call = stub.Prefill(_message(request, params), metadata=metadata)
@@ -132,12 +132,16 @@ class PrefillClient:
                 if event is not None:
                     yield event
         except grpc.aio.AioRpcError as error:
+            request.calls.end(_name(error))
             raise self._disappointed(node, _name(error), f"{address}: {error.details()}") from None
         except GarbledAnswer as error:
+            request.calls.end(WRONG_ANSWER)
             raise self._disappointed(node, WRONG_ANSWER, f"{address}: {error}") from None
         except PrefillError as error:
+            request.calls.end(error.code)
             raise self._disappointed(node, error.code, f"{address}: {error}") from None
         finally:
+            request.calls.end()
             call.cancel()
 
     async def close(self) -> None:

@@ -1,8 +1,9 @@
 """The trace of one request, as the decode node sees it.
 
-    request  ├── queue ──┤── prefill ──┤
-             ├─────── token 1 ─────────┤──────── token 2 ────────┤
-                            ├── stream ──┤ inject ├──── join ────┤
+    chat MODEL  ├── queue ──┤── prefill ──┤
+                ├─────── token 1 ─────────┤──────── token 2 ────────┤
+                               ├── stream ──┤ inject ├──── join ────┤
+                   ├── tandem.v1.Prefill/Prefill, a call of a prefill node ──┤
 
 `stream`: first to last byte of KV from the network. `inject`: until the last byte is in its block.
 `join`: from KV and token one being here until our engine has answered with token two.
@@ -37,7 +38,9 @@ def spans_of(record: RequestRecord, request: GenerationRequest, model: str) -> l
     error = "the engine ended the request" if record.finish_reason == _FAILED else ""
     if error:
         attributes["error.type"] = _FAILED
-    return [Span("request", record.received_at, end, attributes, error), *_parts(record)]
+    name = f"{record.operation} {model}"
+    spans = [Span(name, record.received_at, end, attributes, error), *_parts(record)]
+    return [*spans, *request.calls.spans(end)]
 
 
 def _asked(

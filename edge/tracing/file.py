@@ -18,7 +18,6 @@ from typing import Any
 from edge.tracing.errors import TraceFileError
 from edge.tracing.span import Attributes, AttributeValue, RecordedSpan
 
-_INTERNAL, _SERVER = 1, 2
 _ERROR = 2
 
 
@@ -90,8 +89,9 @@ def _json_span(span: RecordedSpan) -> dict[str, Any]:
         "traceId": span.trace_id,
         "spanId": span.span_id,
         **({"parentSpanId": span.parent_id} if span.parent_id else {}),
+        **({"traceState": span.state} if span.state else {}),
         "name": span.name,
-        "kind": _SERVER if span.is_server else _INTERNAL,
+        "kind": int(span.kind),
         "startTimeUnixNano": str(span.start_ns),
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _attributes(span.attributes),

@@ -18,11 +18,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace import SpanKind as OtlpKind
+from opentelemetry.trace.span import TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
 from edge.tracing.otlp_endpoint import OtlpEndpoint
-from edge.tracing.span import RecordedSpan
+from edge.tracing.span import RecordedSpan, SpanKind
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ _CLOSE_S = 3.0
 """Seconds that the last spans have to leave when a service ends."""
 _SCOPE = InstrumentationScope("tandem")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_KINDS = {kind: OtlpKind[kind.name] for kind in SpanKind}
 
 
 class CountedExporter(SpanExporter):
@@ -118,15 +121,15 @@ class OtlpExport:
         status = Status(StatusCode.ERROR, span.error) if span.error else Status()
         return ReadableSpan(
             span.name,
-            context=_context(span.trace_id, span.span_id, is_remote=False),
+            context=_context(span, span.span_id, is_remote=False),
             parent=(
-                _context(span.trace_id, span.parent_id, is_remote=span.is_server)
+                _context(span, span.parent_id, is_remote=span.kind is SpanKind.SERVER)
                 if span.parent_id
                 else None
             ),
             resource=self._resource,
             attributes=dict(span.attributes),
-            kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
+            kind=_KINDS[span.kind],
             status=status,
             start_time=span.start_ns,
             end_time=span.end_ns,
@@ -134,8 +137,9 @@ class OtlpExport:
         )
 
 
-def _context(trace_id: str, span_id: str, *, is_remote: bool) -> SpanContext:
-    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote, _SAMPLED)
+def _context(span: RecordedSpan, span_id: str, *, is_remote: bool) -> SpanContext:
+    state = TraceState.from_header([span.state]) if span.state else None
+    return SpanContext(int(span.trace_id, 16), int(span_id, 16), is_remote, _SAMPLED, state)
 
 
 def _exporter(endpoint: OtlpEndpoint) -> SpanExporter:

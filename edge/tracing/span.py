@@ -7,34 +7,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 AttributeValue = str | int | float | tuple[str, ...]
 Attributes = Mapping[str, AttributeValue]
 
 
+class SpanKind(IntEnum):
+    """Names what a span is of a call, by the numbers of OTLP."""
+
+    INTERNAL = 1
+    SERVER = 2
+    CLIENT = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Is one part of a request. `start` and `end` are CLOCK_MONOTONIC seconds. `error` says what
-    failed; empty: nothing."""
+    failed; empty: nothing. `span_id` is there where others were given it; empty: a new one."""
 
     name: str
     start: float
     end: float
     attributes: Attributes = field(default_factory=dict)
     error: str = ""
+    kind: SpanKind = SpanKind.INTERNAL
+    span_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSpan:
     """Is a span with its place in the trace. Times are Unix nanoseconds, ids lower-case hex;
-    `parent_id` is empty where the trace begins. `is_server` marks the span that answers a call."""
+    `parent_id` is empty where the trace begins. `state` is the trace's W3C `tracestate`."""
 
     name: str
     trace_id: str
     span_id: str
     parent_id: str
-    is_server: bool
+    kind: SpanKind
     start_ns: int
     end_ns: int
     attributes: Attributes
     error: str = ""
+    state: str = ""

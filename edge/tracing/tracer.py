@@ -19,7 +19,7 @@ from edge.tracing.file import TraceFile
 from edge.tracing.otlp_endpoint import OtlpEndpoint
 from edge.tracing.resource import resource_attributes
 from edge.tracing.settings import TraceSettings
-from edge.tracing.span import RecordedSpan, Span
+from edge.tracing.span import RecordedSpan, Span, SpanKind
 
 if TYPE_CHECKING:
     from edge.tracing.otlp_export import OtlpExport
@@ -94,13 +94,14 @@ class Tracer:
         return RecordedSpan(
             span.name,
             trace.trace_id,
-            trace.span_id if is_first else secrets.token_hex(8),
+            trace.span_id if is_first else span.span_id or secrets.token_hex(8),
             trace.parent_id if is_first else trace.span_id,
-            is_first,
+            SpanKind.SERVER if is_first else span.kind,
             self._unix_ns(span.start),
             self._unix_ns(max(span.start, span.end)),
             {**named, **span.attributes},
             span.error,
+            trace.state,
         )
 
     def _unix_ns(self, seconds: float) -> int:

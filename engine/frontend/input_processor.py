@@ -11,7 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from edge.tracing.calls import TraceCalls
 from edge.tracing.context import TraceContext
+from edge.tracing.rpc import prefill_calls
 from engine.config import EngineConfig
 from engine.contracts.errors import (
     CONTEXT_EXCEEDED,
@@ -45,6 +47,8 @@ class GenerationRequest:
     eos_token_ids: tuple[int, ...] = ()
     kv_transfer_params: KVTransferParams | None = None
     trace: TraceContext | None = None
+    calls: TraceCalls = field(default_factory=prefill_calls)
+    """Records those of prefill nodes."""
     text: TextOptions = field(default_factory=TextOptions)
     reader: PieceReader | None = None
     """Reads the outputs in `RequestOutput.pieces`; None: nothing reads pieces."""

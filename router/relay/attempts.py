@@ -93,6 +93,7 @@ class Attempts:
             failure = await self.attempt(exchange, request.info, headers, request.body)
             if failure is None:
                 return exchange
+            request.trace.calls.end(failure)
             tried.append(placement.decode)
             asked.append(placement.decode)
             exchange.close()
@@ -190,7 +191,8 @@ class Attempts:
         comes from a client: `x-prefiller-host-port` would let it point nodes anywhere."""
         info = request.info
         headers = {k: request.headers[k] for k in _PASSED_HEADERS if k in request.headers}
-        headers |= request.trace.context.child_headers()
+        trace = request.trace
+        headers |= trace.calls.begin(trace.context, str(placement.decode.address))
         headers[names.REQUEST_ID] = info.request_id
         if self.wants_journal and info.generates:
             headers[names.JOURNAL] = "1"

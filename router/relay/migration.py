@@ -89,5 +89,6 @@ class Migrations:
         if failure is None:
             reason = f"status {exchange.status} to a resumed request"
             attempts.node_failed(placement.decode, Failure.FAULT, reason, request.info)
+        request.trace.calls.end(failure or Failure.FAULT)
         exchange.close()
         return None

@@ -1,9 +1,10 @@
 """Writes the trace of one request, as the router sees it.
 
-    request  ├── queue ──┤──── first byte ────┤ ... the answer ...
-             read, and waiting for its turn   from the placement until a node begins the answer
+    POST /v1/chat/completions  ├── queue ──┤──── first byte ────┤ ... the answer ...
+                               read, and waiting for its turn   from the placement until a node
+                                           ├── POST, a call of a decode node ──┤    begins it
 
-The spans of decode nodes are children of `request`, whichever of them gave the answer.
+Each decode node that was asked has a call of its own, whose child its own span is.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from edge.tracing.calls import TraceCalls
 from edge.tracing.context import TraceContext
 from edge.tracing.span import AttributeValue, Span
 from edge.tracing.tracer import Tracer
 
 _FIRST_SERVER_ERROR = 500
+_METHOD = "POST"
 
 
 @dataclass(slots=True)
@@ -39,6 +42,9 @@ class RequestTrace:
     num_moves: int = 0
     failure: str = ""
     model: tuple[str, str] | None = None
+    calls: TraceCalls = field(
+        default_factory=lambda: TraceCalls(_METHOD, {"http.request.method": _METHOD})
+    )
 
     @property
     def request_id(self) -> str:
@@ -65,7 +71,8 @@ class RequestTrace:
         if not tracer.wants(self.context):
             return
         attributes: dict[str, AttributeValue] = {
-            "http.request.method": "POST",
+            "http.request.method": _METHOD,
+            "http.route": self.path,
             "url.path": self.path,
             "http.response.status_code": status,
         }
@@ -78,9 +85,10 @@ class RequestTrace:
         error = self.failure or (f"status {status}" if status >= _FIRST_SERVER_ERROR else "")
         if error:
             attributes["error.type"] = "broken_answer" if self.failure else str(status)
-        spans = [Span("request", self.started_at, time.monotonic(), attributes, error)]
+        now = time.monotonic()
+        spans = [Span(f"{_METHOD} {self.path}", self.started_at, now, attributes, error)]
         if self.admitted_at:
             spans.append(Span("queue", self.started_at, self.admitted_at))
         if self.answered_at:
             spans.append(Span("first byte", self.admitted_at, self.answered_at))
-        tracer.write(self.context, spans)
+        tracer.write(self.context, [*spans, *self.calls.spans(now)])

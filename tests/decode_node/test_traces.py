@@ -67,6 +67,7 @@ def test_all_parts_of_a_request_whose_kv_came_from_elsewhere() -> None:
     prefill.prefill_node, prefill.path, prefill.failures = "p:1", "remote", ["timeout"]
     record.finish_reason = "stop"
     asked = GenerationRequest("r", RequestSpec([1], SamplingParams(temperature=0.5)))
+    record.operation = "chat"
     request, *parts = spans_of(record, asked, "m")
     assert (request.start, request.end) == (10.0, 14.0)
     assert {
@@ -83,7 +84,7 @@ def test_all_parts_of_a_request_whose_kv_came_from_elsewhere() -> None:
         "gen_ai.latency.e2e": 4.0,
         "gen_ai.response.finish_reasons": ("stop",),
     }.items() <= request.attributes.items()
-    assert request.error == ""
+    assert (request.name, request.error) == ("chat m", "")
     record.finish_reason = "error"
     assert spans_of(record, asked, "m")[0].error
     assert [(span.name, span.start, span.end) for span in parts] == [
@@ -106,7 +107,7 @@ async def test_requests_are_written_when_they_end(tmp_path: Path) -> None:
             await node.client.post("/v1/completions", json=body, headers=headers)
         found = spans_in(path)
         assert [{span["traceId"] for span in spans} for spans in found] == [{TRACE}] * 2
-        names = ["request", "queue", "prefill", "token 1", "token 2"]
+        names = ["text_completion tiny", "queue", "prefill", "token 1", "token 2"]
         assert [span["name"] for span in found[0]] == names
         assert "secret" not in path.read_text()
 

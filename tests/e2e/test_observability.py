@@ -21,7 +21,12 @@ from tests.helm.test_metric_names import EXPORTER, dashboard_queries, rules, sel
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT_SPAN = "b7ad6b7169203331"
 NUM_TOKENS = 40
-HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-01", "x-request-id": "req-7.of_client"}
+HEADERS = {
+    "traceparent": f"00-{TRACE}-{CLIENT_SPAN}-01",
+    "tracestate": "vendor=1",
+    "x-request-id": "req-7.of_client",
+}
+SERVER, CLIENT = 2, 3
 
 
 @pytest.fixture(scope="module")
@@ -64,20 +69,25 @@ async def test_one_request_is_one_connected_trace(
     services = {"tandem-router", "tandem-decode", "tandem-prefill"}
 
     def is_complete(spans: list[ReceivedSpan]) -> bool:
-        return {span.service for span in of(spans, TRACE) if span.name == "request"} == services
+        return {span.service for span in of(spans, TRACE) if span.kind == SERVER} == services
 
     spans = of(collected.wait(is_complete), TRACE)
-    whole = {span.service: span for span in spans if span.name == "request"}
+    whole = {span.service: span for span in spans if span.kind == SERVER}
+    calls = {span.service: span for span in spans if span.kind == CLIENT}
     router, decode, prefill = (whole[f"tandem-{name}"] for name in ("router", "decode", "prefill"))
     assert router.parent_id == CLIENT_SPAN
-    assert decode.parent_id == router.span_id
-    assert prefill.parent_id == decode.span_id
+    assert decode.parent_id == calls["tandem-router"].span_id
+    assert prefill.parent_id == calls["tandem-decode"].span_id
+    assert router.name == f"POST {router.attributes['http.route']}" == "POST /v1/completions"
+    assert (decode.name, prefill.name) == ("text_completion demo", "tandem.v1.Prefill/Prefill")
+    assert calls["tandem-decode"].attributes["server.port"] > 0
+    assert {span.state for span in spans} == {"vendor=1"}
     for span in spans:
         assert span.attributes["gen_ai.request.id"] == "req-7.of_client", (span.service, span.name)
-        assert span.name == "request" or span.parent_id == whole[span.service].span_id
+        assert span.kind == SERVER or span.parent_id == whole[span.service].span_id
         assert not span.is_error
     names = {service: {s.name for s in spans if s.service == service} for service in services}
-    assert names["tandem-router"] == {"request", "queue", "first byte"}
+    assert names["tandem-router"] == {router.name, "POST", "queue", "first byte"}
     assert {"queue", "prefill", "token 1", "stream", "token 2"} <= names["tandem-decode"]
     assert {"queue", "prefill", "save layer 0"} <= names["tandem-prefill"]
     # What happened inside another one's call happened in its time.

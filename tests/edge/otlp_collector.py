@@ -34,6 +34,7 @@ class ReceivedSpan:
     span_id: str
     parent_id: str
     kind: int
+    state: str
     flags: int
     is_error: bool
     message: str
@@ -74,6 +75,7 @@ def _received(span: Any, resource: dict[str, Any]) -> ReceivedSpan:
         span.span_id.hex(),
         span.parent_span_id.hex(),
         span.kind,
+        span.trace_state,
         span.flags,
         span.status.code == 2,
         span.status.message,

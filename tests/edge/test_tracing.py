@@ -15,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
+from edge.tracing.calls import TraceCalls
 from edge.tracing.context import TraceContext
 from edge.tracing.errors import OtlpError
 from edge.tracing.file import TraceFile
@@ -87,6 +88,29 @@ def test_a_collector_gets_the_whole_of_it(collector: type, monkeypatch: pytest.M
         "deployment.environment": "test bed",
     }.items() <= root.resource.items()
     assert tracer.counts()["exported"] == 2
+
+
+def test_a_call_is_a_span_whose_child_answers_it(tmp_path: Path) -> None:
+    trace = TraceContext.from_headers({**SAMPLED, "tracestate": "vendor=1"})
+    calls = TraceCalls("POST", {"http.request.method": "POST"})
+    first = calls.begin(trace, "[::1]:8100/9100")
+    calls.end("refused")
+    second = calls.begin(trace, "10.0.0.1:8100/9100")
+    children = [TraceContext.from_headers(headers) for headers in (first, second)]
+    tracer = Tracer(TraceFile(tmp_path / "traces", {}))
+    now = time.monotonic()
+    tracer.write(trace, [Span("POST /v1/completions", now, now), *calls.spans(now + 1.0)])
+    tracer.close()
+    line = json.loads((tmp_path / "traces").read_text())
+    root, *made = line["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    assert [child.parent_id for child in children] == [span["spanId"] for span in made]
+    assert {span["parentSpanId"] for span in made} == {root["spanId"]}
+    assert [span["kind"] for span in (root, *made)] == [2, 3, 3]
+    assert {span["traceState"] for span in (root, *made)} == {"vendor=1"}
+    assert made[0]["status"] == {"code": 2, "message": "refused"} and "status" not in made[1]
+    attributes = {one["key"]: one["value"] for one in made[0]["attributes"]}
+    assert attributes["server.address"] == {"stringValue": "::1"}
+    assert attributes["server.port"] == {"intValue": "8100"}
 
 
 def closed_port() -> str:

@@ -39,7 +39,8 @@ def test_prefill_follows_decode_by_its_ratio(ratio: str, decode: int, prefill: i
 def test_each_model_has_a_ratio_of_its_own() -> None:
     found = render({
         "prefill": {"ratio": "1:1"},
-        "models": [{"name": "large", "model": {"name": "org/large"}, "prefill": {"ratio": "2:1"}, "decode": {"replicas": 3}}],
+        "models": [{"name": "large", "model": {"name": "org/large"},
+                    "prefill": {"ratio": "2:1"}, "decode": {"replicas": 3}}],
     })  # fmt: skip
     assert found.one("Deployment", "prefill")["spec"]["replicas"] == 1
     assert found.one("Deployment", "large-prefill")["spec"]["replicas"] == 6

@@ -442,8 +442,10 @@ async def test_the_trace_of_a_prompt_has_every_layer(tmp_path: Path) -> None:
         await read(call)
         (line,) = (tmp_path / "traces").read_text().splitlines()
         spans = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
-        names = ["request", "queue", "prefill", "save layer 0", "save layer 1", "kv held"]
-        assert [span["name"] for span in spans] == names
+        names = ["queue", "prefill", "save layer 0", "save layer 1", "kv held"]
+        assert [span["name"] for span in spans] == ["tandem.v1.Prefill/Prefill", *names]
+        rpc = {"key": "rpc.method", "value": {"stringValue": "Prefill"}}
+        assert rpc in spans[0]["attributes"]
         assert {span["traceId"] for span in spans} == {trace}
         assert spans[0]["parentSpanId"] == "b7ad6b7169203331", "the decode node's span"
         assert {span["parentSpanId"] for span in spans[1:]} == {spans[0]["spanId"]}
