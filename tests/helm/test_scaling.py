@@ -90,7 +90,7 @@ def test_several_metrics_are_several_triggers_or_metrics() -> None:
     ("ratio", "average"), [("1:2", "2000m"), ("3:1", "334m"), ("1:1", "1000m")]
 )
 def test_an_hpa_divides_the_decode_pods_that_are_up(ratio: str, average: str) -> None:
-    """By an average that never asks for one pod too many: 1 pod by 334m is 2.99, rounded up."""
+    """The average never asks for one pod too many: 1 pod by 334m is 2.99, rounded up."""
     found = render({
         "prefill": {"ratio": ratio, "autoscaling": {"kind": "hpa", "metric": "ratio"}},
         "monitoring": {"adapterRules": {"enabled": True}},
