@@ -110,7 +110,9 @@ class Exchange:
         try:
             self._complete = await self._response.stream(heard)
         except NodeLost as error:
-            raise (NodeLost(self._silence) if self._silence else error) from error
+            if not self._silence:
+                raise
+            raise NodeLost(self._silence) from error
         self.waiting_since = None
         return self._complete
 

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from tests.edge.left_behind import garbage_is_kept, left_behind
 from tests.router.cluster import Cluster, RunningRouter, eventually
-from tests.router.fakes import answer_json, never_answer, stream_forever
-from tests.router.token_server import TokenHandler
+from tests.router.fakes import Handler, answer_json, break_after, never_answer, stream_forever
+from tests.router.token_server import TokenHandler, Writer
 
 
 async def connect(router: RunningRouter) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -153,4 +153,35 @@ async def test_nothing_waits_for_the_collector(
     with garbage_is_kept():
         await way(router)
         await way(router)
+        assert not left_behind()
+
+
+async def breaks_off(writer: Writer) -> None:
+    if writer.num_tokens >= 2:
+        writer.abort()
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize(
+    "bad",
+    [TokenHandler(fault=breaks_off), break_after(), answer_json(503, {"error": {"message": "no"}})],
+    ids=["midst", "beginning", "refuses"],
+)
+async def test_nor_does_an_answer_that_moves(
+    cluster: Cluster, bad: Handler, is_stream: bool
+) -> None:
+    """An error that was raised from itself held all that its frames knew, of each lost answer."""
+    nodes = [await cluster.decode(handler=bad), await cluster.decode(handler=TokenHandler())]
+    router = await cluster.router(*nodes, ejection_failures=1000)
+
+    async def ask() -> None:
+        for number in range(6):
+            await router.text({"model": "demo", "prompt": f"{number}", "max_tokens": 5, "seed": 1,
+                               "stream": is_stream})  # fmt: skip
+        await eventually(lambda: router.num_open == 0)
+
+    await ask()
+    assert nodes[0].requests
+    with garbage_is_kept():
+        await ask()
         assert not left_behind()
