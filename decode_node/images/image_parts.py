@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from decode_node.protocol.chat import ChatCompletionRequest
 from edge.http.errors import BadRequest
 from engine.images.image_input import ImagePixels, ImageSpan
+from engine.images.vision_spec import VisionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ def image_places(body: ChatCompletionRequest) -> list[ImagePlace]:
 
 
 def expanded(
-    token_ids: list[int], images: Sequence[ImagePixels], image_token_id: int
+    token_ids: list[int], images: Sequence[ImagePixels], vision: VisionSpec
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
     """Returns a prompt with each placeholder repeated for all tokens of its image, and where the
     images are then. Raises `BadRequest` unless there is a placeholder for each image."""
-    count = token_ids.count(image_token_id)
+    count = token_ids.count(vision.image_token_id)
     if count != len(images):
         raise BadRequest(
             f"the prompt has {count} places for its {len(images)} images: the chat template leaves "
@@ -58,10 +59,10 @@ def expanded(
     spans: list[ImageSpan] = []
     start = 0
     for image in images:
-        place = token_ids.index(image_token_id, start)
+        place = token_ids.index(vision.image_token_id, start)
         found += token_ids[start:place]
-        spans.append(ImageSpan(len(found), image.rows, image.columns, image.digest))
-        found += [image_token_id] * (image.rows * image.columns)
+        spans.append(vision.span(len(found), image))
+        found += vision.tokens_of(image.rows, image.columns)
         start = place + 1
     found += token_ids[start:]
     return found, tuple(spans)

@@ -3,7 +3,7 @@
     1. format, by its first bytes     PNG, JPEG, WebP; of a moving one the first picture
     2. size, before it is decoded     pixels and sides
     3. decoded, turned as EXIF says, made RGB
-    4. resized                        both sides multiples of a token's, as many pixels as allowed
+    4. resized                        both sides multiples of a token's (`decode_node.images.fit`)
     5. cut into patches               those of a token together
 
 The same steps, and the same rounding, as the reference processor of transformers.
@@ -12,18 +12,20 @@ The same steps, and the same rounding, as the reference processor of transformer
 from __future__ import annotations
 
 import io
-import math
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from decode_node.images.fit import fitted
 from engine.images.image_input import ImagePixels, image_digest
 from engine.images.vision_spec import PixelSpec
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_ASPECT = 200
-"""The longer side divided by the shorter. The reference takes no more either."""
+"""The longer side divided by the shorter. Qwen's and GLM's processors take no more either."""
 
+
+_RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 Image.MAX_IMAGE_PIXELS = None
 """Sizes are checked here, against the operator's limit."""
@@ -37,10 +39,13 @@ def preprocess(data: bytes, pixels: PixelSpec, max_pixels: int) -> ImagePixels:
     """Returns an encoded image's patches. `max_pixels`: of the image as it is sent. Raises
     `ImageError`."""
     image = _decoded(data, max_pixels)
-    height, width = smart_size(image.height, image.width, pixels)
-    resized = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    size = fitted(image.height, image.width, pixels)
+    resized = np.asarray(image.resize((size.width, size.height), _RESAMPLING[pixels.resample]))
+    bottom, right = size.padded_height - size.height, size.padded_width - size.width
+    if bottom or right:
+        resized = np.pad(resized, ((0, bottom), (0, right), (0, 0)))
     patches = _patches(resized, pixels)
-    rows, columns = height // pixels.unit, width // pixels.unit
+    rows, columns = size.padded_height // pixels.unit, size.padded_width // pixels.unit
     return ImagePixels(image_digest(rows, columns, patches), rows, columns, patches)
 
 
@@ -71,23 +76,6 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         raise ImageError(
             f"is {width} x {height}: one side may be at most {MAX_ASPECT} times the other"
         )
-
-
-def smart_size(height: int, width: int, pixels: PixelSpec) -> tuple[int, int]:
-    """Returns the (height, width) that an image is resized to: multiples of `pixels.unit`, of about
-    its proportions, and with as many pixels as allowed."""
-    unit = pixels.unit
-    near = round(height / unit) * unit, round(width / unit) * unit
-    if near[0] * near[1] > pixels.max_pixels:
-        shrink = math.sqrt(height * width / pixels.max_pixels)
-        sides = (max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width))
-    elif near[0] * near[1] < pixels.min_pixels:
-        grow = math.sqrt(pixels.min_pixels / (height * width))
-        sides = (math.ceil(side * grow / unit) * unit for side in (height, width))
-    else:
-        return near
-    found = tuple(sides)
-    return found[0], found[1]
 
 
 def _patches(image: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], pixels: PixelSpec) -> bytes:

@@ -33,6 +33,6 @@ class ImagePrompts:
             name = "truncate_prompt_tokens"
             raise BadRequest("a prompt with images cannot be truncated", param=name)
         assert self._vision is not None
-        token_ids, spans = expanded(token_ids, images, self._vision.image_token_id)
+        token_ids, spans = expanded(token_ids, images, self._vision)
         pixels = {image.digest: image for image in images}
         return ImagePrompt(token_ids, spans, tuple(pixels.values()))

@@ -165,7 +165,7 @@ class InputProcessor:
         tokens = spec.prompt_token_ids
         check(
             all(
-                tokens[image.offset : image.end] == [vision.image_token_id] * image.num_tokens
+                tokens[image.offset : image.end] == vision.tokens_of(image.rows, image.columns)
                 for image in spec.images
             ),
             "images",

@@ -17,21 +17,28 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         offset: The first of its tokens, counted from the prompt's beginning.
         rows, columns: Of its tokens.
         digest: SHA-256 of what the tower is given, so that equal digests mean equal KV.
+        row_ends: Tokens behind each row that end it, and have embeddings of text.
     """
 
     offset: int
     rows: int
     columns: int
     digest: bytes
+    row_ends: int = 0
+
+    @property
+    def num_embeddings(self) -> int:
+        """Returns its tokens that the tower makes."""
+        return self.rows * self.columns
 
     @property
     def num_tokens(self) -> int:
-        return self.rows * self.columns
+        return self.rows * (self.columns + self.row_ends)
 
     @property
     def end(self) -> int:
         """Returns the first token behind it."""
-        return self.offset + self.rows * self.columns
+        return self.offset + self.num_tokens
 
 
 class ImagePixels(msgspec.Struct, frozen=True, array_like=True):

@@ -38,7 +38,7 @@ class ImageLimits:
             return "images need chunked prefill; start the engine with --enable-chunked-prefill"
         if any(image.digest not in request.pixels for image in images):
             return "the pixels of an image of the prompt are missing; send the request again"
-        largest = max(image.num_tokens for image in images)
+        largest = max(image.num_embeddings for image in images)
         if largest > self.budget:
             return (
                 f"an image of the prompt has {largest} tokens and the encoder here computes at "
@@ -59,8 +59,8 @@ def largest_image(config: EngineConfig) -> int:
     vision = config.model.vision
     if vision is None:
         return 0
-    most = min(vision.pixels.max_tokens, config.model.max_model_len)
-    return min(most, config.images.max_image_tokens or most)
+    most = vision.pixels.limited(config.images.max_image_tokens).max_tokens
+    return min(most, config.model.max_model_len)
 
 
 NO_ENCODER = (

@@ -1,13 +1,19 @@
 """Describes a vision tower to the engine around the model. Torch-free;
-`engine.models.specs.vision` reads it from a checkpoint."""
+`engine.models.specs.towers` reads it from a checkpoint."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
 
-TowerKind = Literal["qwen2_5", "qwen3"]
+from engine.images.image_input import ImagePixels, ImageSpan
+
+Fit = Literal["area", "longest", "square", "patches"]
+"""How an image's size becomes that of a grid of tokens; see `decode_node.images.fit`."""
+Merger = Literal["joined", "gated", "strided", "pooled"]
+"""How patches become tokens; see `engine.models.vision.mergers`."""
 
 
 class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,15 +23,26 @@ class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
         patch_size: Pixels of a patch's side.
         merge_size: A token has this many patches a side.
         temporal_patch_size: An image counts as this many equal frames.
-        min_pixels, max_pixels: Images are resized to this many.
+        min_pixels, max_pixels: "area": images are resized to this many.
+        keeps_token: "area": a side shorter than a token's is made as long before all else.
+        longest_edge: "longest", "square", "patches": pixels of a side at most; of a square, always.
+        max_patches: "patches": images are made so small that they have at most about this many.
+        most_tokens: Larger images are made so small; 0: nothing more is asked for.
+        resample: How shades between pixels are found.
         mean, std: Of each channel, in 0..1.
     """
 
     patch_size: int
     merge_size: int = 2
     temporal_patch_size: int = 2
+    fit: Fit = "area"
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
+    keeps_token: bool = False
+    longest_edge: int = 0
+    max_patches: int = 0
+    most_tokens: int = 0
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
 
@@ -36,50 +53,149 @@ class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_tokens(self) -> int:
-        """Returns how many tokens the largest image has."""
-        return self.max_pixels // self.unit**2
+        """Returns how many tokens the largest image has at most."""
+        side = math.ceil(self.longest_edge / self.unit)
+        most = side * side
+        if self.fit == "area":
+            most = self.max_pixels // self.unit**2
+        elif self.fit == "patches":
+            # Sides are rounded up to whole tokens behind the count: most where one is longest.
+            along = self.longest_edge // self.patch_size
+            count = self.max_patches // self.merge_size**2
+            most = min(most, count + along + self.max_patches // max(1, along) + 4)
+        return min(most, self.most_tokens or most)
 
     def limited(self, max_tokens: int) -> PixelSpec:
-        """Returns a copy whose images have at most this many tokens; 0: as they are."""
-        if not max_tokens:
+        """Returns a copy whose images have at most this many tokens; 0: as they are. Images of a
+        tower that takes one size alone stay."""
+        if not max_tokens or self.fit == "square":
             return self
+        if self.fit != "area":
+            return msgspec.structs.replace(self, most_tokens=min(max_tokens, self.max_tokens))
         most = min(self.max_pixels, max_tokens * self.unit**2)
         least = min(self.min_pixels, most)
         return msgspec.structs.replace(self, max_pixels=most, min_pixels=least)
+
+
+class BlockSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks of a tower: attention and feed-forward, each behind a norm.
+
+    Attributes:
+        norm: By the root mean square alone, or by mean and variance, with a bias.
+        activation: Of the feed-forward.
+        is_gated: The feed-forward has a gate: three layers, not two.
+        has_bias: Linear layers have biases.
+        has_qkv_bias: Those of queries, keys and values have them; None: as all.
+    """
+
+    norm: Literal["rms", "layer"]
+    activation: Literal["silu", "gelu", "gelu_pytorch_tanh"]
+    is_gated: bool = False
+    has_bias: bool = True
+    has_qkv_bias: bool | None = None
+    eps: float = 1e-6
+
+
+class PatchPositions(msgspec.Struct, frozen=True, kw_only=True):
+    """A learned table of positions, stretched over the image.
+
+    Attributes:
+        shape: Of the table without the width of an entry; its sides are equal.
+        resample: Between corner and corner ("linear"), or between the middles of entries ("cubic").
+    """
+
+    shape: tuple[int, ...]
+    resample: Literal["linear", "cubic"]
+
+    @property
+    def side(self) -> int:
+        return math.isqrt(math.prod(self.shape))
+
+
+class PatchRope(msgspec.Struct, frozen=True, kw_only=True):
+    """How queries and keys turn by a patch's row and column.
+
+    Attributes:
+        pairs: "halves": the first half of a head's pairs by the row, the second by the column, with
+            the same frequencies. "shared": so, and rows and columns take frequencies in turn.
+            "adjacent": elements 2i and 2i + 1 are a pair, and pairs turn by the column and the row
+            in turn.
+    """
+
+    pairs: Literal["halves", "shared", "adjacent"] = "halves"
+    theta: float = 10_000.0
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A vision tower, and how its text part sees images.
 
     Attributes:
-        kind: The family of its blocks.
+        names: What the checkpoint calls each part: modules of `engine.models.vision.tower` by their
+            place in it, "{}" for the index of a block. Several names with commas between them are
+            parts of one. Names of parameters end with ".weight" and ".bias" behind these.
+        renamed: Expressions for names that some releases have otherwise, and what they stand for.
+        patch_shape: Of the patch embedding in the checkpoint, without its outputs.
+        has_patch_bias, has_patch_norm: Of the patch embedding, and behind it.
+        positions, rope: None: the tower has none.
         window_size: Pixels of the side of a window, within which most layers attend; 0: every
             layer sees the whole image.
         full_layers: Layers that see the whole image all the same.
-        num_positions: Entries of a learned table of positions, a square; 0: there is none.
         tapped_layers: Layers whose output is merged as well, and added behind the first layers of
             the text part ("deepstack").
+        has_final_norm: There is a norm behind the blocks.
+        merger: Makes tokens of patches; `merger_size`: of its inner layer, `merger_eps`: of its
+            norm.
         image_token_id: Stands for an image in a prompt, once for each of its tokens.
+        row_end_ids: Tokens behind each row of an image, and behind the last one; (): none.
         rope_axes: [head_dim / 2]: which of a token's three positions (time, row, column) a pair of
-            elements turns by ("mrope").
+            elements turns by ("mrope"); (): tokens of images have positions as text has.
     """
 
-    kind: TowerKind
+    names: dict[str, str]
+    renamed: tuple[tuple[str, str], ...] = ()
     depth: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
     out_hidden_size: int
     pixels: PixelSpec
+    block: BlockSpec
+    patch_shape: tuple[int, ...]
+    has_patch_bias: bool = False
+    has_patch_norm: bool = False
+    positions: PatchPositions | None = None
+    rope: PatchRope | None = PatchRope()
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
-    num_positions: int = 0
     tapped_layers: tuple[int, ...] = ()
+    has_final_norm: bool = False
+    merger: Merger = "joined"
+    merger_size: int = 0
+    merger_eps: float = 1e-6
+    has_merger_bias: bool = True
     image_token_id: int
-    rope_axes: tuple[int, ...]
-    eps: float = 1e-6
+    row_end_ids: tuple[int, int] | tuple[()] = ()
+    rope_axes: tuple[int, ...] = ()
 
     @property
     def patch_bytes(self) -> int:
         """Returns the bytes of a patch: each pixel's red, green and blue."""
         return 3 * self.pixels.patch_size**2
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Returns how names of the tower's tensors begin."""
+        return tuple({f"{name.split('.', 1)[0]}." for name in self.names.values()})
+
+    def span(self, offset: int, image: ImagePixels) -> ImageSpan:
+        """Returns where an image is in a prompt that has it from `offset` on."""
+        row_ends = 1 if self.row_end_ids else 0
+        return ImageSpan(offset, image.rows, image.columns, image.digest, row_ends)
+
+    def tokens_of(self, rows: int, columns: int) -> list[int]:
+        """Returns the tokens of an image in a prompt."""
+        if not self.row_end_ids:
+            return [self.image_token_id] * (rows * columns)
+        behind, last = self.row_end_ids
+        tokens = ([self.image_token_id] * columns + [behind]) * rows
+        return [*tokens[:-1], last]

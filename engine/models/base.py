@@ -51,13 +51,13 @@ class ImageInputs:
     """Holds what a pass needs for tokens of images.
 
     Attributes:
-        positions: [3, T] int64: time, row and column of each token.
+        positions: [3, T] int64: time, row and column of each token; None: those of text.
         places: [n] int64, which tokens of the pass are of images.
         embeddings: [1 + taps, n, H]: what they begin with, and what is added to the stream behind
             each of the first layers. None, like `places`: the pass is among images and has none.
     """
 
-    positions: Tensor
+    positions: Tensor | None = None
     places: Tensor | None = None
     embeddings: Tensor | None = None
 

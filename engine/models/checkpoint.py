@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -30,6 +30,8 @@ from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
 from engine.models.slow_reads import telling_slow_reads
 from engine.models.specs.base import UnsupportedField
+from engine.models.specs.dense import DenseSpec
+from engine.models.specs.towers.fields import TextSizes
 from engine.models.specs.vision import read_vision
 from engine.models.vocabularies.files import TOKENIZER_FILE, has_tokenizer
 from engine.models.weight_files import EMBEDDING, HEAD, WeightFiles
@@ -183,7 +185,7 @@ def load_model_config(
         place, values = file.quantization
         schemes = read_quantization(folder, values, quantization, place)
         layer_heads = kind.read_heads(file)
-        vision = read_vision(folder, wrapper, whole, kind.head_dim_of(file), file.hidden_size)
+        vision = read_vision(folder, wrapper, whole, _text_sizes(file, cast(DenseSpec, spec)))
     if weights is not None:
         check_fused_layers(folder, schemes, weights.tensors)
     names = _names(served_model_name or "") or [_name_of(folder.resolve())]
@@ -232,6 +234,12 @@ def _read_config(
             file.tie_word_embeddings, weights, is_part=bool(wrapper)
         )
     return file, whole
+
+
+def _text_sizes(file: ConfigFile, spec: DenseSpec) -> TextSizes:
+    """Returns what a tower knows of the decoder behind it."""
+    head_dim = spec.head_dim_of(file)
+    return TextSizes(file.hidden_size, head_dim, spec.rotary.dim, spec.rms_norm_eps)
 
 
 def _is_tied(said: bool | None, weights: WeightFiles, *, is_part: bool) -> bool | None:

@@ -66,7 +66,7 @@ class LayerKinds:
             self._query_scales = scales.to(device)
         vision = model.vision
         self._axes = None
-        if vision is not None:
+        if vision is not None and vision.rope_axes:
             self._axes = torch.tensor(vision.rope_axes, device=device)
 
     def inputs(self, step: ForwardInputs) -> list[AttentionInputs | StateInputs]:
@@ -85,9 +85,9 @@ class LayerKinds:
             return StateInputs(step.groups[0].slot_mapping, metadata)
         assert table is not None
         positions = step.positions
-        if step.images is not None:
-            assert self._axes is not None
-            table = _table_of_tokens(table, step.images.positions, self._axes)
+        images = step.images
+        if images is not None and images.positions is not None and self._axes is not None:
+            table = _table_of_tokens(table, images.positions, self._axes)
             positions = torch.arange(len(table), device=table.device)
         rest = metadata, step.backend, group.kept, scales
         return AttentionInputs(positions, table, group.slot_mapping, *rest)

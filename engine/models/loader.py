@@ -103,8 +103,8 @@ def load_weights(
             files = files_of(config.model)
             if digests is not None:
                 digests.expect([*files.tensors.values(), *files.others])
-            if is_tower:
-                files.take_tower()
+            if is_tower and config.model.vision is not None:
+                files.take_tower(config.model.vision)
             if num_ranks := config.model.spec.get("projection_ranks", 0):
                 files.tensors = cut_projections(files.tensors, num_ranks)
             if (experts := model.stackable_experts) is not None:

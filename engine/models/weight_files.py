@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from engine.images.vision_spec import VisionSpec
 from engine.models.content_digests import FileDigests, content_digests
 from engine.models.errors import CheckpointError
 from engine.models.json_file import read_json
@@ -64,10 +65,13 @@ class WeightFiles:
             self.tensors = {name: tensor for name, tensor in named if name is not None}
             self.others = tuple(tensor for name, tensor in named if name is None)
 
-    def take_tower(self) -> None:
-        """Makes `tensors` those of a vision tower alone, by names that begin with "visual."."""
-        named = [(tensor.name.removeprefix("model."), tensor) for tensor in self.others]
-        self.tensors = {name: tensor for name, tensor in named if name.startswith("visual.")}
+    def take_tower(self, tower: VisionSpec) -> None:
+        """Makes `tensors` those of a vision tower alone, by the names that it has for them."""
+        named = {tensor.name.removeprefix("model."): tensor for tensor in self.others}
+        for expression, name in tower.renamed:
+            named = {re.sub(expression, name, own): tensor for own, tensor in named.items()}
+        prefixes = tower.prefixes
+        self.tensors = {name: it for name, it in named.items() if name.startswith(prefixes)}
         self.others = ()
 
     def _is_sharded(self) -> bool:

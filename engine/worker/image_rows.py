@@ -58,14 +58,23 @@ class ImageRows:
     """Owned by the runner of a model that sees images; `tower` None: others encode."""
 
     def __init__(
-        self, num_rows: int, tower: VisionTower | None, device: torch.device, limits: ImageLimits
+        self,
+        num_rows: int,
+        tower: VisionTower | None,
+        device: torch.device,
+        limits: ImageLimits,
+        *,
+        has_axes: bool,
     ) -> None:
         self._tower = tower
+        self._has_axes = has_axes
+        """Tokens of images have three positions."""
         self._device = device
         self._limits = limits
         self._deltas = HostBackedTensor(num_rows, np.int32, device)
         self._images: dict[int, tuple[ImageSpan, ...]] = {}  # [row]
-        self._positions: dict[int, npt.NDArray[np.int64]] = {}  # [row] -> [3, end of its images]
+        self._ends: dict[int, int] = {}  # [row] -> end of its images, while it is among them
+        self._positions: dict[int, npt.NDArray[np.int64]] = {}  # [row] -> [3, that end]
         self._embeddings: dict[bytes, torch.Tensor] = {}  # [digest] -> [1 + taps, tokens, H]
 
     @property
@@ -104,18 +113,21 @@ class ImageRows:
         """Notes the images of a row's new owner."""
         self._images.pop(new.row, None)
         self._positions.pop(new.row, None)
-        delta = position_delta(new.images)
+        self._ends.pop(new.row, None)
+        delta = position_delta(new.images) if self._has_axes else 0
         if delta != self._deltas.np[new.row]:
             self._deltas.write(new.row, delta)
         if new.images:
             self._images[new.row] = new.images
             if new.num_computed_tokens < new.images[-1].end:
-                self._positions[new.row] = prompt_positions(new.images)
+                self._ends[new.row] = new.images[-1].end
+                if self._has_axes:
+                    self._positions[new.row] = prompt_positions(new.images)
 
     def needed_by(self, order: BatchOrder, states: RowStates) -> bool:
         """Returns whether the step has tokens before the end of a row's last image."""
-        return bool(self._positions) and any(
-            row in self._positions and states.num_computed_np[row] < self._positions[row].shape[1]
+        return bool(self._ends) and any(
+            row in self._ends and states.num_computed_np[row] < self._ends[row]
             for row in order.rows.tolist()
         )
 
@@ -135,22 +147,23 @@ class ImageRows:
         order, positions = batch.order, self._rope_positions(batch)
         if not self.needed_by(order, states):
             return positions, None
-        of_axes = positions.expand(3, -1).clone()
+        of_axes = positions.expand(3, -1).clone() if self._has_axes else None
         places: list[npt.NDArray[np.int64]] = []
         embeddings: list[torch.Tensor] = []
         start = 0
         for row, length in zip(order.rows.tolist(), order.query_lens.tolist(), strict=True):
-            if row in self._positions:
+            if row in self._ends:
                 first = int(states.num_computed_np[row])
-                known = self._positions[row][:, first : first + length]
-                part = to_device(np.ascontiguousarray(known), self._device)
-                of_axes[:, start : start + known.shape[1]] = part
+                if of_axes is not None:
+                    known = self._positions[row][:, first : first + length]
+                    part = to_device(np.ascontiguousarray(known), self._device)
+                    of_axes[:, start : start + known.shape[1]] = part
                 for image in self._images[row]:
                     low, high = max(first, image.offset), min(first + length, image.end)
                     if low < high:
-                        found = self._of(image)[:, low - image.offset : high - image.offset]
-                        embeddings.append(found)
-                        places.append(np.arange(low, high) - first + start)
+                        tokens, found = embedded(image, low, high)
+                        embeddings.append(self._of(image)[:, found])
+                        places.append(tokens - first + start)
             start += length
         if not embeddings:
             return positions, ImageInputs(of_axes)
@@ -166,10 +179,23 @@ class ImageRows:
         return found
 
 
+def embedded(image: ImageSpan, first: int, stop: int) -> tuple[npt.NDArray[np.int64], slice]:
+    """Returns which of the prompt's tokens `[first, stop)`, all of the image, have embeddings of
+    it, and which these are."""
+    width = image.columns + image.row_ends
+    rows, columns = np.divmod(np.arange(first, stop) - image.offset, width)
+    has = columns < image.columns
+    places = (rows * image.columns + columns)[has]
+    start = int(places[0]) if len(places) else 0
+    return np.arange(first, stop)[has], slice(start, start + len(places))
+
+
 def create_image_rows(
     config: EngineConfig, tower: VisionTower | None, device: torch.device
 ) -> ImageRows | TextRows:
     """Returns what the model's rows need."""
     if config.model.vision is None or config.images.max_images == 0:
         return TextRows()
-    return ImageRows(config.scheduler.max_num_seqs, tower, device, ImageLimits(config))
+    has_axes = bool(config.model.vision.rope_axes)
+    limits = ImageLimits(config)
+    return ImageRows(config.scheduler.max_num_seqs, tower, device, limits, has_axes=has_axes)

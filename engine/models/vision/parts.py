@@ -3,7 +3,8 @@ its embeddings depend on nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,32 @@ from engine.images.vision_spec import VisionSpec
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import CheckpointWeight, Shard
 
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
 
 class Dense(nn.Module):
-    """[n, in] -> [n, out], with a bias by default."""
+    """[n, in] -> [n, out].
 
-    def __init__(self, size: int, out: int, shard: Shard, *, bias: bool = True) -> None:
+    Args:
+        stored: Shape of an output's weights in the checkpoint; None: [in].
+    """
+
+    def __init__(
+        self,
+        size: int,
+        out: int,
+        shard: Shard,
+        *,
+        bias: bool = True,
+        stored: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__()
+        self.stored = stored or (size,)
         self.weight = shard.parameter(out, size)
         self.bias = shard.parameter(out) if bias else None
 
@@ -26,8 +47,13 @@ class Dense(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        """Yields the layer's tensors. Several prefixes, with commas between them, are of layers
+        that make equal parts of the outputs."""
+        names = prefix.split(",")
         for name, parameter in self.named_parameters():
-            yield CheckpointWeight(f"{prefix}.{name}", parameter, tuple(parameter.shape))
+            for part, rows in zip(names, parameter.chunk(len(names)), strict=True):
+                target = rows.view(-1, *self.stored) if name == "weight" else rows
+                yield CheckpointWeight(f"{part}.{name}", target, tuple(target.shape))
 
 
 class LayerNorm(nn.Module):
@@ -47,38 +73,44 @@ class LayerNorm(nn.Module):
             yield CheckpointWeight(f"{prefix}.{name}", parameter, tuple(parameter.shape))
 
 
-def tower_norm(spec: VisionSpec, size: int, shard: Shard) -> RMSNorm | LayerNorm:
-    """Returns the norm of the tower's family."""
-    kind = RMSNorm if spec.kind == "qwen2_5" else LayerNorm
-    return kind(size, spec.eps, shard)
+class PositionTable(nn.Module):
+    """Learned positions, [entries, H]. `stored`: its shape in the checkpoint but for H."""
+
+    def __init__(self, stored: tuple[int, ...], count: int, size: int, shard: Shard) -> None:
+        super().__init__()
+        self.stored = stored
+        self.weight = shard.parameter(count, size)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        shape = (*self.stored, self.weight.shape[1])
+        yield CheckpointWeight(f"{prefix}.weight", self.weight.view(shape), shape)
+
+
+def tower_norm(spec: VisionSpec, size: int, shard: Shard, eps: float) -> RMSNorm | LayerNorm:
+    """Returns a norm of the tower's kind."""
+    kind = RMSNorm if spec.block.norm == "rms" else LayerNorm
+    return kind(size, eps, shard)
 
 
 class FeedForward(nn.Module):
-    """[n, H] -> [n, H]: gate, up and down, or two layers with GELU between them."""
+    """[n, H] -> [n, H]: gate, up and down, or two layers with an activation between them."""
 
     def __init__(self, spec: VisionSpec, shard: Shard) -> None:
         super().__init__()
-        size, inner = spec.hidden_size, spec.intermediate_size
-        names = ("gate_proj", "up_proj") if spec.kind == "qwen2_5" else ("linear_fc1",)
-        self.names = names
-        self.inner = nn.ModuleList(Dense(size, inner, shard) for _ in names)
-        self.last_name = "down_proj" if spec.kind == "qwen2_5" else "linear_fc2"
-        self.last = Dense(inner, size, shard)
+        size, inner, bias = spec.hidden_size, spec.intermediate_size, spec.block.has_bias
+        self.activation = ACTIVATIONS[spec.block.activation]
+        self.gate = Dense(size, inner, shard, bias=bias) if spec.block.is_gated else None
+        self.up = Dense(size, inner, shard, bias=bias)
+        self.down = Dense(inner, size, shard, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        first: Tensor = self.inner[0](x)
-        if len(self.inner) == 2:
-            inner = F.silu(first) * self.inner[1](x)
+        inner: Tensor = self.up(x)
+        if self.gate is None:
+            inner = self.activation(inner)
         else:
-            inner = F.gelu(first, approximate="tanh")
-        found: Tensor = self.last(inner)
+            inner = self.activation(self.gate(x)) * inner
+        found: Tensor = self.down(inner)
         return found
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        for name, part in zip(self.names, self.inner, strict=True):
-            assert isinstance(part, Dense)
-            yield from part.checkpoint_weights(f"{prefix}.{name}")
-        yield from self.last.checkpoint_weights(f"{prefix}.{self.last_name}")
 
 
 class TowerAttention(nn.Module):
@@ -86,38 +118,40 @@ class TowerAttention(nn.Module):
 
     def __init__(self, spec: VisionSpec, shard: Shard) -> None:
         super().__init__()
-        size = spec.hidden_size
+        size, block = spec.hidden_size, spec.block
         self.num_heads = spec.num_heads
-        self.qkv = Dense(size, 3 * size, shard)
-        self.proj = Dense(size, size, shard)
+        self.is_adjacent = spec.rope is not None and spec.rope.pairs == "adjacent"
+        has_bias = block.has_bias if block.has_qkv_bias is None else block.has_qkv_bias
+        self.qkv = Dense(size, 3 * size, shard, bias=has_bias)
+        self.proj = Dense(size, size, shard, bias=block.has_bias)
 
-    def forward(self, x: Tensor, rope: Tensor, batches: tuple[tuple[int, int], ...]) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor | None, batches: tuple[tuple[int, int], ...]
+    ) -> Tensor:
         """Attends: [n, H] -> [n, H].
 
         Args:
-            rope: [2, n, 1, head / 2] float32, cosines and sines.
+            rope: [2, n, 1, head / 2] float32, cosines and sines; None: nothing turns.
             batches: (windows, patches of each) of each size, in the order of `x`.
         """
-        heads: Tensor = self.qkv(x).view(len(x), 3, self.num_heads, -1)
-        q, k, v = _rotated(heads[:, 0], rope), _rotated(heads[:, 1], rope), heads[:, 2]
+        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)
+        if rope is not None:
+            turn = _rotated_neighbours if self.is_adjacent else _rotated
+            q, k = turn(q, rope), turn(k, rope)
         parts: list[Tensor] = []
         start = 0
         for count, length in batches:
             stop = start + count * length
             shape = (count, length, self.num_heads, -1)
             attended = F.scaled_dot_product_attention(
-                q[start:stop].view(shape).transpose(1, 2),
-                k[start:stop].view(shape).transpose(1, 2),
+                q[start:stop].reshape(shape).transpose(1, 2),
+                k[start:stop].reshape(shape).transpose(1, 2),
                 v[start:stop].reshape(shape).transpose(1, 2),
             )
             parts.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
             start = stop
         found: Tensor = self.proj(torch.cat(parts))
         return found
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        yield from self.qkv.checkpoint_weights(f"{prefix}.qkv")
-        yield from self.proj.checkpoint_weights(f"{prefix}.proj")
 
 
 class TowerBlock(nn.Module):
@@ -126,55 +160,17 @@ class TowerBlock(nn.Module):
 
     def __init__(self, spec: VisionSpec, shard: Shard) -> None:
         super().__init__()
-        self.norm1 = tower_norm(spec, spec.hidden_size, shard)
+        self.norm1 = tower_norm(spec, spec.hidden_size, shard, spec.block.eps)
         self.attn = TowerAttention(spec, shard)
-        self.norm2 = tower_norm(spec, spec.hidden_size, shard)
+        self.norm2 = tower_norm(spec, spec.hidden_size, shard, spec.block.eps)
         self.mlp = FeedForward(spec, shard)
 
-    def forward(self, x: Tensor, rope: Tensor, batches: tuple[tuple[int, int], ...]) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor | None, batches: tuple[tuple[int, int], ...]
+    ) -> Tensor:
         x = x + self.attn(self.norm1(x), rope, batches)
         added: Tensor = x + self.mlp(self.norm2(x))
         return added
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        yield from self.norm1.checkpoint_weights(f"{prefix}.norm1")
-        yield from self.attn.checkpoint_weights(f"{prefix}.attn")
-        yield from self.norm2.checkpoint_weights(f"{prefix}.norm2")
-        yield from self.mlp.checkpoint_weights(f"{prefix}.mlp")
-
-
-class PatchMerger(nn.Module):
-    """Makes one token of the patches that lie together.
-
-    Args:
-        norms_merged: The norm is of a token's patches together, not of each.
-    """
-
-    def __init__(self, spec: VisionSpec, shard: Shard, *, norms_merged: bool = False) -> None:
-        super().__init__()
-        is_first_family = spec.kind == "qwen2_5"
-        names = (
-            ("ln_q", "mlp.0", "mlp.2") if is_first_family else ("norm", "linear_fc1", "linear_fc2")
-        )
-        self.names = names
-        self.size = spec.hidden_size * spec.pixels.merge_size**2
-        self.norms_merged = norms_merged
-        self.norm = tower_norm(spec, self.size if norms_merged else spec.hidden_size, shard)
-        self.first = Dense(self.size, self.size, shard)
-        self.second = Dense(self.size, spec.out_hidden_size, shard)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Merges: [patches, H] -> [tokens, out]."""
-        if self.norms_merged:
-            merged = self.norm(x.view(-1, self.size))
-        else:
-            merged = self.norm(x).view(-1, self.size)
-        found: Tensor = self.second(F.gelu(self.first(merged)))
-        return found
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        for name, part in zip(self.names, (self.norm, self.first, self.second), strict=True):
-            yield from part.checkpoint_weights(f"{prefix}.{name}")
 
 
 def _rotated(x: Tensor, rope: Tensor) -> Tensor:
@@ -182,3 +178,11 @@ def _rotated(x: Tensor, rope: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = rope
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _rotated_neighbours(x: Tensor, rope: Tensor) -> Tensor:
+    """Turns element 2i of each head of `x` [n, heads, D] with element 2i + 1, in float32."""
+    first, second = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
+    cos, sin = rope
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)

@@ -3,54 +3,69 @@
 pixels ─ normalise ─ patch embedding (+ positions) ─ blocks ─ merger ─▶ [tokens, H]
                                                        └ tapped ─ mergers ─▶ further [tokens, H]
 
-Sources: Bai et al., Qwen2.5-VL (arXiv 2502.13923) for windows; Meng et al., DeepStack (arXiv
-2406.04334) for taps.
+What differs between families is in `VisionSpec`. Sources: Bai et al., Qwen2.5-VL (arXiv 2502.13923)
+for windows; Meng et al., DeepStack (arXiv 2406.04334) for taps.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from math import prod
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import PixelSpec, VisionSpec
-from engine.layers.rotary import inverse_frequencies
 from engine.layers.shard import CheckpointWeight, Shard
-from engine.models.vision.parts import PatchMerger, TowerBlock
+from engine.models.vision.mergers import MERGERS, JoinedMerger
+from engine.models.vision.parts import Dense, PositionTable, TowerBlock, tower_norm
+from engine.models.vision.patches import stretched, turning
 from engine.models.vision.windows import patch_places, window_order
 
-_THETA = 10_000.0
-_PREFIX = "visual"
+_INDEX = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+@runtime_checkable
+class _Stored(Protocol):
+    """A part that the checkpoint has tensors of."""
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]: ...
 
 
 class VisionTower(nn.Module):
     """One image at a time, so that what it computes depends on nothing else."""
 
-    positions: nn.Parameter | None
     shades: Tensor
+    axes: Tensor
     frequencies: Tensor
 
     def __init__(self, spec: VisionSpec, shard: Shard) -> None:
         super().__init__()
         self.spec = spec
-        pixels, size = spec.pixels, spec.hidden_size
-        side = pixels.patch_size
-        self.patch = shard.parameter(size, 3, pixels.temporal_patch_size, side, side)
-        has_positions = spec.num_positions > 0
-        self.patch_bias = shard.parameter(size) if has_positions else None
-        self.positions = shard.parameter(spec.num_positions, size) if has_positions else None
+        size, stored, eps = spec.hidden_size, spec.patch_shape, spec.block.eps
+        self.patch = Dense(prod(stored), size, shard, bias=spec.has_patch_bias, stored=stored)
+        self.patch_norm = tower_norm(spec, size, shard, eps) if spec.has_patch_norm else None
+        self.positions = None
+        if (learned := spec.positions) is not None:
+            self.positions = PositionTable(learned.shape, prod(learned.shape), size, shard)
         self.blocks = nn.ModuleList(TowerBlock(spec, shard) for _ in range(spec.depth))
-        self.merger = PatchMerger(spec, shard)
-        self.tapped_mergers = nn.ModuleList(
-            PatchMerger(spec, shard, norms_merged=True) for _ in spec.tapped_layers
+        self.norm = tower_norm(spec, size, shard, eps) if spec.has_final_norm else None
+        self.merger = MERGERS[spec.merger](spec, shard)
+        self.taps = nn.ModuleList(
+            JoinedMerger(spec, shard, norms_joined=True) for _ in spec.tapped_layers
         )
-        self.register_buffer("shades", shade_table(pixels).to(shard.device), persistent=False)
-        frequencies = inverse_frequencies(size // spec.num_heads // 2, _THETA)
-        self.register_buffer("frequencies", frequencies.to(shard.device), persistent=False)
+        self._register("shades", shade_table(spec.pixels), shard)
+        if spec.rope is not None:
+            axes, frequencies = turning(spec.rope, size // spec.num_heads)
+            self._register("axes", axes, shard)
+            self._register("frequencies", frequencies, shard)
+
+    def _register(self, name: str, values: Tensor, shard: Shard) -> None:
+        self.register_buffer(name, values.to(shard.device), persistent=False)
 
     @property
     def patches_of_token(self) -> int:
@@ -61,21 +76,23 @@ class VisionTower(nn.Module):
         """Returns [1 + taps, tokens, H]: embeddings of the image's tokens, row by row, and what is
         added to them behind the first layers of the text part."""
         spec, merge = self.spec, self.spec.pixels.merge_size
-        device = self.patch.device
+        device = self.patch.weight.device
         order = window_order(image.rows, image.columns, spec.window_size // spec.pixels.unit)
         tokens = torch.from_numpy(order.tokens).to(device, non_blocking=True)
         places = torch.from_numpy(patch_places(image.rows, image.columns, merge))
         places = places.to(device, non_blocking=True)
         unit = merge**2
         x = _in_order(self._embedded(image, places), tokens, unit)
-        rope = self._rope(_in_order(places, tokens, unit))
+        rope = None if spec.rope is None else self._rope(_in_order(places, tokens, unit))
         windows = tuple((count, length * unit) for count, length in order.batches)
         whole = ((1, len(x)),)
         taps: list[Tensor] = []
         for index, block in enumerate(self.blocks):
             x = block(x, rope, whole if index in spec.full_layers else windows)
             if index in spec.tapped_layers:
-                taps.append(self.tapped_mergers[spec.tapped_layers.index(index)](x))
+                taps.append(self.taps[spec.tapped_layers.index(index)](x))
+        if self.norm is not None:
+            x = self.norm(x)
         found = torch.stack([self.merger(x), *taps])
         in_rows = torch.empty_like(found)
         in_rows[:, tokens] = found
@@ -83,60 +100,34 @@ class VisionTower(nn.Module):
 
     def _embedded(self, image: ImagePixels, places: Tensor) -> Tensor:
         """Returns [patches, H]. Pixels are normalised by a table, in float32."""
-        patches = np.frombuffer(image.patches, np.uint8).reshape(-1, 3, 1, *self.patch.shape[3:])
-        shades = torch.from_numpy(patches.copy()).to(self.patch.device, non_blocking=True)
+        spec, weight = self.spec, self.patch.weight
+        side, merge = spec.pixels.patch_size, spec.pixels.merge_size
+        patches = np.frombuffer(image.patches, np.uint8).reshape(-1, 3, 1, side, side)
+        shades = torch.from_numpy(patches.copy()).to(weight.device, non_blocking=True)
         channels = torch.arange(3, device=shades.device).view(3, 1, 1, 1)
-        normal = self.shades[channels, shades.int()].to(self.patch.dtype)
-        frames = normal.expand(-1, -1, self.patch.shape[2], -1, -1).flatten(1)
-        embedded = F.linear(frames, self.patch.flatten(1), self.patch_bias)
-        if self.positions is not None:
-            embedded = embedded + self._learned(self.positions, places, image).to(embedded.dtype)
-        return embedded
-
-    def _learned(self, table: Tensor, places: Tensor, image: ImagePixels) -> Tensor:
-        """Returns [patches, H]: the table of positions stretched over the image, between its four
-        nearest entries."""
-        side = round(self.spec.num_positions**0.5)
-        merge = self.spec.pixels.merge_size
-        last = torch.tensor(
-            [max(1, image.rows * merge - 1), max(1, image.columns * merge - 1)],
-            device=places.device,
-        )
-        at = places.float() * (side - 1) / last
-        low = at.floor()
-        part = at - low
-        near = low.long().clamp(max=side - 1)
-        far = (near + 1).clamp(max=side - 1)
-        found = table.new_zeros((len(places), table.shape[1]), dtype=torch.float32)
-        for rows, of_rows in ((near[:, 0], 1 - part[:, 0]), (far[:, 0], part[:, 0])):
-            for columns, of_columns in ((near[:, 1], 1 - part[:, 1]), (far[:, 1], part[:, 1])):
-                weight = (of_rows * of_columns).unsqueeze(1)
-                found += table[rows * side + columns].float() * weight
-        return found
+        normal = self.shades[channels, shades.int()].to(weight.dtype)
+        num_frames = weight.shape[1] // (3 * side**2)
+        x: Tensor = self.patch(normal.expand(-1, -1, num_frames, -1, -1).flatten(1))
+        if self.patch_norm is not None:
+            x = self.patch_norm(x)
+        if self.positions is None or spec.positions is None:
+            return x
+        grid = torch.tensor([image.rows * merge, image.columns * merge], device=places.device)
+        return x + stretched(self.positions.weight, spec.positions, places, grid).to(x.dtype)
 
     def _rope(self, places: Tensor) -> Tensor:
-        """Returns [2, patches, 1, head / 2]: half of the pairs turn by the row, half by the
-        column."""
-        angles = (places.float().unsqueeze(-1) * self.frequencies).flatten(1).unsqueeze(1)
+        """Returns [2, patches, 1, head / 2]: cosines and sines."""
+        angles = (places.float()[:, self.axes] * self.frequencies).unsqueeze(1)
         return torch.stack((angles.cos(), angles.sin()))
 
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
         """Yields every tensor that the checkpoint must have of the tower."""
-        embedding = f"{_PREFIX}.patch_embed.proj"
-        yield CheckpointWeight(f"{embedding}.weight", self.patch, tuple(self.patch.shape))
-        if self.patch_bias is not None:
-            shape = tuple(self.patch_bias.shape)
-            yield CheckpointWeight(f"{embedding}.bias", self.patch_bias, shape)
-        if self.positions is not None:
-            shape = tuple(self.positions.shape)
-            yield CheckpointWeight(f"{_PREFIX}.pos_embed.weight", self.positions, shape)
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, TowerBlock)
-            yield from block.checkpoint_weights(f"{_PREFIX}.blocks.{index}")
-        yield from self.merger.checkpoint_weights(f"{_PREFIX}.merger")
-        for index, merger in enumerate(self.tapped_mergers):
-            assert isinstance(merger, PatchMerger)
-            yield from merger.checkpoint_weights(f"{_PREFIX}.deepstack_merger_list.{index}")
+        for name, module in self.named_modules():
+            if isinstance(module, _Stored) and name:
+                index = _INDEX.search(name)
+                prefix = self.spec.names[_INDEX.sub("", name)]
+                numbered = prefix.replace("{}", index[1]) if index else prefix
+                yield from module.checkpoint_weights(numbered)
 
     @property
     def stackable_experts(self) -> None:

@@ -110,7 +110,7 @@ class ImageEncoding:
         return True
 
     def _encode(self, request: Request, image: ImageSpan) -> bool:
-        size = image.num_tokens
+        size = image.num_embeddings
         if size > self._left or not self._make_room(size):
             return False
         self._encoded.append(request.pixels[image.digest])

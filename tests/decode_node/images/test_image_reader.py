@@ -23,7 +23,7 @@ from decode_node.images.image_reader import ImageReader, ImageReadLimits
 from edge.http.errors import BadRequest
 from edge.logs.formatters import JsonFormatter
 from engine.images.image_input import ImagePixels, image_digest
-from engine.images.vision_spec import PixelSpec
+from engine.images.vision_spec import BlockSpec, PixelSpec, VisionSpec
 from tests.decode_node.images.test_preprocess import SPEC, encode, picture
 from tests.processes import find_processes
 
@@ -182,12 +182,30 @@ async def test_a_slow_image_is_given_up(reader: ImageReader) -> None:
     assert len(await reader.read(places(url(GOOD)))) == 1
 
 
+def _vision(image: int, row_ends: tuple[int, int] | tuple[()] = ()) -> VisionSpec:
+    return VisionSpec(
+        names={},
+        depth=1,
+        hidden_size=8,
+        intermediate_size=8,
+        num_heads=1,
+        out_hidden_size=8,
+        pixels=SPEC,
+        block=BlockSpec(norm="rms", activation="silu"),
+        patch_shape=(3, 14, 14),
+        image_token_id=image,
+        row_end_ids=row_ends,
+    )
+
+
 def _image(rows: int, columns: int) -> ImagePixels:
     return ImagePixels(image_digest(rows, columns, b""), rows, columns, b"")
 
 
 async def test_placeholders_become_the_tokens_of_their_images() -> None:
-    tokens, spans = expanded([5, 9, 6, 9, 9, 7], [_image(1, 2), _image(2, 2), _image(1, 1)], 9)
+    tokens, spans = expanded(
+        [5, 9, 6, 9, 9, 7], [_image(1, 2), _image(2, 2), _image(1, 1)], _vision(9)
+    )
     assert tokens == [5, 9, 9, 6, 9, 9, 9, 9, 9, 7]
     assert [(span.offset, span.num_tokens) for span in spans] == [(1, 2), (4, 4), (8, 1)]
 
@@ -196,4 +214,14 @@ async def test_placeholders_become_the_tokens_of_their_images() -> None:
 async def test_as_many_places_as_images(tokens: list[int]) -> None:
     images = [] if tokens == [9] else [_image(1, 1)]
     with pytest.raises(BadRequest, match="places for its"):
-        expanded(tokens, images, 9)
+        expanded(tokens, images, _vision(9))
+
+
+async def test_rows_of_an_image_end_with_tokens_of_their_own() -> None:
+    vision = _vision(9, (7, 8))
+    tokens, spans = expanded([5, 9, 9, 6], [_image(2, 3), _image(1, 1)], vision)
+    assert tokens == [5, 9, 9, 9, 7, 9, 9, 9, 8, 9, 8, 6]
+    assert [(span.offset, span.end, span.num_embeddings) for span in spans] == [
+        (1, 9, 6),
+        (9, 11, 1),
+    ]

@@ -22,6 +22,7 @@ from tests.engine.images.vision_checkpoints import (
     reference_greedy,
     save_checkpoint,
 )
+from tests.engine.images.vision_families import FAMILIES
 from tests.engine.kv_groups.grouped_node import GroupedNode, run_until
 from tests.engine.thread_executor import ThreadExecutor
 from tests.engine.worker.one_engine import OneEngine
@@ -34,13 +35,18 @@ CASES: list[tuple[str, dict[str, int]]] = [
     ("qwen2_5", {"budget": 24, "encoder_budget": 54}),
     ("qwen2_5", {"encoder_budget": 54, "cache_tokens": 60}),
     ("qwen3", {"budget": 24, "encoder_budget": 54}),
+    ("qwen3_moe", {"budget": 24, "encoder_budget": 54}),
+    ("qwen3_5_moe", {"budget": 24, "encoder_budget": 54}),
+    ("pixtral", {}),
+    ("pixtral", {"budget": 24, "encoder_budget": 54}),
+    ("glm4v", {"budget": 24, "encoder_budget": 54}),
+    ("kimi", {"budget": 24, "encoder_budget": 54}),
 ]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    kinds = ("qwen2_5", "qwen3")
-    return {kind: save_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in kinds}
+    return {kind: save_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in FAMILIES}
 
 
 def prompts(kind: str) -> list[Prompt]:

@@ -2,85 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from safetensors.torch import load_file, save_file
 
 from engine.images.image_input import ImagePixels, ImageSpan
+from tests.engine.images.vision_families import END, FAMILIES, IMAGE, MAX_LEN, START, VOCAB
 
-VOCAB = 128
-IMAGE, START, END = 120, 121, 122
-MAX_LEN = 512
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LEN,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
-_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
-_WHOLE = {
-    "image_token_id": IMAGE,
-    "video_token_id": 123,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
-}
-_CLASSES: dict[str, tuple[type[PreTrainedModel], Any]] = {
-    "qwen2_5": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig),
-    "qwen3": (Qwen3VLForConditionalGeneration, Qwen3VLConfig),
-}
-_PATCH = {"qwen2_5": 14, "qwen3": 16}
-
-
-def _config(kind: str) -> Any:
-    if kind == "qwen2_5":
-        vision = {**_TOWER, "depth": 3, "fullatt_block_indexes": [1]}
-        text = {**_TEXT, "rope_parameters": _MROPE}
-    else:
-        vision = {**_TOWER, "depth": 3, "deepstack_visual_indexes": [0, 1]}
-        vision["num_position_embeddings"] = 25
-        rope = {**_MROPE, "mrope_interleaved": True}
-        text = {**_TEXT, "head_dim": 16, "rope_parameters": rope}
-    return _CLASSES[kind][1](text_config=text, vision_config=vision, **_WHOLE)
+__all__ = ["END", "IMAGE", "MAX_LEN", "START", "VOCAB"]
 
 
 def save_checkpoint(kind: str, folder: Path) -> Path:
     """Saves random weights, large enough that attention and positions matter."""
+    family = FAMILIES[kind]
     torch.manual_seed(5)
-    model = _CLASSES[kind][0](_config(kind))
+    model = family.model(family.make_config())
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
             is_vector = parameter.dim() == 1
             parameter.copy_(1.0 + 0.2 * noise if is_vector else 0.15 * noise)
     model.save_pretrained(folder)
+    if family.renamed:
+        tensors = load_file(folder / "model.safetensors")
+        for expression, name in family.renamed:
+            tensors = {re.sub(expression, name, own): it for own, it in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for name, content in family.files.items():
+        (folder / name).write_text(json.dumps(content))
     return folder
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image after preprocessing: [patches, 3, size, size] uint8, and its grid of tokens."""
+    """An image after preprocessing: [patches, 3, size, size] uint8, and its grid of tokens. `ends`:
+    tokens behind each of its rows, and behind the last."""
 
     rows: int
     columns: int
     patches: np.ndarray
+    ends: tuple[int, ...] = ()
 
     @property
     def pixels(self) -> ImagePixels:
@@ -90,20 +59,28 @@ class Picture:
     def digest(self) -> bytes:
         return bytes([self.rows, self.columns, *self.patches.reshape(-1)[:30].tolist()])
 
-    def pixel_values(self, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-        """Returns [patches, 3 * 2 * size * size] float32, as the reference processor has them."""
-        scaled = (self.patches.astype(np.float64) * (1 / 255)).astype(np.float32)
-        shape = (1, 3, 1, 1)
-        normal = (scaled - np.float32(mean).reshape(shape)) / np.float32(std).reshape(shape)
-        frames = np.repeat(normal[:, :, None], 2, axis=2)
-        return torch.from_numpy(frames.reshape(len(frames), -1))
+    @property
+    def tokens(self) -> list[int]:
+        if not self.ends:
+            return [IMAGE] * (self.rows * self.columns)
+        return [*([*[IMAGE] * self.columns, self.ends[0]] * self.rows)[:-1], self.ends[1]]
+
+    @property
+    def frame(self) -> np.ndarray:
+        """Returns [height, width, 3] uint8."""
+        count, _, size, _ = self.patches.shape
+        merge = round((count / (self.rows * self.columns)) ** 0.5)
+        cut = self.patches.reshape(self.rows, self.columns, merge, merge, 3, size, size)
+        height, width = (side * merge * size for side in (self.rows, self.columns))
+        return cut.transpose(0, 2, 5, 1, 3, 6, 4).reshape(height, width, 3)
 
 
 def picture(kind: str, rows: int, columns: int, seed: int) -> Picture:
-    size = _PATCH[kind]
+    family = FAMILIES[kind]
+    size, count = family.patch_size, rows * columns * family.merge_size**2
     numbers = np.random.default_rng(seed)
-    patches = numbers.integers(0, 256, (rows * columns * 4, 3, size, size), dtype=np.uint8)
-    return Picture(rows, columns, patches)
+    patches = numbers.integers(0, 256, (count, 3, size, size), dtype=np.uint8)
+    return Picture(rows, columns, patches, family.row_ends)
 
 
 @dataclass(frozen=True)
@@ -117,7 +94,7 @@ class Prompt:
     def spans(self) -> tuple[ImageSpan, ...]:
         starts = [i + 1 for i, token in enumerate(self.tokens) if token == START]
         return tuple(
-            ImageSpan(start, one.rows, one.columns, one.digest)
+            ImageSpan(start, one.rows, one.columns, one.digest, int(bool(one.ends)))
             for start, one in zip(starts, self.pictures, strict=True)
         )
 
@@ -135,25 +112,22 @@ def prompt(pictures: list[Picture], seed: int, num_text: int = 7) -> Prompt:
 
     tokens = text()
     for one in pictures:
-        tokens += [START, *[IMAGE] * (one.rows * one.columns), END, *text()]
+        tokens += [START, *one.tokens, END, *text()]
     return Prompt(tokens, pictures)
 
 
 @torch.no_grad()
 def _generated(folder: Path, kind: str, asked: Prompt, count: int, **wanted: Any) -> Any:
     """Returns what transformers' `generate` gives for a prompt with its pictures."""
-    model = _CLASSES[kind][0].from_pretrained(folder, attn_implementation="eager").eval()
+    family = FAMILIES[kind]
+    model = loaded(folder, kind)
     ids = torch.tensor([asked.tokens])
-    inputs: dict[str, torch.Tensor] = {}
-    if asked.pictures:
-        mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-        inputs["pixel_values"] = torch.cat([one.pixel_values(mean, std) for one in asked.pictures])
-        grids = [[1, 2 * one.rows, 2 * one.columns] for one in asked.pictures]
-        inputs["image_grid_thw"] = torch.tensor(grids)
+    inputs = family.model_inputs([one.frame for one in asked.pictures])
+    if family.types:
+        inputs[family.types] = (ids == IMAGE).long()
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        mm_token_type_ids=(ids == IMAGE).long(),
         max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
@@ -161,6 +135,11 @@ def _generated(folder: Path, kind: str, asked: Prompt, count: int, **wanted: Any
         **inputs,
         **wanted,
     )
+
+
+@cache
+def loaded(folder: Path, kind: str) -> Any:
+    return FAMILIES[kind].model.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def reference_beams(

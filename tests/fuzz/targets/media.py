@@ -13,8 +13,9 @@ from PIL import Image, ImageOps
 from yarl import URL
 
 from decode_node.images.fetch import AllowedHosts, ImageFetcher
+from decode_node.images.fit import fitted
 from decode_node.images.image_reader import _of_data_url
-from decode_node.images.preprocess import ImageError, preprocess, smart_size
+from decode_node.images.preprocess import ImageError, preprocess
 from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
 from engine.images.vision_spec import PixelSpec
 from tests.fuzz.damage import SCALARS, WORDS, altered, damaged, packed, unpacked
@@ -59,7 +60,7 @@ def _check_image(data: bytes) -> None:
         raise Fault(f"{found.rows} x {found.columns} tokens with {len(found.patches)} bytes")
     with Image.open(io.BytesIO(data)) as image:
         turned = ImageOps.exif_transpose(image).convert("RGB")
-    height, width = smart_size(turned.height, turned.width, _PIXELS)
+    height, width, *_ = fitted(turned.height, turned.width, _PIXELS)
     same((found.rows * 2 * size, found.columns * 2 * size), (height, width), "the size")
     theirs = np.asarray(turned.resize((width, height), Image.Resampling.BICUBIC))
     same(sorted(found.patches), sorted(theirs.tobytes()), "the pixels")

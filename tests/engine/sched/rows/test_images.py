@@ -18,7 +18,7 @@ from engine.contracts.scheduler_output import EncodingOutput, SchedulerOutput
 from engine.images.image_config import ImageConfig
 from engine.images.image_input import ImagePixels, ImageSpan, image_digest
 from engine.images.image_limits import ImageLimits
-from engine.images.vision_spec import PixelSpec, VisionSpec
+from engine.images.vision_spec import BlockSpec, PixelSpec, VisionSpec
 from engine.kv_cache.block_hash import extend_block_hashes
 from engine.sched.rows.image_encoding import ImageEncoding
 from tests.engine.sched.factories import make_config, remote_prefill
@@ -26,7 +26,9 @@ from tests.engine.sched.step_machine import StepMachine
 
 IMAGE = 9
 VISION = VisionSpec(
-    kind="qwen2_5",
+    names={},
+    block=BlockSpec(norm="rms", activation="silu"),
+    patch_shape=(3, 2, 1, 1),
     depth=1,
     hidden_size=8,
     intermediate_size=8,

@@ -1,0 +1,137 @@
+"""The ends of vision towers: patches that lie together become one token of the text part's width.
+
+    joined     norm ─ patches side by side ─ linear ─ GELU ─ linear            Qwen-VL, Kimi
+    strided    norm ─ one convolution over a token's patches ─ linear ─ GELU ─ linear     Pixtral
+    gated      one convolution ─ linear ─ norm, GELU ─ gate·up ─ down                     GLM-V
+    pooled     mean of a token's patches ─ norm ─ linear                                  Gemma 3
+
+All take [patches, H] and give [tokens, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.images.vision_spec import Merger, VisionSpec
+from engine.layers.norm import RMSNorm
+from engine.layers.shard import CheckpointWeight, Shard
+from engine.models.vision.parts import ACTIVATIONS, Dense, LayerNorm, tower_norm
+
+_GLM_EPS = 1e-5
+
+
+class JoinedMerger(nn.Module):
+    """A token is its patches side by side.
+
+    Args:
+        norms_joined: The norm is of a token's patches together, not of each.
+    """
+
+    def __init__(self, spec: VisionSpec, shard: Shard, *, norms_joined: bool = False) -> None:
+        super().__init__()
+        self.size = spec.hidden_size * spec.pixels.merge_size**2
+        self.norms_joined = norms_joined
+        size = self.size if norms_joined else spec.hidden_size
+        self.norm = tower_norm(spec, size, shard, spec.merger_eps)
+        self.first = Dense(self.size, self.size, shard)
+        self.second = Dense(self.size, spec.out_hidden_size, shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norms_joined:
+            joined = self.norm(x.view(-1, self.size))
+        else:
+            joined = self.norm(x).view(-1, self.size)
+        found: Tensor = self.second(F.gelu(self.first(joined)))
+        return found
+
+
+class Strided(Dense):
+    """A convolution whose stride is its size: [patches, H] -> [tokens, out]."""
+
+    def __init__(
+        self, spec: VisionSpec, out: int, shard: Shard, *, bias: bool, stored: tuple[int, ...]
+    ) -> None:
+        self.unit = spec.pixels.merge_size**2
+        super().__init__(spec.hidden_size * self.unit, out, shard, bias=bias, stored=stored)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Weights are by channel, then by place within the token.
+        by_channel = x.view(-1, self.unit, x.shape[1]).transpose(1, 2)
+        return super().forward(by_channel.flatten(1))
+
+
+class StridedMerger(nn.Module):
+    """Pixtral's: [patches, H] -> [tokens, H] -> [tokens, out]."""
+
+    def __init__(self, spec: VisionSpec, shard: Shard) -> None:
+        super().__init__()
+        size, out, bias = spec.hidden_size, spec.out_hidden_size, spec.has_merger_bias
+        self.norm = tower_norm(spec, size, shard, spec.merger_eps)
+        inner = (size * spec.pixels.merge_size**2,)
+        self.strided = Strided(spec, size, shard, bias=False, stored=inner)
+        self.first = Dense(size, out, shard, bias=bias)
+        self.second = Dense(out, out, shard, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(F.gelu(self.first(self.strided(self.norm(x)))))
+        return found
+
+
+class GatedMerger(nn.Module):
+    """GLM's: a convolution to the text part's width, and a gated feed-forward there."""
+
+    def __init__(self, spec: VisionSpec, shard: Shard) -> None:
+        super().__init__()
+        out, inner, merge = spec.out_hidden_size, spec.merger_size, spec.pixels.merge_size
+        kernel = (spec.hidden_size, merge, merge)
+        self.strided = Strided(spec, out, shard, bias=True, stored=kernel)
+        self.first = Dense(out, out, shard, bias=False)
+        self.norm = LayerNorm(out, _GLM_EPS, shard)
+        self.gate = Dense(out, inner, shard, bias=False)
+        self.up = Dense(out, inner, shard, bias=False)
+        self.down = Dense(inner, out, shard, bias=False)
+        self.activation = ACTIVATIONS[spec.block.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = F.gelu(self.norm(self.first(self.strided(x))))
+        found: Tensor = self.down(self.activation(self.gate(tokens)) * self.up(tokens))
+        return found
+
+
+class Projection(nn.Module):
+    """[n, in] -> [n, out] by a matrix that the checkpoint has as [in, out]."""
+
+    def __init__(self, size: int, out: int, shard: Shard) -> None:
+        super().__init__()
+        self.weight = shard.parameter(size, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield CheckpointWeight(f"{prefix}.weight", self.weight, tuple(self.weight.shape))
+
+
+class PooledMerger(nn.Module):
+    """Gemma 3's: the mean of a token's patches."""
+
+    def __init__(self, spec: VisionSpec, shard: Shard) -> None:
+        super().__init__()
+        self.unit = spec.pixels.merge_size**2
+        self.norm = RMSNorm(spec.hidden_size, spec.merger_eps, shard, offset=1.0)
+        self.first = Projection(spec.hidden_size, spec.out_hidden_size, shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.first(self.norm(x.view(-1, self.unit, x.shape[1]).mean(1)))
+        return found
+
+
+MERGERS: dict[Merger, Callable[[VisionSpec, Shard], nn.Module]] = {
+    "joined": JoinedMerger,
+    "strided": StridedMerger,
+    "gated": GatedMerger,
+    "pooled": PooledMerger,
+}

@@ -1,0 +1,238 @@
+"""Families of models that see images, tiny: their configurations, and what transformers' classes
+are given for pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config
+from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25ForConditionalGeneration
+
+from tests.engine.models.family import LATENT
+
+VOCAB = 128
+IMAGE, START, END, VIDEO, ROW_END, LAST_ROW_END = 120, 121, 122, 123, 124, 125
+MAX_LEN = 512
+_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+_GREY = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+Inputs = dict[str, torch.Tensor]
+Frames = list[np.ndarray]
+"""Pictures, [height, width, 3] uint8."""
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """Describes a family.
+
+    Attributes:
+        inputs: Makes of pictures, normalised [3, height, width] float32, what the model is given.
+        text, vision, whole: Of its configuration.
+        files: Others of the checkpoint, by name.
+        renamed: Names of tensors that transformers writes otherwise than they are published.
+        types: The argument that tells tokens of images apart, if there is one.
+    """
+
+    model: type[PreTrainedModel]
+    config: type[PretrainedConfig]
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    inputs: Callable[[list[torch.Tensor], VisionFamily], Inputs]
+    whole: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Any] = field(default_factory=dict)
+    renamed: tuple[tuple[str, str], ...] = ()
+    types: str = ""
+    patch_size: int = 14
+    merge_size: int = 2
+    shades: tuple[tuple[float, ...], tuple[float, ...]] = _CLIP
+    row_ends: tuple[int, ...] = ()
+
+    @property
+    def unit(self) -> int:
+        return self.patch_size * self.merge_size
+
+    def make_config(self) -> PretrainedConfig:
+        return self.config(text_config=self.text, vision_config=self.vision, **self.whole)
+
+    def model_inputs(self, pictures: Frames) -> Inputs:
+        """Returns what transformers' model is given for pictures."""
+        return self.inputs([self.normalised(one) for one in pictures], self) if pictures else {}
+
+    def normalised(self, picture: np.ndarray) -> torch.Tensor:
+        """Returns [3, height, width] float32, as the reference processors have it."""
+        scaled = (picture.astype(np.float64) * (1 / 255)).astype(np.float32)
+        mean, std = (np.array(part, np.float32) for part in self.shades)
+        return torch.from_numpy((scaled - mean) / std).permute(2, 0, 1)
+
+
+def _cut(picture: torch.Tensor, patch: int, merge: int) -> torch.Tensor:
+    """Returns [patches, 3, patch, patch], those of `merge` x `merge` together."""
+    _, height, width = picture.shape
+    rows, columns = height // (patch * merge), width // (patch * merge)
+    cut = picture.view(3, rows, merge, patch, columns, merge, patch)
+    return cut.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, patch, patch)
+
+
+def _grids(pictures: list[torch.Tensor], patch: int) -> torch.Tensor:
+    return torch.tensor([[1, one.shape[1] // patch, one.shape[2] // patch] for one in pictures])
+
+
+def _in_frames(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
+    """Qwen and GLM: each patch twice, flat."""
+    patch = family.patch_size
+    patches = torch.cat([_cut(one, patch, family.merge_size) for one in pictures])
+    frames = patches.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+    return {"pixel_values": frames, "image_grid_thw": _grids(pictures, patch)}
+
+
+def _padded(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
+    """Pixtral: whole pictures, all in the size of the largest."""
+    height, width = (max(one.shape[axis] for one in pictures) for axis in (1, 2))
+    padded = [
+        torch.nn.functional.pad(one, (0, width - one.shape[2], 0, height - one.shape[1]))
+        for one in pictures
+    ]
+    sizes = torch.tensor([list(one.shape[1:]) for one in pictures])
+    return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+
+
+def _in_rows(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
+    """Kimi: patches row by row."""
+    patches = torch.cat([_cut(one, family.patch_size, 1) for one in pictures])
+    return {"pixel_values": patches, "image_grid_thw": _grids(pictures, family.patch_size)}
+
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_TURNS = {**_MROPE, "mrope_interleaved": True}
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+_TOWER |= {"depth": 3}
+_SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3,
+}  # fmt: skip
+_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_QWEN: dict[str, Any] = {"whole": _TOKENS, "types": "mm_token_type_ids", "inputs": _in_frames}
+_QWEN3_TEXT = {**_TEXT, "head_dim": 16, "rope_parameters": _TURNS}
+_LAYERS = ["linear_attention", "linear_attention", "full_attention"]
+_ROW_END_TOKENS = {
+    str(ROW_END): {"content": "[IMG_BREAK]"}, str(LAST_ROW_END): {"content": "[IMG_END]"},
+}  # fmt: skip
+
+FAMILIES = {
+    "qwen2_5": VisionFamily(
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLConfig,
+        {**_TEXT, "rope_parameters": _MROPE},
+        {**_TOWER, "fullatt_block_indexes": [1]},
+        **_QWEN,
+    ),
+    "qwen3": VisionFamily(
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig,
+        _QWEN3_TEXT,
+        {**_TOWER, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 25},
+        patch_size=16,
+        **_QWEN,
+    ),
+    "qwen3_moe": VisionFamily(
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLMoeConfig,
+        {**_QWEN3_TEXT, **_EXPERTS},
+        {**_TOWER, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16},
+        patch_size=16,
+        **_QWEN,
+    ),
+    "qwen3_5_moe": VisionFamily(
+        Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeConfig,
+        {
+            **_TEXT, **_EXPERTS, "head_dim": 32, "layer_types": _LAYERS,
+            "shared_expert_intermediate_size": 32,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "rope_parameters": {
+                **_TURNS, "partial_rotary_factor": 0.375, "mrope_section": [2, 2, 2],
+            },
+        },
+        {**_TOWER, "num_position_embeddings": 16},
+        patch_size=16,
+        **_QWEN,
+    ),
+    "pixtral": VisionFamily(
+        Mistral3ForConditionalGeneration,
+        Mistral3Config,
+        {**_TEXT, "model_type": "mistral", "head_dim": 24, "sliding_window": None},
+        {**_SIZES, "model_type": "pixtral", "head_dim": 16, "hidden_act": "silu",
+         "patch_size": 14, "image_size": 308},
+        _padded,
+        whole={"image_token_index": IMAGE, "tie_word_embeddings": False},
+        files={"tokenizer_config.json": {"added_tokens_decoder": _ROW_END_TOKENS}},
+        row_ends=(ROW_END, LAST_ROW_END),
+    ),
+    "glm4v": VisionFamily(
+        Glm4vMoeForConditionalGeneration,
+        Glm4vMoeConfig,
+        {
+            **_TEXT, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
+            "n_group": 1, "topk_group": 1,
+            "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5},
+        },
+        {**_TOWER, "image_size": 70},
+        _in_frames,
+        whole={"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": START,
+               "image_end_token_id": END},
+        types="mm_token_type_ids",
+    ),
+    "kimi": VisionFamily(
+        Kimi_K25ForConditionalGeneration,
+        Kimi_K25Config,
+        {**_TEXT, **LATENT, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1,
+         "q_lora_rank": 16},
+        {**_SIZES, "pos_emb_height": 5, "pos_emb_width": 5},
+        _in_rows,
+        whole={"image_token_id": IMAGE, "projection_hidden_size": 32, "tie_word_embeddings": False},
+        renamed=(
+            (r"^language_model\.model\.blocks\.", "language_model.model.layers."),
+            (r"^vision_tower\.encoder\.patch_embed\.", "vision_tower.patch_embed."),
+            (r"^model\.mm_projector\.", "mm_projector."),
+        ),
+        shades=_GREY,
+    ),
+}  # fmt: skip
