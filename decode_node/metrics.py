@@ -13,6 +13,7 @@ from decode_node.observe.request_facts import facts_of
 from decode_node.observe.request_spans import spans_of
 from decode_node.observe.timeline import RequestRecord
 from decode_node.observe.token_gaps import GapCollector
+from edge.http.loop_lateness import LoopLateness
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
@@ -84,6 +85,8 @@ class DecodeMetrics:
         self._labels = labels
         self._gaps = GapCollector(labels)
         self.registry.register(self._gaps)
+        self.lateness = LoopLateness()
+        self.registry.register(self.lateness)
         self._success = self._counters(
             "vllm:request_success", "Requests by how they ended.", "finished_reason", _FINISHED
         )

@@ -146,7 +146,8 @@ class DecodeNode:
         watching = asyncio.create_task(self._watch())
         try:
             self._emit_ready()
-            return await self._lifetime.run(stop)
+            with self._metrics.lateness.watch():
+                return await self._lifetime.run(stop)
         finally:
             self._http.should_exit = True
             watching.cancel()

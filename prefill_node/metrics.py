@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
+from edge.http.loop_lateness import LoopLateness
 from engine.config import EngineConfig
 from engine.node.metrics import (
     ITL_BUCKETS,
@@ -29,6 +30,8 @@ class PrefillMetrics:
 
     def __init__(self, config: EngineConfig) -> None:
         self.registry = CollectorRegistry()
+        self.lateness = LoopLateness()
+        self.registry.register(self.lateness)
         self._labels = metric_labels(config)
         self._ended = counters_from_zero(
             self.registry,

@@ -97,7 +97,8 @@ class PrefillNode:
         )
         watching = asyncio.create_task(_let_go_of_frozen(self._status, self._servicer))
         try:
-            return await lifetime.run(stop)
+            with self._metrics.lateness.watch():
+                return await lifetime.run(stop)
         finally:
             watching.cancel()
 

@@ -390,6 +390,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     async with AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, services.tracer.close)
+        stack.enter_context(services.metrics.lateness.watch())
         await services.transport.open()
         stack.push_async_callback(services.transport.close)
         stack.push_async_callback(services.monitor.close)

@@ -20,9 +20,10 @@ Open loop: prompts of random token ids arrive as a Poisson process, however slow
 sent by processes of their own. Each workload begins with a warm-up, which is not counted. For each
 rate: TTFT, ITL, TPOT, errors, how late the client was, and of tandem's nodes what they did
 meanwhile (`bench.serving.node_history`): prompts and queues by prefill node, where the time to the
-first token went, steps, joins, late steps with their causes, pauses for garbage, event loops that
-were late. A line of JSON for each rate on standard output; at the end bench/results/NAME.json with
-the goodput, and a table with the rows of `--beside` files.
+first token went, steps, joins, late steps with their causes, pauses for garbage; how late the event
+loops of router, nodes and clients were, and which part of a token's way made a gap long
+(`bench.serving.token_times`). A line of JSON for each rate on standard output; at the end
+bench/results/NAME.json with the goodput, and a table with the rows of `--beside` files.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from bench.serving.node_history import (
 )
 from bench.serving.openai_stream import Outcome
 from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, running
-from bench.serving.process_load import ProcessLoad
+from bench.serving.process_load import ProcessLoad, lateness_figures
 from bench.serving.report import Slo, Span, request_row, summarize
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
 from bench.serving.token_times import token_figures
@@ -331,6 +332,7 @@ async def measure(
         **summarize(outcomes, span, slo),
         **await load.figures(),
     }
+    row["event_loops"]["clients"] = lateness_figures({}, clients.lateness)
     if args.dump:
         row["load"] = f"{spec.n_in}/{spec.n_out}@{spec.rate:g}"
         row["requests"] = [request_row(outcome, span.start) for outcome in outcomes]

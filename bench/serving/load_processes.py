@@ -4,7 +4,8 @@ would be slower than what it measures.
     1. `LoadProcesses(n)` starts them
     2. `run`: each makes its share of the prompts, all wait for the last, and send from the same
        moment on; arrivals are those of one client with the same seed
-    3. `close`
+    3. `lateness` says how late their event loops were meanwhile
+    4. `close`
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import gc
 import multiprocessing
 import time
+from collections import Counter
 from multiprocessing.connection import Connection
 
 import aiohttp
@@ -21,9 +23,11 @@ import uvloop
 from bench.serving.load import Load, LoadSpec
 from bench.serving.openai_stream import Outcome
 from bench.serving.report import Span
+from edge.http.loop_lateness import LoopLateness
 
 _BEGIN_S = 0.2
 """Seconds until all processes know when to begin."""
+_TICK_S = 0.002
 
 
 class LoadProcesses:
@@ -31,6 +35,8 @@ class LoadProcesses:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
+        self.lateness: Counter[str] = Counter()
+        """Counts ticks of all event loops in the last run, in the buckets of `LoopLateness`."""
         self._ends: list[Connection] = []
         self._processes = []
         for share in range(count):
@@ -51,8 +57,9 @@ class LoadProcesses:
         for end in self._ends:
             end.send(start)
         found = [await asyncio.to_thread(end.recv) for end in self._ends]
-        outcomes = sorted((one for part, _ in found for one in part), key=lambda one: one.due)
-        spans = [span for _, span in found]
+        outcomes = sorted((one for part, _, _ in found for one in part), key=lambda one: one.due)
+        spans = [span for _, span, _ in found]
+        self.lateness = sum((Counter(buckets) for _, _, buckets in found), Counter())
         last_arrival = max(span.last_arrival for span in spans)
         return outcomes, Span(start, last_arrival, max(span.end for span in spans))
 
@@ -88,8 +95,10 @@ async def _serve(connection: Connection, share: int, num_shares: int) -> None:
             arrivals = load.arrivals(share, num_shares)
             connection.send("ready")
             start: float = await asyncio.to_thread(connection.recv)
-            span = await load.send(arrivals, start)
+            lateness = LoopLateness(_TICK_S)
+            with lateness.watch():
+                span = await load.send(arrivals, start)
         gc.collect()
         for outcome in load.outcomes:
             outcome.text, outcome.token_ids = "", []
-        connection.send((load.outcomes, span))
+        connection.send((load.outcomes, span, lateness.cumulative()))

@@ -55,6 +55,8 @@ class Gap:
 
     step: StepRecord
     seconds: float
+    ahead_s: float
+    """How long before the step in front ended it was issued."""
     median_s: float
     idle_s: float
     host_s: float
@@ -91,12 +93,19 @@ def gaps(report: HistoryReport) -> Iterator[Gap]:
         if step.rows - step.new_rows <= 0 or not before.rows:
             continue
         seconds = step.ended_at - before.ended_at
-        idle_s = max(0.0, step.issued_at - before.ended_at)
+        ahead_s = before.ended_at - step.issued_at
+        idle_s = max(0.0, -ahead_s)
         host_s = max(0.0, step.worker_host_s - before.worker_host_s)
         knows = len(recent) >= _LEAST_FOR_MEDIAN
         median_s = statistics.median(recent) if knows else 0.0
         gap = Gap(
-            step, seconds, median_s, idle_s, host_s, statistics.median(hosts) if knows else 0.0
+            step,
+            seconds,
+            ahead_s,
+            median_s,
+            idle_s,
+            host_s,
+            statistics.median(hosts) if knows else 0.0,
         )
         if gap.is_late:
             gap.pauses.extend(
@@ -125,6 +134,7 @@ def decode_figures(report: HistoryReport, start: float) -> Figures:
         "with_joins_ms": distribution_ms([g.seconds for g in found if g.step.new_rows]),
         "without_joins_ms": distribution_ms([g.seconds for g in found if not g.step.new_rows]),
         "worker_host_ms": distribution_ms([gap.host_s for gap in found]),
+        "issued_ahead_ms": distribution_ms([gap.ahead_s for gap in found]),
         "rows": _spread([gap.step.rows for gap in found]),
         "joins": sum(gap.step.new_rows for gap in found),
         "prompt_steps": sum(bool(gap.step.prompt_tokens) for gap in found),
@@ -197,8 +207,9 @@ def prompt_figures(outcomes: Sequence[Outcome]) -> Figures:
     """Returns where the time to the first token went, over all prompts and by prefill node.
 
     outside: the client, the router, and HTTP until the decode node had the request, and back;
-    queue: waiting, on the decode node for room and on the prefill node for its turn; prefill: from
-    its first step to the token; path: the rest, between the two nodes and inside them.
+    admission: the decode node reads the request, and has room for its KV; queue: waiting on the
+    prefill node for its turn; prefill: from its first step to the token; path: the rest, between
+    the two nodes and inside them.
     """
     told = [(one, one.timeline) for one in outcomes if one.complete and one.timeline]
     parts: defaultdict[str, list[float]] = defaultdict(list)
@@ -206,7 +217,9 @@ def prompt_figures(outcomes: Sequence[Outcome]) -> Figures:
     for outcome, timeline in told:
         inside = timeline["first_token_s"]
         parts["outside"].append(outcome.ttft_s - inside)
-        parts["queue"].append(timeline["queue_s"])
+        admitted_s = min(timeline["admitted_s"], timeline["queue_s"])
+        parts["admission"].append(admitted_s)
+        parts["queue"].append(timeline["queue_s"] - admitted_s)
         parts["prefill"].append(timeline["prefill_s"])
         parts["path"].append(inside - timeline["queue_s"] - timeline["prefill_s"])
         if timeline["second_token_s"] is not None:

@@ -122,6 +122,13 @@ def probes_url(service: Service) -> str:
     return f"http://127.0.0.1:{service.ready_info['metrics_port']}"
 
 
+def metrics_url(service: Service) -> str:
+    """Returns where a service that is ready tells what it counts."""
+    if "metrics_port" in service.ready_info:
+        return f"{probes_url(service)}/metrics"
+    return f"http://127.0.0.1:{service.ready_info['port']}/metrics"
+
+
 def _is_of(service: Service, tier: str) -> bool:
     return service.spec.name.startswith(tier)
 

@@ -1,5 +1,6 @@
-"""Measures the processes of a cluster and of its client while a load runs: the cores each uses, and
-times between tokens where decode nodes see them, before routers and clients.
+"""Measures the processes of a cluster and of its client while a load runs: the cores each uses, how
+late the event loops of services are, and times between tokens where decode nodes see them, before
+routers and clients.
 
     1. `ProcessLoad(services, client_pids)`
     2. `begin`, then the load
@@ -16,12 +17,15 @@ import aiohttp
 
 from bench.figures import Figures
 from bench.serving.node_metrics import by_label, histogram_quantile
-from bench.serving.pd_cluster import probes_url
+from bench.serving.pd_cluster import metrics_url
 from bench.serving.process_tree import cpu_seconds
 from cli.local_cluster.supervisor import Service
+from edge.http.loop_lateness import NAME as LATENESS
 
 _GAPS = "vllm:inter_token_latency_seconds_bucket"
+_LATENESS = f"{LATENESS}_bucket"
 _PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+_LATE_MS = ("0.5", "1", "2", "5")
 
 Buckets = dict[str, float]
 
@@ -35,9 +39,11 @@ class ProcessLoad:
         self._begun_at = 0.0
         self._cpu_s: dict[str, float] = {}
         self._gaps: dict[str, Buckets] = {}
+        self._lateness: dict[str, Buckets] = {}
 
     async def begin(self) -> None:
-        self._gaps = await self._gaps_now()
+        self._gaps = await self._buckets_now(_GAPS)
+        self._lateness = await self._buckets_now(_LATENESS)
         self._cpu_s, self._begun_at = self._cpu_now(), time.perf_counter()
 
     async def figures(self) -> Figures:
@@ -49,14 +55,14 @@ class ProcessLoad:
             for name, cpu_s in cpu_now.items()
         }
         gaps = {
-            node: self._quantiles_ms(self._gaps.get(node, {}), buckets)
-            for node, buckets in (await self._gaps_now()).items()
+            node: quantiles_ms(self._gaps.get(node, {}), buckets)
+            for node, buckets in (await self._buckets_now(_GAPS)).items()
         }
-        return {"cores_used": used, "itl_ms_at_decode_nodes": gaps}
-
-    def _quantiles_ms(self, before: Buckets, after: Buckets) -> Figures:
-        found = {name: histogram_quantile(before, after, part) for name, part in _PARTS.items()}
-        return {name: None if v is None else round(1e3 * v, 2) for name, v in found.items()}
+        late = {
+            name: lateness_figures(self._lateness.get(name, {}), buckets)
+            for name, buckets in (await self._buckets_now(_LATENESS)).items()
+        }
+        return {"cores_used": used, "itl_ms_at_decode_nodes": gaps, "event_loops": late}
 
     def _cpu_now(self) -> dict[str, float]:
         found = {
@@ -68,12 +74,29 @@ class ProcessLoad:
         own = [sum(cpu_seconds(pid).values()) for pid in self._client_pids]
         return found | {f"client {number}": cpu_s for number, cpu_s in enumerate(own)}
 
-    async def _gaps_now(self) -> dict[str, Buckets]:
+    async def _buckets_now(self, name: str) -> dict[str, Buckets]:
+        """Returns the buckets of a histogram by service, of those that have it."""
         found: dict[str, Buckets] = {}
         async with aiohttp.ClientSession() as session:
             for service in self._services:
-                if service.spec.name.startswith("decode"):
-                    with contextlib.suppress(aiohttp.ClientError):
-                        url = f"{probes_url(service)}/metrics"
-                        found[service.spec.name] = await by_label(session, url, _GAPS, "le")
+                with contextlib.suppress(aiohttp.ClientError):
+                    buckets = await by_label(session, metrics_url(service), name, "le")
+                    found |= {service.spec.name: buckets} if buckets else {}
         return found
+
+
+def quantiles_ms(before: Buckets, after: Buckets) -> Figures:
+    """Returns quantiles of what was counted in between, in milliseconds."""
+    found = {name: histogram_quantile(before, after, part) for name, part in _PARTS.items()}
+    return {name: None if v is None else round(1e3 * v, 2) for name, v in found.items()}
+
+
+def lateness_figures(before: Buckets, after: Buckets) -> Figures:
+    """Returns how late an event loop was, and the share of moments that exceed each limit."""
+    counted = {float(le): count - before.get(le, 0.0) for le, count in after.items()}
+    total = max(counted.values(), default=0.0)
+    shares = {
+        f"over_{limit}_ms": round(1 - counted[float(limit) / 1e3] / total, 5) if total else None
+        for limit in _LATE_MS
+    }
+    return {**quantiles_ms(before, after), **shares}

@@ -43,6 +43,8 @@ class Timeline(msgspec.Struct, kw_only=True):
     """Times that a client may ask to see, in seconds since the decode node received the request.
 
     Attributes:
+        admitted_s: Until the request was read and its KV had room on the decode node; part of
+            `queue_s` where a prefill node computed the prompt.
         queue_s: Waiting, here and on the prefill node, before the prompt was begun.
         prefill_s: From then to the first token, where it was computed.
         kv_first_byte_s, kv_last_byte_s: None when no KV moved.
@@ -51,6 +53,7 @@ class Timeline(msgspec.Struct, kw_only=True):
         attempts: Prefill nodes that were given the prompt.
     """
 
+    admitted_s: float
     queue_s: float
     prefill_s: float
     first_token_s: float
@@ -155,6 +158,7 @@ class RequestRecord:
         prefill = self.prefill
         kv = prefill.kv if prefill.kv is not None and prefill.kv.num_bytes else None
         return Timeline(
+            admitted_s=self._since(prefill.admitted_at),
             queue_s=self.queue_s,
             prefill_s=self.prefill_s,
             first_token_s=self._since(self.first_token_at),

@@ -94,11 +94,11 @@ class AsyncLLM:
         """Those of them that wait for their only token and are not in the engine core."""
         self._kv_results: dict[str, KVResults] = {}
         """Requests whose KV is or was in motion, by request id."""
-        self._delivery = OutputDelivery(self._on_output)
         self._dead = asyncio.Event()
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
         self.history = self._client.history
+        self._delivery = OutputDelivery(self._on_output, self.history.delivered)
         self._calls = EngineCalls(self._client.send)
         self.profiles = ProfileCalls(self._calls)
         self.adapters = AdapterCalls(config, self._calls)
@@ -375,7 +375,7 @@ class AsyncLLM:
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         if outputs.stats is not None:
             self.stats = outputs.stats
-        self._delivery.take(outputs.outputs)
+        self._delivery.take(outputs.outputs, outputs.timestamp)
         self.prefixes.on_asks(outputs.prefix_asks)
         for result in outputs.kv_results:
             results = self._kv_results.get(result.request_id)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,19 +24,39 @@ from engine.contracts.messages import EngineCoreOutput
 _SLICE_S = 0.001
 
 
-class OutputDelivery:
-    """Calls `deliver` with outputs, those of each request in order."""
+class Delivered(NamedTuple):
+    """One message of outputs that has been passed on. CLOCK_MONOTONIC seconds: when the engine core
+    sent it, when it was here, and when all of it was written to clients."""
 
-    def __init__(self, deliver: Callable[[EngineCoreOutput], None]) -> None:
+    sent_at: float
+    received_at: float
+    written_at: float
+
+
+class OutputDelivery:
+    """Calls `deliver` with outputs, those of each request in order, and `note` with each message
+    behind its last output."""
+
+    def __init__(
+        self,
+        deliver: Callable[[EngineCoreOutput], None],
+        note: Callable[[Delivered], None],
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
+        self._note = note
+        self._open: list[tuple[float, float]] = []
+        """Holds when messages were sent and received of which something waits."""
         self._firsts: deque[EngineCoreOutput] = deque()
         self._others: dict[str, EngineCoreOutput] = {}
         """Holds what waits, by request id; what waits longest comes first."""
         self._is_scheduled = False
 
-    def take(self, outputs: Iterable[EngineCoreOutput]) -> None:
+    def take(self, outputs: Sequence[EngineCoreOutput], sent_at: float) -> None:
         """Takes the outputs of one message, and delivers the first slice of what is here."""
+        if not outputs:
+            return
+        self._open.append((sent_at, time.monotonic()))
         for output in outputs:
             if output.prompt_logprobs is not None or output.group >= 0:
                 self._deliver(output)  # They come before the first token.
@@ -66,13 +87,17 @@ class OutputDelivery:
 
     def _deliver_slice(self) -> None:
         self._is_scheduled = False
-        until = time.monotonic() + _SLICE_S
+        now = time.monotonic()
+        until = now + _SLICE_S
         while self._firsts or self._others:
             self._deliver_next()
-            if time.monotonic() >= until and (self._firsts or self._others):
+            if (now := time.monotonic()) >= until and (self._firsts or self._others):
                 self._is_scheduled = True
                 self._loop.call_soon(self._deliver_slice)
                 return
+        for sent_at, received_at in self._open:
+            self._note(Delivered(sent_at, received_at, now))
+        self._open.clear()
 
     def _deliver_next(self) -> None:
         if self._firsts:

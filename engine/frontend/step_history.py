@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 
 import msgspec
 
-from engine.contracts.step_log import StepLog, StepRecord
+from engine.contracts.step_log import NUM_STEPS, StepLog, StepRecord
+from engine.frontend.output_delivery import Delivered
 from host.pause_log import Pause, PauseKind, PauseLog
 
 LOOP_INTERVAL_S = 0.01
@@ -36,11 +38,13 @@ class PauseTold(msgspec.Struct, frozen=True):
 class HistoryReport(msgspec.Struct, frozen=True):
     """Holds what is reported. `now`: CLOCK_MONOTONIC seconds of this host, as all times here. A
     step is [number, issued at, ended at (0: it goes on), the worker's host seconds so far, rows,
-    tokens, prompt tokens, new rows]."""
+    tokens, prompt tokens, new rows]; a message of outputs on its way is [sent at, received at,
+    written at]."""
 
     now: float
     steps: list[StepRecord]
     pauses: list[PauseTold]
+    deliveries: list[Delivered] = []
 
 
 class StepHistory:
@@ -52,6 +56,11 @@ class StepHistory:
         self.core_pauses = PauseLog.create(f"tandem-{engine_id}-pauses")
         self._own_pauses = PauseLog.create(f"tandem-{engine_id}-server")
         self._watching: asyncio.Task[None] | None = None
+        self._deliveries: deque[Delivered] = deque(maxlen=NUM_STEPS)
+
+    def delivered(self, delivered: Delivered) -> None:
+        """Notes that the outputs of one message are on their way to clients."""
+        self._deliveries.append(delivered)
 
     def report(self, since: float = 0.0) -> HistoryReport:
         """Returns the steps that were issued, and the pauses that ended, after `since`."""
@@ -60,7 +69,8 @@ class StepHistory:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
         told = [_told("engine core", pause) for pause in self.core_pauses.pauses(since)]
         told += [_told("node server", pause) for pause in self._own_pauses.pauses(since)]
-        return HistoryReport(time.monotonic(), self.steps.steps(since), told)
+        deliveries = [one for one in self._deliveries if one.sent_at > since]
+        return HistoryReport(time.monotonic(), self.steps.steps(since), told, deliveries)
 
     async def _watch(self) -> None:
         while True:

@@ -18,6 +18,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from edge.http.loop_lateness import LoopLateness
 from router.nodes.address import NodeRole
 from router.nodes.node import NodeState
 from router.nodes.registry import NodeRegistry, ReportOutcome
@@ -117,6 +118,8 @@ class RouterMetrics:
         for collector in (self.by_model, self.by_node, self.by_tenant, self.first_byte):
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
+        self.lateness = LoopLateness()
+        self.registry.register(self.lateness)
         self._make_request_metrics()
         self._make_event_metrics()
 

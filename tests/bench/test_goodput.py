@@ -148,6 +148,7 @@ def test_a_prefill_node_is_busy_while_steps_run() -> None:
 def test_the_time_to_the_first_token_is_divided() -> None:
     timeline = {
         "queue_s": 0.02, "prefill_s": 0.05, "first_token_s": 0.08, "second_token_s": 0.1,
+        "admitted_s": 0.004,
         "kv_last_byte_s": 0.085, "prefill_node": "p0", "attempts": 1,
     }  # fmt: skip
     told = Outcome(0.0, sent=1.0, end=2.0, chunks=[1.09, 1.1], timeline=timeline)
@@ -156,8 +157,8 @@ def test_the_time_to_the_first_token_is_divided() -> None:
     parts = {name: found["p50"] for name, found in figures["ttft_parts_ms"].items()}
     assert parts == pytest.approx(
         {
-            "outside": 10, "queue": 20, "prefill": 50, "path": 10, "second_token_after": 20,
-            "kv_after_first_token": 5,
+            "outside": 10, "admission": 4, "queue": 16, "prefill": 50, "path": 10,
+            "second_token_after": 20, "kv_after_first_token": 5,
         }
     )  # fmt: skip
     assert figures["by_prefill_node"]["p0"]["prompts"] == 1
@@ -170,6 +171,7 @@ def test_one_queue_serves_whoever_comes_first() -> None:
 def answer_at(at: float, first: float, queue: float = 0.0) -> Outcome:
     timeline = {
         "queue_s": queue, "prefill_s": 0.04, "first_token_s": first, "second_token_s": None,
+        "admitted_s": 0.0,
         "kv_last_byte_s": None, "prefill_node": "p0", "attempts": 1,
     }  # fmt: skip
     chunks = [at + first, at + first + 0.01]

@@ -325,7 +325,7 @@ async def test_the_timeline_rides_on_the_last_chunk(url: str, include_usage: boo
         whole = await post(node, url, URLS[url], **{"x-tandem-timeline": "1"})
         assert whole["timeline"].keys() == timeline.keys()
         assert set(timeline) == {
-            *("queue_s", "prefill_s", "first_token_s", "second_token_s", "total_s"),
+            *("admitted_s", "queue_s", "prefill_s", "first_token_s", "second_token_s", "total_s"),
             *("kv_first_byte_s", "kv_last_byte_s", "kv_bytes", "kv_streams", "cached_tokens"),
             *("prefill_node", "path", "attempts"),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from engine.contracts.messages import EngineCoreOutput
 from engine.contracts.outputs import PromptLogprobs, TokenLogprobs
 from engine.frontend import output_delivery
-from engine.frontend.output_delivery import OutputDelivery
+from engine.frontend.output_delivery import Delivered, OutputDelivery
 
 
 class Taken:
@@ -20,7 +21,11 @@ class Taken:
 
     def __init__(self) -> None:
         self.outputs: list[EngineCoreOutput] = []
-        self.delivery = OutputDelivery(self.outputs.append)
+        self.messages: list[Delivered] = []
+        self.delivery = OutputDelivery(self.outputs.append, self.messages.append)
+
+    def take(self, outputs: list[EngineCoreOutput], sent_at: float = 0.0) -> None:
+        self.delivery.take(outputs, sent_at)
 
     @property
     def names(self) -> list[str]:
@@ -44,17 +49,17 @@ async def until_delivered(taken: Taken) -> None:
 
 async def test_first_tokens_come_before_others() -> None:
     taken = Taken()
-    taken.delivery.take([EngineCoreOutput("a", [5]), first("b"), EngineCoreOutput("c", [6])])
+    taken.take([EngineCoreOutput("a", [5]), first("b"), EngineCoreOutput("c", [6])])
     assert taken.names == ["b", "a", "c"]
 
 
 @pytest.mark.usefixtures("no_time")
 async def test_what_comes_meanwhile_does_not_wait_for_the_end_of_a_step() -> None:
     taken = Taken()
-    taken.delivery.take([EngineCoreOutput(str(i), [i]) for i in range(5)])
+    taken.take([EngineCoreOutput(str(i), [i]) for i in range(5)])
     assert taken.names == ["0"]
     await asyncio.sleep(0)
-    taken.delivery.take([first("new")])
+    taken.take([first("new")])
     await asyncio.sleep(0)
     assert taken.names == ["0", "1", "new"]
     await until_delivered(taken)
@@ -64,9 +69,9 @@ async def test_what_comes_meanwhile_does_not_wait_for_the_end_of_a_step() -> Non
 @pytest.mark.usefixtures("no_time")
 async def test_who_is_behind_gets_several_steps_in_one_output() -> None:
     taken, logprobs = Taken(), [[TokenLogprobs([i], [-0.5], 1)] for i in range(3)]
-    taken.delivery.take([EngineCoreOutput(n, [0], logprobs=logprobs[0]) for n in ("a", "b")])
-    taken.delivery.take([EngineCoreOutput("b", [1], logprobs=logprobs[1])])
-    taken.delivery.take([EngineCoreOutput("b", [2], "stop", 2, logprobs=logprobs[2])])
+    taken.take([EngineCoreOutput(n, [0], logprobs=logprobs[0]) for n in ("a", "b")])
+    taken.take([EngineCoreOutput("b", [1], logprobs=logprobs[1])])
+    taken.take([EngineCoreOutput("b", [2], "stop", 2, logprobs=logprobs[2])])
     await until_delivered(taken)
     assert taken.names == ["a", "b"]
     last = taken.outputs[-1]
@@ -78,8 +83,8 @@ async def test_who_is_behind_gets_several_steps_in_one_output() -> None:
 async def test_an_end_without_a_token_hides_none() -> None:
     """The last token of an output that ends with `stop` has no text."""
     taken = Taken()
-    taken.delivery.take([EngineCoreOutput("z", [9]), EngineCoreOutput("a", [1])])
-    taken.delivery.take([EngineCoreOutput("a", [], "stop")])
+    taken.take([EngineCoreOutput("z", [9]), EngineCoreOutput("a", [1])])
+    taken.take([EngineCoreOutput("a", [], "stop")])
     await until_delivered(taken)
     ends = [(one.new_token_ids, one.finish_reason) for one in taken.outputs[1:]]
     assert ends == [([1], ""), ([], "stop")]
@@ -91,7 +96,7 @@ async def test_what_precedes_a_first_token_is_never_behind_it() -> None:
     part = PromptLogprobs(1, 0, b"", b"", b"")
     placed = EngineCoreOutput("b", [], group=1)
     about = EngineCoreOutput("b", [], prompt_logprobs=part)
-    taken.delivery.take([EngineCoreOutput("a", [5]), placed, about, first("b")])
+    taken.take([EngineCoreOutput("a", [5]), placed, about, first("b")])
     await until_delivered(taken)
     assert [one for one in taken.outputs if one.request_id == "b"][:2] == [placed, about]
 
@@ -99,11 +104,25 @@ async def test_what_precedes_a_first_token_is_never_behind_it() -> None:
 @pytest.mark.usefixtures("no_time")
 async def test_the_end_of_the_engine_leaves_nothing_behind() -> None:
     taken = Taken()
-    taken.delivery.take([EngineCoreOutput(str(i), [i]) for i in range(5)])
+    taken.take([EngineCoreOutput(str(i), [i]) for i in range(5)])
     taken.delivery.flush()
     assert len(taken.outputs) == 5
     await until_delivered(taken)
     assert len(taken.outputs) == 5
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_a_message_is_noted_behind_its_last_output() -> None:
+    taken = Taken()
+    began = time.monotonic()
+    taken.take([EngineCoreOutput(str(i), [i]) for i in range(3)], sent_at=began - 1)
+    taken.take([], sent_at=began - 2)
+    taken.take([EngineCoreOutput("late", [1])], sent_at=began - 3)
+    assert not taken.messages
+    await until_delivered(taken)
+    assert [message.sent_at for message in taken.messages] == [began - 1, began - 3]
+    for message in taken.messages:
+        assert began <= message.received_at <= message.written_at <= time.monotonic()
 
 
 @given(st.lists(st.lists(st.sampled_from("abcd"), unique=True, max_size=4), max_size=8))
@@ -119,7 +138,7 @@ def test_each_request_gets_all_its_tokens_in_order(steps: list[list[str]]) -> No
                 make = first if token == 0 else lambda name, token: EngineCoreOutput(name, [token])
                 outputs.append(make(name, token))
                 sent[name].append(token)
-            taken.delivery.take(outputs)
+            taken.take(outputs)
             if len(step) % 2:
                 await asyncio.sleep(0)
         await until_delivered(taken)
