@@ -8,6 +8,9 @@
     # clusters one after the other, at several rates; KV by gRPC
     python -m bench.serving.goodput --nodes 1p1d,1p1d-stream,0p1d --load 2000/150@1,4,8,16
 
+    # what router, node servers and client add, without a GPU: a token each 5 ms, 45,000 tokens/s
+    python -m bench.serving.goodput --nodes 1p1d --imitate 5/45000 --device cpu --load 2000/150@15
+
     # four undivided nodes behind a router; any other server, at its URLs in turn
     python -m bench.serving.goodput --nodes 0p4d --load 2000/150@24,48 --load 1000/300@30,60
     python -m bench.serving.goodput --url http://a:8000,http://b:8000 --tag peer-rep2 --gpus 2
@@ -52,6 +55,7 @@ from bench.figures import Figures
 from bench.record import RESULTS, write_result
 from bench.serving.batch_beside import BatchBeside, running_batch
 from bench.serving.goodput_report import Objectives, goodput, print_tables, read_rows
+from bench.serving.imitated_core import Imitation
 from bench.serving.load import LoadSpec, first_model
 from bench.serving.load_processes import LoadProcesses
 from bench.serving.node_history import (
@@ -115,6 +119,12 @@ def batch_of(text: str) -> BatchBeside:
     return BatchBeside(int(n_in), int(n_out))
 
 
+def imitation_of(text: str) -> Imitation:
+    """Reads STEP_MS/TOKENS_PER_S; raises ValueError."""
+    step_ms, rate = text.split("/")
+    return Imitation(float(step_ms) / 1e3, float(rate))
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     who = parser.add_argument_group("server")
@@ -133,6 +143,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     who.add_argument(
         "--kv-transports", choices=["auto", "cuda_ipc", "stream"], default="auto",
         help="auto: CUDA IPC between GPUs of one host; stream: gRPC",
+    )  # fmt: skip
+    who.add_argument(
+        "--imitate", type=imitation_of, metavar="STEP_MS/TOKENS_PER_S",
+        help="real services around engines that are imitated (bench.serving.imitated_core)",
     )  # fmt: skip
     who.add_argument("--tp", type=int, default=1, help="GPUs of each node")
     who.add_argument("--device", default="auto")
@@ -190,7 +204,8 @@ async def target_of(args: argparse.Namespace, model: str) -> AsyncIterator[Targe
         setup = replace(setup, transport=args.kv_transports)
     settings = UpSettings(model=model, device=args.device, tp=args.tp, _cli_parse_args=[])
     with batch_store(args.batch is not None):
-        async with running(setup, settings, node_args(args), args.start_timeout_s) as cluster:
+        flags, timeout_s = node_args(args), args.start_timeout_s
+        async with running(setup, settings, flags, timeout_s, args.imitate) as cluster:
             yield await target_of_cluster(args, setup, cluster)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.engine.models.shapes import config_json
+from bench.serving.imitated_core import Imitation
 from cli.local_cluster.cluster import UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
 from cli.up import wait_routable
@@ -95,9 +96,14 @@ async def supervised(
 
 @asynccontextmanager
 async def running(
-    setup: Setup, settings: UpSettings, node_args: list[str], start_timeout_s: float
+    setup: Setup,
+    settings: UpSettings,
+    node_args: list[str],
+    start_timeout_s: float,
+    imitation: Imitation | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Runs the cluster; what the services say goes to standard error when one fails."""
+    """Runs the cluster; what the services say goes to standard error when one fails. `imitation`:
+    of the engines; None: they are real."""
     settings = settings.model_copy(
         update={"prefill": setup.num_prefill, "decode": setup.num_decode, "port": 0}
     )
@@ -105,6 +111,8 @@ async def running(
     specs = cluster_specs(
         settings, [*node_args, "--kv-transports", transports], ["--metrics-port", "0"]
     )
+    if imitation is not None:
+        specs = [imitation.of_node(spec) for spec in specs]
     started = time.monotonic()
     async with supervised(specs, settings, start_timeout_s=start_timeout_s) as supervisor:
         print(f"{setup.name}: ready after {time.monotonic() - started:.0f} s", file=sys.stderr)

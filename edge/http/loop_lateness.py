@@ -33,7 +33,7 @@ BOUNDS_S = (
 NAME = "tandem_event_loop_lateness_seconds"
 
 _MOST_AT_ONCE = 1000
-"""Ticks that are counted one by one. Of more, after a long pause, the first are beyond all bounds."""
+"""Ticks that are counted one by one; of more, the first are beyond all bounds."""
 _CLOCK_MONOTONIC = 1
 _ABSOLUTE = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
