@@ -147,7 +147,7 @@ class Answer:
         self._begun: set[int] = set()
         """Choices that the journal has entries of."""
         self._num_running = len(choices)
-        self._write: Write = lambda data: None
+        self._write: Write = _nothing
         self._later: deque[tuple[Choice, RequestOutput]] = deque()
         self._slow: asyncio.Task[None] | None = None
         """Writes what comes `_later`."""
@@ -169,6 +169,7 @@ class Answer:
         finally:
             if self._slow is not None:
                 self._slow.cancel()
+            self._write = _nothing  # The writer knows the response, which knows this.
             self._metrics.observe(self._choices)
 
     async def body(self) -> bytes:
@@ -329,3 +330,7 @@ class Answer:
         if self._options.wants_metrics:
             self._form.metrics = metrics_of(self._choices)
         return self._choices[0].record.timeline() if self._options.wants_timeline else UNSET
+
+
+def _nothing(data: bytes) -> None:
+    """Stands for the client's connection before an answer begins, and behind its end."""

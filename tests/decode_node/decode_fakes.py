@@ -312,6 +312,12 @@ class FakeEngine:
                 fake.state.give(EngineDeadError(reason))
                 fake.kv_results.put_nowait(EngineDeadError(reason))
 
+    def forget_ended(self) -> None:
+        """Keeps nothing of the requests that there were, as an engine does."""
+        self.check_empty()
+        self.requests.clear()
+        self.prompts.clear()
+
     def check_empty(self) -> None:
         open_requests = [name for name, fake in self.requests.items() if not fake.finished]
         assert not open_requests, f"still in the engine: {open_requests}"

@@ -96,6 +96,23 @@ async def answered_again_and_again(client: Client) -> None:
     await client.hang_up()
 
 
+async def answered_by_two_nodes(client: Client) -> None:
+    """A prefill node brings the first token."""
+    node, engine = client.node, client.node.engine
+    here = engine.on_generate
+    node.nodes.on_call = lambda call: (call.first_token(), call.taken())
+    engine.on_generate = lambda fake: engine.kv_arrives(fake)
+    reader = await client.connect()
+    told = {**_JOURNAL, "x-prefiller-host-port": "a:1", "x-tandem-timeline": "1"}
+    client.ask(headers=told, stream=True)
+    await until(lambda: bool(engine.requests) and engine.only.has_first_token, "a token")
+    engine.produce_all(engine.only)
+    await reader.readuntil(b"\r\n0\r\n\r\n")
+    await client.hang_up()
+    node.nodes.calls.clear()
+    engine.on_generate = here
+
+
 async def answered_to_an_old_client(client: Client) -> None:
     reader = await client.connect()
     client.ask(version="1.0", stream=True)
@@ -115,16 +132,19 @@ async def refused(client: Client) -> None:
 @pytest.mark.parametrize(
     "way",
     [left_in_a_stream, left_in_a_chat, left_in_a_journaled_stream, left_before_the_first_token,
-     left_without_a_stream, answered_again_and_again, answered_to_an_old_client, refused],
+     left_without_a_stream, answered_again_and_again, answered_by_two_nodes,
+     answered_to_an_old_client, refused],
 )  # fmt: skip
 async def test_nothing_waits_for_the_collector(way: Callable[[Client], Awaitable[None]]) -> None:
     async with http_node(auto=False) as node, live(node) as url:
         node.engine.on_generate = node.engine.produce_all
         client = Client(node, url)
         await way(client)
+        node.engine.forget_ended()
         with garbage_is_kept():
-            await way(client)
-            await way(client)
+            for _ in range(2):
+                await way(client)
+                node.engine.forget_ended()
             assert not left_behind()
 
 
