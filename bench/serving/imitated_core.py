@@ -74,7 +74,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Step:
-    """What is computed now: tokens of rows, or a prompt. `ends_at`: CLOCK_MONOTONIC seconds."""
+    """Computes tokens of rows, or a prompt. `ends_at`: CLOCK_MONOTONIC seconds."""
 
     number: int
     ends_at: float

@@ -23,6 +23,7 @@ from decode_node.serving.prepare_choices import ChoicePreparer
 from decode_node.serving.read_request import MakeFormat, ReadRequest, RequestReader
 from decode_node.serving.request_context import RequestContext
 from decode_node.serving.respond import Responder
+from edge.http import long_work
 
 
 class OpenAIServing:
@@ -71,7 +72,9 @@ class OpenAIServing:
             return await self._answer(read, context)
 
     async def _answer(self, read: ReadRequest, context: RequestContext) -> Response:
+        await long_work.pause()
         choices = await self._preparer.choices(read, context)
+        await long_work.pause()
         return self._responder.response(read, choices, context)
 
     def _response_form(self, body: ResponsesRequest, context: RequestContext) -> MakeFormat:

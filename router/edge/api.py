@@ -164,6 +164,7 @@ class ProxyEndpoint:
             path, route = scope["path"], table.route
             read = partial(read_request_info, path, name, headers, body, tenant, route)
             info = await long_work.run(is_long, read)
+        await long_work.pause()
         info = info.bounded(table.max_model_lens.get(info.model, 0))
         if scope["state"].get("is_idle"):
             info = replace(info, priority=Priority.IDLE)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
+from edge.http import long_work
 from router.admission.ticket import Ticket
 from router.observe.metrics import RouterMetrics
 from router.placement.policy import Placement
@@ -79,6 +80,7 @@ class Forwarder:
         trace = request.trace
         trace.admitted_at = time.monotonic()
         await self.hold.wait(request.info, time_left_s)
+        await long_work.pause()
         now = time.monotonic()
         wait_s = min(self.no_node_wait_s, time_left_s - (now - trace.admitted_at))
         wait = NodeWait(self.attempts.registry, now + wait_s, self.rng)
