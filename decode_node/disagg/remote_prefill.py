@@ -223,7 +223,7 @@ class RemotePrefill:
         if isinstance(first, PrefillError):
             self._placed = None
             await call.close()
-            raise first
+            raise PrefillError(first.code, str(first))
         return msgspec.structs.replace(params, peer=peer.group(first.group))
 
     async def close(self) -> None:
@@ -240,7 +240,8 @@ class RemotePrefill:
         while True:
             try:
                 await self._run_attempt(params)
-            except EngineDeadError:
+            except (EngineDeadError, asyncio.CancelledError):
+                # A task that was cancelled holds its frames, and a timeout in them the task.
                 return
             except PrefillError as error:
                 self._failed(error)
@@ -326,9 +327,10 @@ class RemotePrefill:
             case PrefillError():
                 self.take(JoinInput.CALL_FAILED)
                 if not self.state.is_waiting:
-                    raise news
+                    # Another one: what a frame holds must not hold the frame.
+                    raise PrefillError(news.code, str(news))
             case EngineDeadError():
-                raise news
+                raise EngineDeadError(str(news))
             case KVTaken() | PromptPlaced():
                 return
 

@@ -46,7 +46,7 @@ from edge.http.gone_clients import GoneClients
 from edge.http.offered_protocol import has_body, length_of_body, parser_of_body
 from edge.http.old_client import send_without_chunks
 from edge.http.parse_turns import HeldFlow, ParseTurns
-from edge.http.refusal import refusal
+from edge.http.refusal import StopParsing, refusal
 from edge.http.request_cutter import RequestCutter
 from edge.http.request_head import HeadCheck, RequestHead, fault_of
 from edge.http.send_clock import HELD_UP_S, SendClock
@@ -380,10 +380,11 @@ class GuardedProtocol(HttpToolsProtocol):
         """Ends what the parser does, which then raises an error of its own."""
         if error is not None:
             self._refusal = error
-            raise error
+            raise StopParsing
 
     def _refuse(self, error: HttpError) -> None:
         self._stop_head_timer()
+        self._refusal = None
         is_begun = self._is_answering() and self.cycle.response_started
         self._tell_answer()
         if is_begun:

@@ -11,6 +11,11 @@ from edge.http.errors import HttpError
 from edge.http.headers import REQUEST_ID
 
 
+class StopParsing(Exception):
+    """Ends what a parser does. It is no answer: what was raised holds all frames up to here, and a
+    connection that kept it would hold itself."""
+
+
 def refusal(
     error: HttpError, path: str, asked: Mapping[str, str], more: Mapping[str, str]
 ) -> bytes:

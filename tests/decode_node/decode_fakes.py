@@ -383,7 +383,7 @@ class FakeCall:
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, PrefillError):
-                    raise event
+                    raise PrefillError(event.code, str(event))
                 yield event
         finally:
             self.is_open = False

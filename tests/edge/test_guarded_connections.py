@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from edge.http import body_framing, guarded_protocol, send_clock
+from edge.http import guarded_protocol, send_clock
 from edge.http.bounded_reads import bounded
 from edge.http.client_connection import BodyLimits, read_json_body, request_headers
 from edge.http.errors import HttpError, Unauthorized, send_error
@@ -366,46 +366,3 @@ async def test_trailers_without_end_are_refused() -> None:
         reader, writer = await running.connect(head + b"a: b\r\n" * 10_000)
         assert b" 431 " in await read_end(reader)
         writer.close()
-
-
-@pytest.mark.parametrize("offer", [b"", OFFER], ids=["plain", "offered"])
-async def test_tiny_chunks_are_refused_and_others_are_not(
-    offer: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(body_framing, "_SPARE_BYTES", 1600)
-    head = JSON_POST + (offer or KEY) + b"transfer-encoding: chunked\r\n\r\n"
-    async with service() as running:
-        reader, writer = await running.connect()
-        for size, num_chunks in ((1, 90), (16, 60), (1, 90)):  # Each body has spare bytes.
-            writer.write(head + b"%x\r\n%b\r\n" % (size, b"1" * size) * num_chunks + b"0\r\n\r\n")
-            assert b" 200 " in await reader.readuntil(b"ok")
-        assert running.bodies == [b"1" * 90, b"1" * 960, b"1" * 90]
-        reader, writer = await running.connect(head + b"1\r\n1\r\n" * 50_000)
-        answer = await read_end(reader)
-        assert b" 400 " in answer and b"less than 16 bytes" in answer
-        writer.close()
-        assert len(running.bodies) == 3
-
-
-async def test_reads_are_small_while_much_waits_to_be_parsed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with service() as running:
-        reads = running.protocol.open_connections.reads
-        sizes, buffer = set[int](), reads.buffer
-
-        def noted() -> memoryview:
-            sizes.add(len(buffer()))
-            return buffer()
-
-        monkeypatch.setattr(reads, "buffer", noted)
-        pipelined = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" * 900
-        for num_held in (0, 4 << 20):
-            reads.num_held += num_held
-            reader, writer = await running.connect(pipelined)
-            for _ in range(900):
-                await reader.readuntil(b"ok")
-            writer.close()
-            await running.until_open(0)
-            assert reads.num_held == num_held
-        assert sizes == {32 << 10, 4 << 10}
