@@ -146,7 +146,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         merger: Makes tokens of patches; `merger_size`: of its inner layer, `merger_eps`: of its
             norm.
         image_token_id: Stands for an image in a prompt, once for each of its tokens.
-        row_end_ids: Tokens behind each row of an image, and behind the last one; (): none.
+        row_end_ids: Tokens behind each row of an image, and behind the last one, two; (): none.
         rope_axes: [head_dim / 2]: which of a token's three positions (time, row, column) a pair of
             elements turns by ("mrope"); (): tokens of images have positions as text has.
     """
@@ -174,7 +174,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     merger_eps: float = 1e-6
     has_merger_bias: bool = True
     image_token_id: int
-    row_end_ids: tuple[int, int] | tuple[()] = ()
+    row_end_ids: tuple[int, ...] = ()
     rope_axes: tuple[int, ...] = ()
 
     @property
