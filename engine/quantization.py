@@ -14,7 +14,9 @@ import msgspec
 
 Fp8Scales = Literal["block", "channel", "tensor"]
 Activations = Literal["none", "dynamic", "static"]
-IntegerLayout = Literal["awq", "gptq", "compressed-tensors", "int-quantized", "modelopt"]
+IntegerLayout = Literal[
+    "awq", "gptq", "compressed-tensors", "int-quantized", "modelopt", "quark", "quark-signed"
+]
 
 
 class Fp8Scheme(msgspec.Struct, frozen=True, kw_only=True, tag="fp8"):

@@ -32,7 +32,7 @@ from tandem_kernels.reference.mxfp4 import e2m1_numbers, e8m0_powers
 
 BYTES = frozenset({"U8"})
 E8M0 = frozenset({"U8", "F8_E8M0"})
-_OF_INPUTS = "input_scale", "input_global_scale"
+_OF_INPUTS = "input_scale", "input_global_scale", "input_scale_2"
 """Scales of activations, which stay in the model's dtype here."""
 _DUMMY_SCALES = {True: 0.25, False: 2.0**-7}
 """Random numbers have these, NVFP4 first; with a factor of 1 / 32 weights are as large as other

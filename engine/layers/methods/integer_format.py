@@ -1,8 +1,8 @@
 """Reads weights of 4 and 8 bits as they are published.
 
 A weight is (number - zero) * scale of its group of inputs. Words of n numbers hold them from the
-lowest bits on unless `order` says otherwise; beside `int-quantized` and ModelOpt, whose numbers are
-signed, they lie from 0 on.
+lowest bits on unless `order` says otherwise; beside `int-quantized`, ModelOpt and one form of Quark,
+whose numbers are signed, they lie from 0 on.
 
 | | numbers | zeros | scales |
 |---|---|---|---|
@@ -11,6 +11,7 @@ signed, they lie from 0 on.
 | compressed-tensors | weight_packed [out, in / n] | weight_zero_point [out / n, groups] | weight_scale [out, groups] |
 | `int-quantized` | weight [out, in] int8 | weight_zero_point [out, groups] int8 | weight_scale [out, groups] |
 | ModelOpt, 4 bits | weight [out / 2, in] uint8 | | weight_scale [out, groups] |
+| Quark, 4 bits | weight [in, out / n] | weight_zero_point [groups, out / n] | weight_scale [groups, out] |
 
 Sources: Lin et al., AWQ (arXiv 2306.00978), packed as AutoAWQ does; Frantar et al., GPTQ (arXiv
 2210.17323), packed as AutoGPTQ does; Xiao et al., SmoothQuant (arXiv 2211.10438) for smoothing.
@@ -58,6 +59,17 @@ class _Layout:
 _SCALES = StoredNumbers("weight_scale", "floats")
 _TURNED_SCALES = StoredNumbers("scales", "floats", transposed=True)
 _OF_INPUTS = ("input_scale", "input_zero_point")
+
+
+def _quark(*, is_signed: bool) -> _Layout:
+    return _Layout(
+        StoredNumbers("weight", "I32", True, "outputs", is_signed, _AWQ_ORDER),
+        StoredNumbers("weight_zero_point", "I32", True, "outputs", is_signed, _AWQ_ORDER),
+        StoredNumbers("weight_scale", "floats", transposed=True),
+        beside=("weight_zero_point", *_OF_INPUTS),
+    )
+
+
 _LAYOUTS: dict[IntegerLayout, _Layout] = {
     "awq": _Layout(
         StoredNumbers("qweight", transposed=True, packed="outputs", order=_AWQ_ORDER),
@@ -92,6 +104,8 @@ _LAYOUTS: dict[IntegerLayout, _Layout] = {
         _SCALES,
         beside=("weight_scale_2", *_OF_INPUTS),
     ),
+    "quark": _quark(is_signed=False),
+    "quark-signed": _quark(is_signed=True),
 }
 
 

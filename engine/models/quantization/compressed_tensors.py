@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from engine.models.quantization.fields import Fields
 from engine.models.quantization.integers import SCHEMES, Inputs, read_integers
 from engine.models.quantization.micro_floats import (
@@ -23,6 +25,17 @@ _FORMATS = (
     *MICRO_FORMATS,
 )
 _PLAIN = "dense"
+_OF_WEIGHTS = ("weight_input", "weight_output")
+
+
+class _Step(msgspec.Struct):
+    location: str
+
+
+class _Transform(msgspec.Struct):
+    """Says where one kind of rotation is applied."""
+
+    apply: list[_Step] = []
 
 
 def read_compressed_tensors(fields: Fields) -> Quantization:
@@ -32,10 +45,10 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     is_plain = not groups and kv_cache is not None
     fields.expect("format", *_FORMATS, "mixed-precision", *((_PLAIN,) if is_plain else ()))
     fields.ignore("global_compression_ratio", "version")
-    for name in ("sparsity_config", "transform_config"):
-        part = fields.part(name)
-        if part is not None and part.word("format", name) != _PLAIN:
-            raise fields.refused(name, "sparse or rotated weights")
+    sparsity = fields.part("sparsity_config")
+    if sparsity is not None and sparsity.word("format") != _PLAIN:
+        raise fields.refused("sparsity_config", "sparse weights")
+    _check_rotations(fields.part("transform_config"))
     place = f"{fields.place}.config_groups"
     form = fields.word("format")
     rules = _by_name_first(
@@ -49,6 +62,20 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
         ignored=fields.names("ignore"),
         kv_cache=kv_cache,
     )
+
+
+def _check_rotations(transforms: Fields | None) -> None:
+    """Raises `UnsupportedField` where inputs or outputs are rotated while a model runs. What is
+    done to weights alone, such as R1 and R2 of SpinQuant, they already have."""
+    if transforms is None:
+        return
+    groups = transforms.get("config_groups", dict[str, _Transform], {})
+    transforms.finish()
+    for name, group in groups.items():
+        for step in group.apply:
+            if step.location not in _OF_WEIGHTS:
+                place = f"config_groups.{name}.apply.location"
+                raise transforms.refused(place, f"rotations of {step.location!r}")
 
 
 def _by_name_first(rules: list[SchemeRule]) -> tuple[SchemeRule, ...]:

@@ -31,6 +31,7 @@ _MEANINGS = {
     "kv_cache_quant_algo": "a KV cache in {}",
     "kv_cache_scheme": "a KV cache in {}",
     "lm_head": "a quantised head (lm_head {})",
+    "moe_sparsity_config": "experts of which layers have kept {}",
     "num_bits": "{} bits",
     "quant_algo": "weights quantised by {}",
     "quant_method": "weights quantised by {}",
@@ -86,6 +87,12 @@ class Fields:
         """Returns an object inside this one; None: there is none."""
         values = self.get(name, dict[str, object], {})
         return Fields(f"{self.place}.{name}", values) if values else None
+
+    def steps(self, name: str) -> list[Fields]:
+        """Returns the objects of a field that has one, a list of them, or none."""
+        found = self.get(name, dict[str, object] | list[dict[str, object]], {})  # type: ignore[arg-type]
+        listed = found if isinstance(found, list) else [found] if found else []
+        return [Fields(f"{self.place}.{name}", values) for values in listed]
 
     def expect(self, name: str, *allowed: object, default: object = None) -> None:
         """Raises `UnsupportedField` unless the field is absent or has one of these values. Names of

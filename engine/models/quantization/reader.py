@@ -92,6 +92,9 @@ def _published(folder: Path, values: dict[str, object] | None, place: str) -> Qu
             return None
         place, values = f"{_MODELOPT_FILE}: quantization", {"quant_method": "modelopt"} | values
     fields = Fields(place, _sized(folder, values))
+    if {"bits", "group_size"} <= values.keys() and not fields.has("quant_method"):
+        mode = fields.get("mode", str, "affine")
+        raise fields.refused("mode", f"weights as MLX packs them ({mode})")
     # Converters of ModelOpt 0.29 to 0.31 leave it out.
     method = fields.get("quant_method", str, "modelopt" if fields.has("quant_algo") else "").lower()
     if method not in READERS:

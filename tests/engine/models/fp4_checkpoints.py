@@ -15,6 +15,7 @@ from tests.engine.models.quantised_checkpoints import (
     to_e4m3,
     write_fp8_tensors,
 )
+from tests.engine.models.quark_checkpoints import quark_config, quark_layers, quark_numbers
 
 _CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
 
@@ -26,9 +27,14 @@ def _packed(scaled: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_nvfp4(
-    layout: str = "modelopt", *, group: int = 16, smoothed: bool = False, has_inputs: bool = True
+    layout: str = "modelopt",
+    *,
+    group: int = 16,
+    smoothed: bool = False,
+    has_inputs: bool = True,
+    input_scale: str = "input_scale",
 ) -> Writer:
-    """Returns the writer of a layout; `has_inputs`: activations have scales, too."""
+    """Returns the writer of a layout; `has_inputs`: activations have scales, too, of this name."""
 
     def write(layer: str, weight: Tensor) -> tuple[Stored, Tensor]:
         by_group = weight.view(len(weight), -1, group)
@@ -40,7 +46,7 @@ def write_nvfp4(
         meaning = numbers * wide
         if layout == "modelopt":
             stored = {"weight": packed, "weight_scale": scales, "weight_scale_2": factor}
-            inputs = {"input_scale": torch.tensor(0.02)}
+            inputs = {input_scale: torch.tensor(0.02)}
         else:
             divisor = (1 / factor).reshape(1)
             stored = {"weight_packed": packed, "weight_scale": scales}
@@ -137,48 +143,17 @@ def modelopt(algorithm: str, **changes: Any) -> dict[str, Any]:
 
 def quark(**changes: Any) -> dict[str, Any]:
     """Returns what Quark writes of MXFP4."""
-    numbers = {
-        "dtype": "fp4",
-        "is_dynamic": False,
-        "qscheme": "per_group",
-        "ch_axis": -1,
-        "group_size": 32,
-        "symmetric": None,
-        "round_method": "half_even",
-        "scale_type": "float",
-        "scale_format": "e8m0",
-        "scale_calculation_mode": "even",
-        "mx_element_dtype": None,
-        "observer_cls": "PerBlockMXObserver",
-        "is_scale_quant": False,
-    }
-    layers = {
-        "weight": numbers,
-        "input_tensors": numbers | {"is_dynamic": True},
-        "output_tensors": None,
-        "bias": None,
-        "target_device": None,
-    }
-    return {
-        "quant_method": "quark",
-        "global_quant_config": layers,
-        "exclude": ["lm_head", "*.mlp.gate"],
-        "layer_quant_config": {},
-        "layer_type_quant_config": {},
-        "kv_cache_quant_config": {},
-        "algo_config": None,
-        "softmax_quant_spec": None,
-        "quant_mode": "eager_mode",
-        "version": "0.10",
-        "export": {
-            "kv_cache_group": [],
-            "min_kv_scale": 0.0,
-            "pack_method": "reorder",
-            "weight_format": "real_quantized",
-            "weight_merge_groups": None,
-        },
-        **changes,
-    }
+    return quark_config(quark_layers(QUARK_MXFP4, QUARK_MXFP4 | {"is_dynamic": True}), **changes)
+
+
+QUARK_MXFP4 = quark_numbers(
+    "fp4", "per_group", group_size=32, symmetric=None, scale_format="e8m0", ch_axis=-1
+)
+QUARK_NVFP4 = [
+    QUARK_MXFP4 | {"group_size": 16, "scale_format": "float32", "scale_type": "float32"},
+    quark_numbers("fp8_e4m3", "per_tensor", is_scale_quant=True, scale_type="float32"),
+]
+"""Quark says of NVFP4 how numbers are quantised, and how their scales are."""
 
 
 _MXFP8 = {
@@ -209,6 +184,10 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any]]] = {
     ),
     "modelopt mxfp4": (write_mxfp4(), modelopt("mxfp4")),
     "quark": (write_mxfp4(), quark()),
+    "quark nvfp4": (
+        write_nvfp4(input_scale="input_scale_2"),
+        quark_config(quark_layers(QUARK_NVFP4, QUARK_NVFP4)),
+    ),
     "ct mxfp8": (write_mxfp8(), ct_floats("mxfp8-quantized", fp_inputs(8, 32))),
     "modelopt mxfp8": (write_mxfp8(is_typed=True), modelopt("MXFP8")),
     "mxfp8": (write_mxfp8("weight_scale_inv"), _MXFP8),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.models.quantised_checkpoints import Stored, Writer, compressed_tensors
+from tests.engine.models.quark_checkpoints import quark_config, quark_layers, quark_numbers
 
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 """The lowest nibble of a word holds column 0, the next one column 2, and so on."""
@@ -193,6 +194,31 @@ def ct_int4(group_size: int, *, symmetric: bool = True, **changes: Any) -> dict[
     return config
 
 
+def write_quark_int4(group_size: int, *, is_signed: bool) -> Writer:
+    """Returns the writer of Quark's layout: AWQ's order under other names, and of signed numbers
+    two's complements and zeros that are 0."""
+
+    def write(layer: str, weight: Tensor) -> tuple[Stored, Tensor]:
+        numbers, scales, zeros, _, meaning = quantised(
+            layer, weight, group_size, symmetric=is_signed
+        )
+        less = 8 if is_signed else 0
+        return {
+            f"{layer}.weight": pack((numbers.t() - less) % 16, 1, AWQ_NIBBLES),
+            f"{layer}.weight_zero_point": pack((zeros.t() - less) % 16, 1, AWQ_NIBBLES),
+            f"{layer}.weight_scale": scales.t(),
+        }, meaning
+
+    return write
+
+
+def quark_int4(group_size: int, *, is_signed: bool) -> dict[str, Any]:
+    numbers = quark_numbers(
+        "int4" if is_signed else "uint4", "per_group", group_size=group_size, symmetric=is_signed
+    )
+    return quark_config(quark_layers(numbers))
+
+
 LAYOUTS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "awq": (write_awq(32), awq(32)),
     "gptq": (write_gptq(16, symmetric=True), gptq(16)),
@@ -209,4 +235,6 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any]]] = {
         write_ct_int4(32, symmetric=True, ordered=True),
         ct_int4(32, actorder="group"),
     ),
+    "quark": (write_quark_int4(32, is_signed=False), quark_int4(32, is_signed=False)),
+    "quark signed": (write_quark_int4(32, is_signed=True), quark_int4(32, is_signed=True)),
 }

@@ -17,6 +17,7 @@ from tests.engine.models.quantised_checkpoints import (
     compressed_tensors,
     quantise_checkpoint,
 )
+from tests.engine.models.quark_checkpoints import quark_config, quark_layers, quark_numbers
 
 Pair = tuple[Path, Path]
 MakePair = Callable[[str, str], Pair]
@@ -201,44 +202,8 @@ def quark_int8(
     *, qscheme: str = "per_channel", is_dynamic: bool = True, inputs: bool = True, **changes: Any
 ) -> dict[str, Any]:
     """Returns what Quark writes of INT8. `changes`: of inputs."""
-    numbers = {
-        "dtype": "int8",
-        "is_dynamic": False,
-        "qscheme": qscheme,
-        "ch_axis": 0 if qscheme == "per_channel" else None,
-        "group_size": None,
-        "symmetric": True,
-        "round_method": "half_even",
-        "scale_type": "float",
-        "scale_format": None,
-        "scale_calculation_mode": None,
-        "mx_element_dtype": None,
-        "observer_cls": "PerChannelMinMaxObserver",
-        "is_scale_quant": False,
-    }
-    given = numbers | {"is_dynamic": is_dynamic, "qscheme": "per_tensor"} | changes
-    layers = {
-        "weight": numbers,
-        "input_tensors": given if inputs else None,
-        "output_tensors": None,
-        "bias": None,
-        "target_device": None,
-    }
-    return {
-        "quant_method": "quark",
-        "global_quant_config": layers,
-        "exclude": ["lm_head", "*.mlp.gate"],
-        "layer_quant_config": {},
-        "layer_type_quant_config": {},
-        "quant_mode": "eager_mode",
-        "export": {
-            "kv_cache_group": [],
-            "min_kv_scale": 0.0,
-            "pack_method": "reorder",
-            "weight_format": "real_quantized",
-            "weight_merge_groups": None,
-        },
-    }
+    given = quark_numbers("int8", "per_tensor", is_dynamic=is_dynamic) | changes
+    return quark_config(quark_layers(quark_numbers("int8", qscheme), given if inputs else None))
 
 
 def gptq_int8(group_size: int, **changes: Any) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from tandem_kernels.gemm.fp4_tiles import untile_fp4
 from tests.engine.models.family import Family
 from tests.engine.models.fp4_checkpoints import (
     LAYOUTS,
+    QUARK_MXFP4,
+    QUARK_NVFP4,
     ct_floats,
     fp_inputs,
     mixed,
@@ -38,6 +40,7 @@ from tests.engine.models.fp4_checkpoints import (
 from tests.engine.models.loaded_parameters import RANKS, check_same
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import quantise_checkpoint
+from tests.engine.models.quark_checkpoints import quark_export, quark_layers, quark_numbers
 from tests.engine.models.rank_process import make_paged_model
 from tests.engine.models.reference_models import save_checkpoint
 from tests.engine.models.test_int4_weights import model_of
@@ -227,13 +230,32 @@ def test_blocks_of_fp8_beside_nvfp4() -> None:
 
 
 def test_quarks_exceptions() -> None:
-    fp8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "group_size": None}
-    layers = {"weight": fp8, "input_tensors": fp8, "output_tensors": None, "bias": None}
-    found = read(quark(layer_quant_config={"*self_attn*": layers}))
+    fp8 = quark_numbers("fp8_e4m3", "per_tensor")
+    found = read(quark(layer_quant_config={"*self_attn*": quark_layers(fp8, fp8)}))
     expected = Fp8Scheme(scales="tensor", activations="static")
     assert found.scheme_of("model.layers.0.self_attn.q_proj") == expected
     assert found.scheme_of("model.layers.0.mlp.up_proj") == Mxfp4Scheme("modelopt")
     assert found.scheme_of("model.layers.0.mlp.gate") is None
+    assert found.kv_cache is None
+
+
+def quark_with_cache(dtype: str = "fp8_e4m3", qscheme: str = "per_tensor") -> dict[str, Any]:
+    """Returns what Quark writes of an FP8 KV cache beside MXFP4; queries may be in FP8, too."""
+    cache = quark_layers(QUARK_MXFP4, None, quark_numbers(dtype, qscheme))
+    layers = {"*k_proj": cache, "*v_proj": cache}
+    return quark(
+        export=quark_export(kv_cache_group=list(layers)),
+        kv_cache_quant_config=layers,
+        layer_quant_config=layers | {"*q_proj": cache},
+        softmax_quant_spec=quark_numbers("fp8_e4m3", "per_tensor"),
+    )
+
+
+def test_quarks_kv_cache() -> None:
+    found = read(quark_with_cache())
+    assert found.kv_cache == "fp8"
+    schemes = {found.scheme_of(f"model.layers.0.self_attn.{name}_proj") for name in "qkvo"}
+    assert schemes == {Mxfp4Scheme("modelopt")}
 
 
 def quark_of(**changes: Any) -> dict[str, Any]:
@@ -264,7 +286,17 @@ def quark_of(**changes: Any) -> dict[str, Any]:
         (quark_of(group_size=128), r"weight\.group_size: groups of 128"),
         (quark_of(dtype="fp6_e3m2"), r"weights in 'fp6_e3m2' with scales 'per_group'"),
         (quark(export={"weight_format": "fake_quantized"}), r"weight_format.*fake_quantized"),
-        (quark(kv_cache_quant_config={"*": {"weight": {}}}), r"kv_cache_quant_config"),
+        (quark_of(scale_format="e5m3", group_size=16), r"weight\.scale_format.*e5m3"),
+        (quark_of(block_size=[128, 128]), r"weight\.block_size"),
+        (quark_with_cache("int8"), r"kv_cache_quant_config\.\*k_proj\.output_tensors\.dtype"),
+        (quark_with_cache(qscheme="per_channel"), r"output_tensors\.qscheme"),
+        (quark(kv_cache_post_rope=True), r"kv_cache_post_rope"),
+        (
+            quark(global_quant_config=quark_layers(QUARK_MXFP4, None, QUARK_MXFP4)),
+            r"global_quant_config\.output_tensors",
+        ),
+        (quark(global_quant_config=quark_layers(QUARK_NVFP4 * 2)), r"quantised in 4 steps"),
+        (quark(global_quant_config=quark_layers(QUARK_NVFP4[::-1])), r"weight\.dtype"),
         (quark(global_quant_config=None), r"no quantised layers"),
     ],
 )

@@ -17,6 +17,7 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import spec_of
+from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import DenseSpec
 from engine.quantization import Fp8Scheme, Quantization
 from engine.rope import QueryScale
@@ -73,6 +74,26 @@ def test_spellings_of_other_fields() -> None:
     assert read(compressed_tensors(types)) == read(_CHANNELS)
     assert read(MODELOPT | {"quant_algo": "fp8"}) == read(MODELOPT)
     assert read(MODELOPT | {"quant_method": "ModelOpt"}) == read(MODELOPT)
+
+
+def test_rotations_of_weights_are_in_the_weights() -> None:
+    """SpinQuant's R1 and R2 leave nothing to compute while a model runs; QuIP's rotate inputs."""
+
+    def rotated(*locations: str) -> dict[str, Any]:
+        steps = [{"location": one, "targets": ["Linear"], "inverse": False} for one in locations]
+        groups = {"R1": {"type": "hadamard", "apply": steps, "head_dim": None}}
+        return _CHANNELS | {"transform_config": {"config_groups": groups}}
+
+    assert read(rotated("weight_output", "weight_input")) == read(_CHANNELS)
+    words = r"transform_config\.config_groups\.R1\.apply\.location: rotations of 'input'"
+    with pytest.raises(UnsupportedField, match=words):
+        read(rotated("weight_output", "input"))
+
+
+@pytest.mark.parametrize("said", [{"mode": "mxfp4"}, {"model.embed_tokens": {"bits": 6}}])
+def test_weights_of_mlx_are_named(said: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedField, match=r"mode: weights as MLX packs them"):
+        read({"group_size": 32, "bits": 4} | said)
 
 
 @pytest.mark.parametrize("dtype", ["torch.bfloat16", "bf16", "BF16"])
