@@ -10,6 +10,7 @@ own tool, which writes a file, and says that it is done when it sees the result.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -23,12 +24,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine.node.http_server import listen
 from tests.clients.scripted_node import MODEL, TOOL_TURN, ScriptedNode, call
 
 AGENT_S = 60.0
+LEFT_S = 5.0
+"""Processes that an agent has left behind have this long to end."""
 PROXY_START_S = 240.0
 """Python compiles LiteLLM when it is first imported: a minute where two cores have other work."""
 FILE, TEXT = "made.txt", "made by a tool"
@@ -86,7 +91,7 @@ class Bench:
 
     def run(self, words: list[str], work: Path, **variables: str) -> str:
         """Runs an agent in a folder of its own, and returns what it says."""
-        home = work.parent / "home"
+        home = home_of(work)
         home.mkdir(exist_ok=True)
         environment = {
             "PATH": os.environ["PATH"],
@@ -107,6 +112,25 @@ class Bench:
         return said
 
 
+def home_of(work: Path) -> Path:
+    """Returns the home of the agent that works in this folder, which is its own."""
+    return work.parent / "home"
+
+
+def end_what_is_left(home: Path) -> None:
+    """Ends processes that an agent has left behind: Cline's hub, which serves its next start, lives
+    in a session of its own. They are known by their home."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                process.terminate()
+                left.append(process)
+    _, stubborn = psutil.wait_procs(left, timeout=LEFT_S)
+    for process in stubborn:
+        process.kill()
+
+
 def check_made(work: Path, said: str) -> None:
     assert (work / FILE).read_text().strip() == TEXT, said
     assert DONE in said, said
@@ -116,7 +140,7 @@ def codex(bench: Bench, work: Path) -> None:
     """The OpenAI Codex CLI: a tool of a namespace, and a command. `web_search` stays on."""
     program = bench.binary("@openai/codex-linux-x64/vendor/*/bin/codex")
     assert program is not None
-    home = work.parent / "home"
+    home = home_of(work)
     home.mkdir()
     (home / "config.toml").write_text(
         f'model = "{MODEL}"\nmodel_provider = "tandem"\n[model_providers.tandem]\n'
@@ -343,6 +367,8 @@ def run_agent(name: str, bench: Bench, folder: Path) -> bool:
     except Exception as error:
         print(f"FAILED {name}: {error!r}")
         return False
+    finally:
+        end_what_is_left(home_of(work))
     print(f"passed {name}, {time.monotonic() - started_at:.1f} s")
     return True
 
