@@ -283,7 +283,7 @@ async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         soak.outcomes.update(record.outcomes)
         operator = Operator(session, url, args.seed)
         figures = await Run(session, soak, harm, operator, record, router, nodes, args).whole()
-    if args.name:
+    if args.name and args.record:
         plot(record.runs[-1], RESULTS / f"{args.name}.svg")
     return figures
 
