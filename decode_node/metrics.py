@@ -112,7 +112,7 @@ class DecodeMetrics:
         self._retries = self._counter("tandem_prefill_retries", "Of these, after a failed attempt.")
         self._kv_bytes = self._counter("tandem_kv_received_bytes", "KV taken.")
         self._ignored_fields = self._counter(
-            "tandem_ignored_fields", "Fields of requests that nobody knows."
+            "tandem_ignored_fields", "Fields of requests of no known name."
         )
 
     def watch_proxy(self, proxy: DisaggProxy) -> None:

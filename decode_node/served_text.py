@@ -64,7 +64,7 @@ def find_defaults(settings: DecodeNodeSettings, model: ModelConfig) -> SamplingD
     Raises `CannotStartError`."""
     source, override = settings.generation_config, settings.override_generation_config
     defaults = SamplingDefaults.find(model, source, override)
-    if told := defaults.told():
+    if told := defaults.to_dict():
         values = ", ".join(f"{name}={value:g}" for name, value in told.items())
         logger.info(
             "requests that do not say are sampled with %s (--generation-config %s); "
@@ -94,7 +94,7 @@ def with_template(tokenizer: Tokenizer, file: Path | None) -> Tokenizer:
 def template_forms(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """Returns what the template of chats with tools wants; None without a template."""
     found = _probe(tokenizer)
-    return found.forms.told() if found else None
+    return found.forms.to_dict() if found else None
 
 
 def chat_format(parsers: OutputParsers, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -54,6 +54,6 @@ class Acceptor:
         except OSError as error:
             # A peer that has gone again is no reason to stop.
             if error.errno in _EXHAUSTED:
-                logger.error("nobody can be accepted for %g s: %s", _PAUSE_S, error)
+                logger.error("no connection can be accepted for %g s: %s", _PAUSE_S, error)
                 self._loop.remove_reader(self._listener.fileno())
                 self._pause = self._loop.call_later(_PAUSE_S, self._listen)

@@ -154,7 +154,7 @@ class HostTier(ABC):
         """Returns what a step waits with for the layers of a load; None: it cannot."""
 
     @abstractmethod
-    def let_go(self, job: int) -> None:
+    def release(self, job: int) -> None:
         """Lets a step go on that may wait for a load which has failed. Nothing may use its result
         any more."""
 

@@ -112,7 +112,7 @@ class KVTransferConfig:
             )
         if self.security.has_tls and self.names_nixl:
             raise SecurityError(
-                "NIXL moves KV in the clear and asks nobody for a certificate: leave nixl out of "
+                "NIXL moves KV in the clear and asks for no certificate: leave nixl out of "
                 "--kv-transports, or TLS away where the network between the nodes is closed"
             )
 

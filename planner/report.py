@@ -58,7 +58,7 @@ class Report:
         yield self._undivided()
         if self.is_example:
             yield (
-                "These speeds are somebody else's measurement, of random weights on one kind of "
+                "These speeds are another's measurement, of random weights on one kind of "
                 "GPU: run `tandem bench` on yours before you buy."
             )
 

@@ -95,7 +95,7 @@ class PrefillNode:
             self._servicer.abort_all,
             self._settings.drain_timeout_s,
         )
-        watching = asyncio.create_task(_let_go_of_frozen(self._status, self._servicer))
+        watching = asyncio.create_task(_fail_frozen_calls(self._status, self._servicer))
         try:
             with self._metrics.lateness.watch():
                 return await lifetime.run(stop)
@@ -173,7 +173,7 @@ async def serve(settings: PrefillNodeSettings) -> int:
         await asyncio.to_thread(tracer.close)
 
 
-async def _let_go_of_frozen(status: NodeStatus, servicer: PrefillServicer) -> None:
+async def _fail_frozen_calls(status: NodeStatus, servicer: PrefillServicer) -> None:
     """Fails open calls when the engine is frozen, until cancelled."""
     while True:
         if status.is_frozen and servicer.open.count:

@@ -97,7 +97,7 @@ class _Call:
 
     work: GenerationRequest
     record: PromptRecord
-    is_told: bool = False
+    is_reported: bool = False
     """Its trace is written."""
     reads_group: bool = False
     """The caller waits until the engine has chosen a data-parallel group."""
@@ -348,8 +348,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def _tell(self, call: _Call) -> None:
         """Writes the trace of a call whose outcome is known, once."""
-        if not call.is_told:
-            call.is_told = True
+        if not call.is_reported:
+            call.is_reported = True
             assert call.work.trace is not None
             self._note_end(call.work.trace, call.record)
 

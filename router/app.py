@@ -49,8 +49,8 @@ from router.make_scaling import make_scaling
 from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCatalog
 from router.models.models_metrics import ModelsCollector
+from router.models.open_request_limit import OpenRequestLimit
 from router.models.per_model import PerModel
-from router.models.request_room import RequestRoom
 from router.models.rules_file import RulesFile
 from router.nodes.adapter_sync import AdapterSync
 from router.nodes.discovery import Discovery, Resolver, resolve_host
@@ -150,7 +150,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         forwarder=services.forwarder,
         gates=services.gates,
         models=services.models,
-        room=RequestRoom(
+        room=OpenRequestLimit(
             limit=settings.max_open_requests,
             models=lambda: services.models.table.models(),
             retry_after_s=services.gates.retry_after_s,

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from router.config import RouterSettings
 from router.errors import ConfigurationError
-from router.models.request_room import RequestRoom
+from router.models.open_request_limit import OpenRequestLimit
 from router.observe.store_metrics import StoreMetrics
 from router.request.tenants import Tenant
 from router.store.running_tasks import running_tasks
@@ -41,7 +41,7 @@ class KeptRoutes:
 def make_responses(
     settings: RouterSettings,
     api: ASGIApp,
-    room: RequestRoom,
+    room: OpenRequestLimit,
     tenants: Callable[[], Mapping[str, Tenant]],
     metrics: StoreMetrics,
 ) -> KeptRoutes:

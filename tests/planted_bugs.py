@@ -72,10 +72,10 @@ BUGS = (
     Bug(
         "refilled-too-soon", "a slot is filled again while copies into it are on their way",
         "kv_transfer/transports/nixl/filled_slots.py",
-        "        lease = filled.lease\n        if lease is not None:\n            lease.let_go()\n"
+        "        lease = filled.lease\n        if lease is not None:\n            lease.release()\n"
         "            del self._unread[lease.slot, lease.number]\n"
         "            self.window.slots.give_back(filled.slot)",
-        "        lease = filled.lease\n        if lease is not None:\n            lease.let_go()\n"
+        "        lease = filled.lease\n        if lease is not None:\n            lease.release()\n"
         "            del self._unread[lease.slot, lease.number]\n"
         "        self.window.slots.give_back(filled.slot)",
         ("tests/kv_transfer/test_nixl_faults.py",),

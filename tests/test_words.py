@@ -156,3 +156,26 @@ def test_words_are_the_fields() -> None:
         if forbidden.search(line)
     ]
     assert not found, "say it with the words of GLOSSARY:\n" + "\n".join(found)
+
+
+NAMES = re.compile(
+    r"(^|_)((no|some|any|every)body|who(so)?ever|obeys?|hears?|heard|wish(es)?|farewell|fore(tell|told)"
+    r"|untold|told_back|is_told|doubt(ful)?|let_go)(_|$)"
+)
+"""Matches names of a private language; methods called `told` are found by themselves."""
+
+
+def test_names_are_the_fields() -> None:
+    modules = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = []
+    for path in modules:
+        if "_pb2" in path.name:
+            continue
+        before = ""
+        text = path.read_text(encoding="utf-8")
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            name = token.string if token.type == tokenize.NAME else ""
+            if NAMES.search(name) or (name == "told" and before in (".", "def")):
+                found.append(f"{path.relative_to(ROOT)}:{token.start[0]}: {name}")
+            before = token.string
+    assert not found, "name it as the field does (see GLOSSARY):\n" + "\n".join(found)

@@ -30,7 +30,7 @@ import msgspec
 from bench.figures import Figures, distribution_ms
 from bench.serving.openai_stream import Outcome
 from engine.contracts.step_log import StepRecord
-from engine.frontend.step_history import HistoryReport, PauseTold
+from engine.frontend.step_history import HistoryReport, PauseReport
 
 LATE = 1.5
 _MEDIAN_OF = 101
@@ -61,7 +61,7 @@ class Gap:
     idle_s: float
     host_s: float
     usual_host_s: float
-    pauses: list[PauseTold] = field(default_factory=list)
+    pauses: list[PauseReport] = field(default_factory=list)
 
     @property
     def is_late(self) -> bool:
@@ -181,7 +181,7 @@ def prefill_figures(report: HistoryReport, span_s: float) -> Figures:
     }
 
 
-def pause_figures(pauses: Iterable[PauseTold]) -> Figures:
+def pause_figures(pauses: Iterable[PauseReport]) -> Figures:
     """Returns the pauses by process and kind; of garbage also by generation."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for pause in pauses:

@@ -55,7 +55,7 @@ from bench.serving.soak_cluster import Wanted, mortal
 from bench.serving.soak_everything import Operator
 from bench.serving.soak_harm import Harm
 from bench.serving.soak_load import Soak
-from bench.serving.soak_record import Record, plot, told
+from bench.serving.soak_record import Record, plot, record_figures
 from cli.local_cluster.supervisor import Service
 
 _SETTLE_S = 60.0
@@ -235,7 +235,7 @@ class Run:
             "left": left,
             "causes": dict(sorted(self.causes.found.items())),
             "counted": await counted(self.session, self.nodes),
-            **told(record),
+            **record_figures(record),
         }
 
 

@@ -156,11 +156,11 @@ class Operator:
         while True:
             for role in ("decode", "prefill"):
                 await asyncio.sleep(_SWITCH_S)
-                wish = SwitchSettings(
+                settings = SwitchSettings(
                     node=node, to=role, drain_timeout_s=20.0, wait_s=120.0, _cli_parse_args=[]
                 )
                 try:
-                    await switch_role(wish, credentials)
+                    await switch_role(settings, credentials)
                     self.outcomes[f"role {role}"] += 1
                 except NoSwitch as error:
                     self.outcomes[f"no role: {str(error)[:100]}"] += 1

@@ -143,7 +143,7 @@ def plot(looks: Sequence[Look], path: Path) -> None:
     figure.savefig(path)
 
 
-def told(record: Record) -> Mapping[str, object]:
+def record_figures(record: Record) -> Mapping[str, object]:
     """Returns what a result file says of all runs; of the last one, growth, and some looks at
     processes that lived on behind the warm-up."""
     looks = record.runs[-1] if record.runs else []

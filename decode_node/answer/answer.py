@@ -96,7 +96,7 @@ class Delivery:
                 self._claim.end_choice(index)
                 self._on_end(record, output)
                 self._num_running -= 1
-            self._take(choice, choice.told(output))
+            self._take(choice, choice.checked(output))
         except Exception as error:
             self.ended.set_exception(error)
         else:
@@ -164,7 +164,7 @@ class Answer:
             if self._tells_usage:
                 usage = self._form.usage_events(usage_of(self._choices), self._timeline(True))
                 if self._journal is not None:
-                    self._journal.usage_told()
+                    self._journal.usage_sent()
                 write(self._marked(usage, None, True))
         finally:
             if self._slow is not None:
@@ -188,17 +188,17 @@ class Answer:
         had without computing the prompt, so another node begins it again, with the same seed.
         """
         results = [ChoiceResult(choice) for choice in self._choices]
-        told_at = 0.0
+        written_at = 0.0
 
         def take(choice: Choice, output: RequestOutput) -> None:
-            nonlocal told_at
+            nonlocal written_at
             results[choice.index].add(output)
             if output.is_replay:
                 return
             if choice.request.spec.sampling.prompt_logprobs is None:
                 self._note(choice, output)
-            if (now := time.monotonic()) - told_at >= JOURNAL_INTERVAL_S:
-                told_at = now
+            if (now := time.monotonic()) - written_at >= JOURNAL_INTERVAL_S:
+                written_at = now
                 if lines := self._lines(choice):
                     write(lines + b"\n")
 

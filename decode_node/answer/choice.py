@@ -57,7 +57,7 @@ class Choice:
         """Returns whether the client has tokens of it from another node."""
         return self.replay is not None or self.request.spec.num_resumed_tokens > 0
 
-    def told(self, output: RequestOutput) -> RequestOutput:
+    def checked(self, output: RequestOutput) -> RequestOutput:
         """Returns what the client gets for an output. Raises `CannotFollow`,
         `GenerationFailed` or `Unavailable` for an answer that does not come to its own end."""
         if output.finish_reason is not None:

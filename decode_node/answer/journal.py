@@ -100,11 +100,11 @@ class End(msgspec.Struct, array_like=True, tag="end"):
     stop_reason: int | str | None
 
 
-class UsageTold(msgspec.Struct, array_like=True, tag="usage"):
+class UsageSent(msgspec.Struct, array_like=True, tag="usage"):
     pass
 
 
-Entry = Start | Cached | Tokens | NumberedTokens | Logprobs | End | UsageTold
+Entry = Start | Cached | Tokens | NumberedTokens | Logprobs | End | UsageSent
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[Entry]).decode
@@ -139,8 +139,8 @@ class JournalWriter:
         if output.finish_reason:
             entries.append(End(choice, output.finish_reason, output.stop_reason))
 
-    def usage_told(self) -> None:
-        self._of_all.append(UsageTold())
+    def usage_sent(self) -> None:
+        self._of_all.append(UsageSent())
 
     def take(self, choice: int | None = None) -> bytes:
         """Returns lines for what was noted of the whole and of `choice`, and not taken yet. What
@@ -175,7 +175,7 @@ class Resume:
 
     created: int
     choices: list[ResumedChoice]
-    is_usage_told: bool
+    is_usage_sent: bool
     num_entries: int
     num_events: int = 0
 
@@ -191,12 +191,12 @@ def read_resume(data: bytes) -> Resume:
             _apply(entry, choices)
     except (msgspec.DecodeError, ValueError, TypeError, IndexError, RecursionError):
         raise BadRequest("what to resume cannot be read", param="resume") from None
-    is_usage_told = any(isinstance(entry, UsageTold) for entry in entries)
+    is_usage_sent = any(isinstance(entry, UsageSent) for entry in entries)
     numbered = [entry.num_events for entry in entries if isinstance(entry, NumberedTokens)]
     return Resume(
         start.created,
         choices,
-        is_usage_told,
+        is_usage_sent,
         num_entries=1 + len(entries),
         num_events=max(numbered, default=0),
     )
@@ -214,7 +214,7 @@ def _apply(entry: Entry, choices: list[ResumedChoice]) -> None:
             choices[choice].end = entry
         case End():
             raise TypeError("no end of an answer")
-        case UsageTold():
+        case UsageSent():
             pass
         case Start():
             raise TypeError("a second start")

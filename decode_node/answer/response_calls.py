@@ -74,13 +74,13 @@ class CustomCall(OpenCall):
         self.item = {"type": "custom_tool_call", **self.item, **self._named(), "input": ""}
 
     def add(self, text: str) -> list[Event]:
-        return self._told(self._input.push(text))
+        return self._input_events(self._input.push(text))
 
     def finish(self, *, is_complete: bool) -> list[Event]:
-        events = self._told(self._input.finish())
+        events = self._input_events(self._input.finish())
         return [*events, ("response.custom_tool_call_input.done", {"input": self.item["input"]})]
 
-    def _told(self, text: str) -> list[Event]:
+    def _input_events(self, text: str) -> list[Event]:
         if not text:
             return []
         self.item["input"] += text

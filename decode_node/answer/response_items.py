@@ -110,7 +110,7 @@ class ResponseItems:
 
     def _open_call(self, index: int, name: str) -> None:
         self._close("completed")
-        self._call = open_call(self._tools.told(name), self._name_call(index, name))
+        self._call = open_call(self._tools.called_tool(name), self._name_call(index, name))
         if not self._call.begins_late:
             self._open_item(self._call.item, self._call.prefix)
 

@@ -32,8 +32,8 @@ Json = dict[str, Any]
 
 
 class ResponsesFormat(ResponseFormat):
-    """Forms bodies and events of /v1/responses. `told_back` are the fields of the request that are
-    repeated in the answer, but for what a router says that keeps it (`kept`); `tools` are the
+    """Forms bodies and events of /v1/responses. `echoed_fields` are the request's fields that the
+    answer repeats, but for what a router says that keeps it (`kept`); `tools` are the
     request's."""
 
     id_prefix = "resp"
@@ -47,22 +47,22 @@ class ResponsesFormat(ResponseFormat):
         tokenizer: TokenTexts,
         options: FormatOptions,
         chat: ChatOptions,
-        told_back: Json,
+        echoed_fields: Json,
         tools: ResponseTools,
         kept: KeptResponse | None = None,
     ) -> None:
         super().__init__(request_id, model, tokenizer, options)
         self.id = f"resp_{request_id}"
-        self._num_told = 0
+        self._num_sent = 0
         """The events that the router sent before ours."""
         if kept is not None:
-            told_back = told_back | kept.told_back()
+            echoed_fields = echoed_fields | kept.echoed_fields()
             self.id = kept.id or self.id
             self.created = kept.created_at or self.created
-            self.num_events = self._num_told = kept.num_events
+            self.num_events = self._num_sent = kept.num_events
         self._chat = chat
         self._readers = chat.readers
-        self._told_back = told_back
+        self._echoed_fields = echoed_fields
         self._tools = tools
         self._made: ResponseItems | None = None
         self._has_begun = False
@@ -70,8 +70,8 @@ class ResponsesFormat(ResponseFormat):
 
     def take_over(self, resume: Resume) -> None:
         super().take_over(resume)
-        self._has_begun = resume.num_events > self._num_told
-        self.num_events = max(resume.num_events, self._num_told)
+        self._has_begun = resume.num_events > self._num_sent
+        self.num_events = max(resume.num_events, self._num_sent)
 
     def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
@@ -82,7 +82,7 @@ class ResponsesFormat(ResponseFormat):
         if not self._has_begun:
             self._has_begun = True
             begun = {"response": self._response("in_progress", [], None)}
-            created = [] if self._num_told else [("response.created", begun)]
+            created = [] if self._num_sent else [("response.created", begun)]
             found = [*created, ("response.in_progress", begun), *found]
         return [self._event(*one) for one in found]
 
@@ -151,7 +151,7 @@ class ResponsesFormat(ResponseFormat):
             "model": self.model,
             "output": output,
             "usage": None if usage is None else self._usage(usage),
-            **self._told_back,
+            **self._echoed_fields,
         }
         if timeline is not UNSET:
             response["timeline"] = timeline

@@ -129,7 +129,7 @@ class EventStreamResponse(Response):
                         refusal = error
                         writer.close()
                     else:
-                        await writer.end(self._error_event(_told(error)))
+                        await writer.end(self._error_event(_shown_error(error)))
                         return
                 else:
                     await writer.end(last)
@@ -186,7 +186,7 @@ class JournaledResponse(EventStreamResponse):
         return b":%b %d\n" % (kind, error.status) + shown
 
 
-def _told(error: Exception) -> HttpError:
+def _shown_error(error: Exception) -> HttpError:
     """Returns what the client reads of an error that ends its stream."""
     if isinstance(error, HttpError):
         return error

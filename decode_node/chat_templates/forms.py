@@ -81,7 +81,7 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
         wanted = EFFORTS.index(given)
         return EFFORTS[min(taken, key=lambda i: (abs(i - wanted), -i))]
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Returns the forms by name, as JSON has them."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found

@@ -156,7 +156,7 @@ class PrefillEvents:
         return logprobs
 
     def _check_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> None:
-        _check(self._num_top is not None, "log probabilities that nobody asked for")
+        _check(self._num_top is not None, "log probabilities that were not asked for")
         _check(
             len(logprobs.token_ids) == len(logprobs.logprobs) == 1 + (self._num_top or 0),
             "another number of log probabilities than was asked for",
@@ -172,7 +172,7 @@ class PrefillEvents:
         first = message.first_position
         _check(
             self._num_prompt_top == message.num_top and not self._has_token,
-            "log probabilities of the prompt that nobody asked for",
+            "log probabilities of the prompt that were not asked for",
         )
         _check(
             first == self._next_position and 0 < count <= len(self._prompt) - first,

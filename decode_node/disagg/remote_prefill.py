@@ -287,7 +287,7 @@ class RemotePrefill:
         try:
             async with asyncio.timeout(self._limits.of(state)) as deadline:
                 while self.state.is_waiting:
-                    self.take_news(await self._next(news))
+                    self.handle_event(await self._next(news))
                     if self.state is not state and self.state is not JoinState.HAS_KV:
                         deadline.reschedule(_in(self._limits.of(self.state)))
                     state = self.state
@@ -301,7 +301,7 @@ class RemotePrefill:
             return await self._kv.in_time(news.get())
         return await news.get()
 
-    def take_news(self, news: News) -> None:
+    def handle_event(self, news: News) -> None:
         """Takes one piece of news. Raises `PrefillError` when the attempt has failed with it, and
         EngineDeadError."""
         match news:

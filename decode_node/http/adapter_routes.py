@@ -33,7 +33,7 @@ def adapter_routes(adapters: AdapterCalls) -> list[Route]:
                 )
         except InvalidRequest as error:
             raise BadRequest(error.message, param=error.param) from None
-        return Response(msgspec.json.encode(ref.told()), media_type="application/json")
+        return Response(msgspec.json.encode(ref.to_dict()), media_type="application/json")
 
     async def unload(request: Request) -> Response:
         """Takes the adapter `lora_name` out of use, and answers once its last request has ended. A

@@ -179,7 +179,7 @@ class ResponsesRequest(StrictBody):
         places = {f"tools.{i}": place for i, place in enumerate(self.read_tools.places)}
         return named_fields(ChatOfResponses.other_names | places)
 
-    def told_back(self, defaults: SamplingDefaults) -> dict[str, Any]:
+    def echoed_fields(self, defaults: SamplingDefaults) -> dict[str, Any]:
         """Returns the fields that an answer repeats, with the values of those not given: the
         model's `defaults`, or else the API's."""
         return {

@@ -77,7 +77,7 @@ class ResponseTools:
             )
         return found
 
-    def told(self, function: str) -> CalledTool:
+    def called_tool(self, function: str) -> CalledTool:
         """Returns how a call of a function is sent."""
         return self.called.get(function) or CalledTool("function_call", function)
 

@@ -117,7 +117,7 @@ class ChatPrompt:
             return
         self._has_warned = True
         logger.warning(
-            "a request has tools, and this model's chat template shows them to nobody: the model "
+            "a request has tools, and this model's chat template does not show them: the model "
             "cannot know of them"
         )
 

@@ -52,7 +52,7 @@ class ModelCards:
             created=self._created,
             root=self._root,
             max_model_len=self._model.max_model_len,
-            default_sampling_params=self._served.defaults.told(),
+            default_sampling_params=self._served.defaults.to_dict(),
             permission=[permission],
             chat_format=self._chat_format,
         )

@@ -78,7 +78,7 @@ class OpenAIServing:
         return self._responder.response(read, choices, context)
 
     def _response_form(self, body: ResponsesRequest, context: RequestContext) -> MakeFormat:
-        told_back = body.told_back(self._served.defaults)
+        echoed_fields = body.echoed_fields(self._served.defaults)
         return partial(
-            ResponsesFormat, told_back=told_back, tools=body.read_tools, kept=context.kept
+            ResponsesFormat, echoed_fields=echoed_fields, tools=body.read_tools, kept=context.kept
         )

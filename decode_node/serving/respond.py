@@ -43,7 +43,7 @@ class Responder:
             journal = _journal(resume, form.created, choices, is_stream=bool(body.stream))
         options = AnswerOptions(
             include_usage=body.include_usage,
-            usage_sent=resume is not None and resume.is_usage_told,
+            usage_sent=resume is not None and resume.is_usage_sent,
             wants_timeline=context.wants_timeline,
             wants_metrics=bool(body.include_metrics),
         )

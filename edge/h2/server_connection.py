@@ -87,11 +87,11 @@ class H2ServerConnection:
         self._received = bytearray()
         self._has_preface = False
         self._has_settings = False
-        self._heard_at = time.monotonic()
+        self._last_read_at = time.monotonic()
         self._is_closed = False
         self._patience = float(_FRAMES_AT_ONCE)
         """Frames of the tiresome kinds that are still borne with."""
-        self._patience_at = self._heard_at
+        self._patience_at = self._last_read_at
         self._loop.add_reader(sock.fileno(), self._read)
         self._writer.control(
             h2.settings_frame(
@@ -104,11 +104,11 @@ class H2ServerConnection:
 
     def extend_silence_deadline(self, seconds: float) -> None:
         """This process stalled: that time does not count against the peer."""
-        self._heard_at += seconds
+        self._last_read_at += seconds
 
     def check_alive(self, ping_after_s: float, give_up_after_s: float) -> None:
         """Asks a peer that is silent, and leaves one that does not answer."""
-        silence = time.monotonic() - self._heard_at
+        silence = time.monotonic() - self._last_read_at
         if silence > give_up_after_s or (silence > ping_after_s and not self._has_settings):
             self.close(h2.ErrorCode.NO_ERROR, "nothing was heard")
         elif silence > ping_after_s:
@@ -148,7 +148,7 @@ class H2ServerConnection:
         if not data:
             self.close()
             return
-        self._heard_at = time.monotonic()
+        self._last_read_at = time.monotonic()
         self._received += data
         try:
             self._parse()
@@ -178,8 +178,8 @@ class H2ServerConnection:
     def _bear(self) -> None:
         """Bears one more frame that costs us and not the peer. Raises `H2Error` when it is too
         many."""
-        since, self._patience_at = self._patience_at, self._heard_at
-        earned = (self._heard_at - since) * _FRAMES_PER_S
+        since, self._patience_at = self._patience_at, self._last_read_at
+        earned = (self._last_read_at - since) * _FRAMES_PER_S
         self._patience = min(float(_FRAMES_AT_ONCE), self._patience + earned) - 1
         if self._patience < 0:
             raise h2.H2Error("too many frames of no use", h2.ErrorCode.ENHANCE_YOUR_CALM)

@@ -81,7 +81,7 @@ class Source(Protocol):
     def was_sent(self, segment: Segment) -> None: ...
 
 
-def _nobody(error: Exception) -> None:
+def _ignore(error: Exception) -> None:
     return
 
 
@@ -164,7 +164,7 @@ class H2Writer:
         self._out.clear()
         # Its owner gets no more events. Without this the two would wait for the garbage collector,
         # which comes seldom, and peers that come and go would fill the memory.
-        self._on_lost = _nobody
+        self._on_lost = _ignore
         if not self._thread_bytes:
             self._socket.close()
 

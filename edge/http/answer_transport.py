@@ -61,7 +61,7 @@ def cut_loops(cycle: RequestResponseCycle) -> None:
     vars(cycle).pop("send", None)
 
 
-def let_go(cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+def detach(cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
     """Takes its connection, which has gone, from an answer."""
     cut_loops(cycle)
     cycle.transport = transport

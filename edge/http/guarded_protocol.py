@@ -33,7 +33,7 @@ from edge.http.answer_transport import (
     WRITE_DIRECTLY,
     AnswerTransport,
     cut_loops,
-    let_go,
+    detach,
     write_directly,
 )
 from edge.http.body_framing import BodyFraming
@@ -137,7 +137,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._flow.end()
         if self.cycle is not None:
-            let_go(self.cycle, self.transport)
+            detach(self.cycle, self.transport)
             self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:

@@ -41,7 +41,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
         except msgspec.MsgspecError:
             return None
 
-    def told_back(self) -> dict[str, Any]:
+    def echoed_fields(self) -> dict[str, Any]:
         """Returns the fields of the response that it decides."""
         return {
             "background": self.background,

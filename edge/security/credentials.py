@@ -100,7 +100,7 @@ class Credentials:
             )
         names = dns_names(pem)
         if role not in roles_of(names) and (roles_of(names) or self.config.tls_identity == "role"):
-            told = ", ".join(names) or "nobody"
+            told = ", ".join(names) or "none"
             return f"the certificate {path} is for {told}, and not for {role.certificate_name}"
         return ""
 
@@ -267,7 +267,7 @@ class Credentials:
         is_needed = self.config.tls_identity == "role"
         if roles & set(allowed) or (allowed and not roles and not is_needed):
             return
-        wanted = " or ".join(role.certificate_name for role in allowed) or "nobody,"
+        wanted = " or ".join(role.certificate_name for role in allowed) or "none,"
         found = ", ".join(sorted(role.certificate_name for role in roles)) or "no role"
         raise CallerRefused(
             f"this is for {wanted} only; the certificate shown names {found}", is_known=True

@@ -283,11 +283,11 @@ class InputBuffers:
         of each, which decode; 0: prompts, any of which may have nearly all tokens.
         """
         self._upload(np.zeros(0, np.int32), np.zeros(num_reqs + 1, np.int32))
-        nobody = np.full(num_reqs, _NO_ROW, np.int32)
+        no_rows = np.full(num_reqs, _NO_ROW, np.int32)
         query_lens = np.full(num_reqs, max(decode_query_len, 1), np.int32)
         query_lens[-1] += num_tokens - int(query_lens.sum())
         order = BatchOrder(
-            nobody,
+            no_rows,
             query_lens,
             query_lens,
             num_decodes=num_reqs if decode_query_len else 0,

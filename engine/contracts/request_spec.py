@@ -59,7 +59,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     name: str
     digest: str
 
-    def told(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str]:
         """Returns it as logs and records hold it."""
         return {"name": self.name, "digest": self.digest}
 

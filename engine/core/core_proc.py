@@ -55,7 +55,7 @@ from engine.core.profile_session import ProfileSession
 from engine.core.role_session import RoleSession
 from engine.executor.abstract import Executor, PollSource
 from engine.executor.factory import create_executor
-from engine.life_places import CORE_PLACE
+from engine.heartbeat_slots import CORE_PLACE
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns, LifeThread
 from host.pause_log import PauseKind, PauseLog

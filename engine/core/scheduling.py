@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.contracts.step_log import StepLog
 from engine.contracts.step_shapes import FULL_TOKENS
 from engine.executor.abstract import KVCaches
-from engine.life_places import first_transfer_place
+from engine.heartbeat_slots import first_transfer_place
 from engine.models.step_costs import cost_of
 from engine.sched.groups.group_scheduler import GroupScheduler
 from engine.sched.prompts.even_chunks import COST_BY_TOKENS, EvenChunks, whole_tiles

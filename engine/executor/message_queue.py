@@ -165,7 +165,7 @@ class MessageQueueReader:
             message = self._socket.recv()
             if len(message) == size and zlib.crc32(message) == crc:
                 return message
-            logger.warning("%d bytes that nobody announced were dropped", len(message))
+            logger.warning("%d bytes that were not announced were dropped", len(message))
         raise RingError(f"message {self.sequence + 1} of {size} bytes was announced and is lost")
 
     def close(self) -> None:

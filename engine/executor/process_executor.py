@@ -58,7 +58,7 @@ from engine.executor.worker_messages import (
     WorkerReady,
     WorkerReply,
 )
-from engine.life_places import worker_place
+from engine.heartbeat_slots import worker_place
 from engine.models.identity import IdentityJob
 from host.child_process import HostedProcess, ipc_address, stop_all
 from host.life_signs import LifeSignHandle, LifeSigns
@@ -386,7 +386,7 @@ class ProcessExecutor(Executor):
 
     @property
     def late_kernels(self) -> tuple[int, Sequence[str]]:
-        return self._reports.late_kernels.all_told
+        return self._reports.late_kernels.all_reported
 
     @property
     def num_dropped_messages(self) -> int:

@@ -24,7 +24,7 @@ class LateKernels:
         self.names: deque[str] = deque(maxlen=KERNELS_NAMED)
 
     @property
-    def all_told(self) -> tuple[int, list[str]]:
+    def all_reported(self) -> tuple[int, list[str]]:
         """Returns what `Executor.late_kernels` does."""
         return self.count, list(self.names)
 

@@ -173,7 +173,7 @@ class RayCluster:
                 )
             if other.version == UNKNOWN_VERSION and other.node_id != self._own.node_id:
                 raise EngineDeadError(
-                    f"nobody knows whether host {other.address} has the same tandem as this host, "
+                    f"it is unknown whether host {other.address} has the same tandem as this host, "
                     f"as both run sources that are not installed; install the same release on "
                     f"all hosts of an engine"
                 )

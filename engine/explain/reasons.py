@@ -79,7 +79,7 @@ _RULES: dict[str, tuple[str, str]] = {
     "normed_router": ("rows {rows} <= fused_router_rows {limit}", "fused_router_rows"),
     "fp8_gemm": ("FP8 weights, and the device multiplies FP8 (fp8_paths.py)", ""),
     "fp8_gate_up": ("FP8 weights of few rows (fp8_paths.py)", ""),
-    "fp8_product": ("FP8 weights; whoever reads the product applies the scales", ""),
+    "fp8_product": ("FP8 weights; what reads the product applies the scales", ""),
     "invariant_gemm": ("deterministic: a row does not depend on the others", ""),
     "latent_attention": ("latents as they lie in the cache: absorbed", ""),
     "ragged_attention": ("expanded latents of long prompts", ""),

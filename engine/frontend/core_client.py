@@ -31,7 +31,7 @@ from engine.contracts.messages import (
 from engine.core.core_config import CORE_MODULE, CoreProcConfig
 from engine.frontend.crash_reporter import CrashReporter
 from engine.frontend.step_history import StepHistory
-from engine.life_places import CORE_PLACE, names_of_step_makers, num_places
+from engine.heartbeat_slots import CORE_PLACE, names_of_step_makers, num_places
 from host.child_process import ChildProcess, ipc_address
 from host.life_signs import LifeSigns, LifeWatch
 from host.sockets.local_socket import Context, bind_socket
@@ -93,7 +93,7 @@ class EngineCoreClient:
                 self.pid,
                 self.history.steps,
                 partial(self.send, DescribeEngine()),
-                self._let_go,
+                self._release_core,
             )
         self._was_ready = False
         self.life = LifeWatch(signs, names_of_step_makers(config))
@@ -158,7 +158,7 @@ class EngineCoreClient:
         if self.crash is not None and self._was_ready:
             self.crash.begin(reason, facts, is_alive=is_alive)
 
-    def _let_go(self) -> None:
+    def _release_core(self) -> None:
         """Lets a dying engine core end, which waits for its report."""
         with suppress(zmq.ZMQError):
             self._socket.send(self._encoder.encode(ShutdownEngine()), zmq.NOBLOCK)

@@ -4,7 +4,7 @@
        from now on, which logs and errors can tell
     2. an engine core that lives and has said nothing is asked to describe itself
     3. processes and their stacks are looked at, in a thread; the core and its workers stay for that
-    4. the file is written whole, older ones beyond `_MAX_REPORTS` go; `let_go`, and the core ends
+    4. the file is written whole, older ones beyond `_MAX_REPORTS` go; `release_core`: the core ends
     5. `finished`
 
 Nothing of it fails the node: what cannot be found out is missing in the file, and a file that
@@ -53,8 +53,8 @@ FrontendFacts = tuple[list[RequestFacts], SchedulerStats]
 
 
 class CrashReporter:
-    """Reports on one engine, at most once. `ask` sends the engine core `DescribeEngine`; `let_go`
-    tells a dying one that it may end."""
+    """Reports on one engine, at most once. `ask` sends the engine core `DescribeEngine`;
+    `release_core` lets a dying one end."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class CrashReporter:
         core_pid: int,
         step_log: StepLog,
         ask: Callable[[], None],
-        let_go: Callable[[], None],
+        release_core: Callable[[], None],
     ) -> None:
         install_stack_dumps()
         self.path = ""
@@ -74,7 +74,7 @@ class CrashReporter:
         self._core_pid = core_pid
         self._step_log = step_log
         self._ask = ask
-        self._let_go = let_go
+        self._release_core = release_core
         self._started_at = time.monotonic()
         self._description: asyncio.Future[EngineFacts] | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ class CrashReporter:
         except Exception:
             logger.exception("the crash report %s cannot be written", self.path)
         finally:
-            self._let_go()
+            self._release_core()
 
     async def _described(self, description: asyncio.Future[EngineFacts]) -> EngineFacts | None:
         """Waits in short sleeps: after a stall of this process the answer is there to be read."""

@@ -24,7 +24,7 @@ LEAST_LAG_S = 0.003
 """uvloop keeps time in milliseconds: what is shorter says nothing."""
 
 
-class PauseTold(msgspec.Struct, frozen=True):
+class PauseReport(msgspec.Struct, frozen=True):
     """A pause as reports tell it. `ended_at`: CLOCK_MONOTONIC seconds; `detail`: of a collection
     its generation."""
 
@@ -43,7 +43,7 @@ class HistoryReport(msgspec.Struct, frozen=True):
 
     now: float
     steps: list[StepRecord]
-    pauses: list[PauseTold]
+    pauses: list[PauseReport]
     deliveries: list[Delivered] = []
 
 
@@ -67,8 +67,8 @@ class StepHistory:
         if self._watching is None:
             self._own_pauses.watch_garbage()
             self._watching = asyncio.get_running_loop().create_task(self._watch())
-        told = [_told("engine core", pause) for pause in self.core_pauses.pauses(since)]
-        told += [_told("node server", pause) for pause in self._own_pauses.pauses(since)]
+        told = [_report("engine core", pause) for pause in self.core_pauses.pauses(since)]
+        told += [_report("node server", pause) for pause in self._own_pauses.pauses(since)]
         deliveries = [one for one in self._deliveries if one.sent_at > since]
         return HistoryReport(time.monotonic(), self.steps.steps(since), told, deliveries)
 
@@ -88,6 +88,6 @@ class StepHistory:
             log.close()
 
 
-def _told(process: str, pause: Pause) -> PauseTold:
+def _report(process: str, pause: Pause) -> PauseReport:
     name = pause.kind.name.lower()
-    return PauseTold(process, name, pause.ended_at, pause.seconds, pause.detail)
+    return PauseReport(process, name, pause.ended_at, pause.seconds, pause.detail)

@@ -25,7 +25,7 @@ from engine.models.embeddings import inputs_by_layer, layer_inputs, scaled
 from engine.models.layer_kinds import LayerKinds
 from engine.models.specs.dense import DenseSpec
 from engine.models.stacked_experts import StackableExperts, stackable_experts
-from engine.models.stage_weights import has_embedding, weights_of_nobody, weights_of_others
+from engine.models.stage_weights import has_embedding, unread_weights, weights_of_others
 
 
 class Decoder(CausalLM):
@@ -116,4 +116,4 @@ class Decoder(CausalLM):
 
     @property
     def unused_weights(self) -> frozenset[str]:
-        return weights_of_nobody(self.spec, self.num_layers)
+        return unread_weights(self.spec, self.num_layers)

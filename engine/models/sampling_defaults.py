@@ -60,16 +60,16 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                 )
         own = read_override(override)
         own._check(OVERRIDE, model.vocab_size)
-        return msgspec.structs.replace(found, **own.told())
+        return msgspec.structs.replace(found, **own.to_dict())
 
-    def told(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         """Returns what is set, by name."""
         found: dict[str, float] = msgspec.to_builtins(self)
         return found
 
     def _check(self, source: str, vocab_size: int) -> None:
         """Raises `CannotStartError` for values that no request could have."""
-        params = {name: value for name, value in self.told().items() if name != "max_new_tokens"}
+        params = {name: value for name, value in self.to_dict().items() if name != "max_new_tokens"}
         if params.get("top_k") == -1:
             params["top_k"] = 0
         try:

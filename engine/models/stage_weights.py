@@ -22,7 +22,7 @@ def weights_of_others(place: ParallelPlace, num_layers: int, *, is_tied: bool) -
     return frozenset(names)
 
 
-def weights_of_nobody(spec: DenseSpec, num_layers: int) -> frozenset[str]:
+def unread_weights(spec: DenseSpec, num_layers: int) -> frozenset[str]:
     """Returns names, and beginnings of names, of tensors that no stage reads: a tied head, which
     may be stored beside the embedding, and layers behind the last."""
     names = set(spec.other_weights)

@@ -121,7 +121,7 @@ class EngineCollector(Collector):
                 stats.num_waiting_for_remote_kvs,
             ),
             ("tandem_waiting_tokens", "Prompt tokens not yet computed.", stats.num_waiting_tokens),
-            ("tandem_kv_blocks_free", "KV blocks that nobody uses.", free),
+            ("tandem_kv_blocks_free", "KV blocks that are not in use.", free),
             ("tandem_kv_blocks", "KV blocks.", total),
             ("tandem_rows_free", "Rows of the workers' tables that are free.", stats.num_free_rows),
             (

@@ -44,15 +44,15 @@ class ProfileServicer(node_pb2_grpc.NodeStatusServicer):
             with_stack=request.with_stack,
             record_shapes=request.record_shapes,
         )
-        return await _told(self._profiles.start(options), context)
+        return await _answered(self._profiles.start(options), context)
 
     async def StopProfile(
         self, request: node_pb2.StopProfileRequest, context: Context
     ) -> node_pb2.Profile:
-        return await _told(self._profiles.stop(), context)
+        return await _answered(self._profiles.stop(), context)
 
 
-async def _told(call: Awaitable[Profile], context: Context) -> node_pb2.Profile:
+async def _answered(call: Awaitable[Profile], context: Context) -> node_pb2.Profile:
     try:
         return _message(await call)
     except ProfileRefused as error:

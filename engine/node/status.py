@@ -318,13 +318,13 @@ class NodeStatusServicer(RoleServicer):
     ) -> AsyncIterator[node_pb2.NodeLoad]:
         interval_s = request.interval_s if request.interval_s > 0 else _DEFAULT_INTERVAL_S
         interval_s = max(interval_s, _MIN_INTERVAL_S)
-        num_seen = num_told = 0
+        num_seen = num_sent = 0
         while True:
             if not self._status.is_silent:
                 load = self._status.load()
                 prefixes, num_seen = self._status.prefixes_since(num_seen)
                 load.recent_prefixes.extend(prefixes)
-                calls, num_told = self._status.adapters.records.since(num_told)
+                calls, num_sent = self._status.adapters.records.since(num_sent)
                 load.adapter_calls.extend(map(adapter_call, calls))
                 yield load
             await asyncio.sleep(_MIN_INTERVAL_S)

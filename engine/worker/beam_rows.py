@@ -67,8 +67,8 @@ class BeamRows:
             return
         search = self._searches.get(seat.search)
         if search is None:
-            nobody, nothing = [-1] * seat.width, [0.0] * seat.width
-            search = _Search(seat.stop_ids, seat.num_candidates, nobody, nothing)
+            no_rows, nothing = [-1] * seat.width, [0.0] * seat.width
+            search = _Search(seat.stop_ids, seat.num_candidates, no_rows, nothing)
             self._searches[seat.search] = search
         search.rows[seat.index], search.scores[seat.index] = new.row, seat.score
         self._search_of[new.row] = seat.search

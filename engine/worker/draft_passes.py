@@ -163,9 +163,9 @@ class DraftPasses:
     def _record(self, key: GraphKey) -> None:
         """Runs what a graph holds. Until a batch is loaded, its rows are none's."""
         size, num_drafts = key.num_reqs, key.num_drafts
-        nobody = np.full(size, _NO_ROW, np.int32)
+        no_rows = np.full(size, _NO_ROW, np.int32)
         idx_mapping = self._row_ids[:size]
-        batch = _Batch(nobody, np.zeros(size, np.int32), idx_mapping, self._bounds[: size + 1])
+        batch = _Batch(no_rows, np.zeros(size, np.int32), idx_mapping, self._bounds[: size + 1])
         drafts = self._passes(
             batch,
             idx_mapping.clamp(min=0),

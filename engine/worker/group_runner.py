@@ -75,8 +75,8 @@ class GroupRunner(ModelRunner):
         finally:
             self._begin(None, None, None)
         if output is None:
-            nobody = np.zeros(0, np.int32)
-            output = AsyncOutput(message.step_id, nobody, [], None, [], self._result_copier)
+            no_rows = np.zeros(0, np.int32)
+            output = AsyncOutput(message.step_id, no_rows, [], None, [], self._result_copier)
         return output
 
     def _begin(

@@ -35,7 +35,7 @@ class LoadLog:
         self.total_bytes = 0
         self._report = report
         self._clock = clock
-        self._started_at = self._told_at = clock()
+        self._started_at = self._logged_at = clock()
 
     def start(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -43,8 +43,8 @@ class LoadLog:
     def report(self, fraction: float) -> None:
         self._report(fraction)
         now = self._clock()
-        if self.total_bytes and now - self._told_at >= _LINE_EVERY_S:
-            self._told_at = now
+        if self.total_bytes and now - self._logged_at >= _LINE_EVERY_S:
+            self._logged_at = now
             logger.info(
                 "loading weights: %.1f of %.1f GiB in %.0f s",
                 fraction * self.total_bytes / _GIB,

@@ -354,7 +354,7 @@ class KVReceiver:
         meta = transfer.meta
         self._transfers.end(meta.transfer_id, meta.attempt, ending.state)
         self._emit(_EVENT_OF[ending.state], transfer, ending, num_tokens_kept)
-        transfer.let_go()
+        transfer.release()
         self._on_change()
 
     def _emit(

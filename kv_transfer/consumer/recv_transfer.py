@@ -96,7 +96,7 @@ class RecvTransfer:
         for stream in (*self.streams, *self._replaced):
             stream.close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """It has ended. Streams know their transfer, and what they received into would stay until
         garbage is collected, which is seldom."""
         self.streams, self._replaced = [], []
@@ -106,7 +106,7 @@ class RecvTransfer:
         """Time starts anew for all streams."""
         self._waits_since = time.monotonic()
         for stream in self.streams:
-            stream.last_heard_at = self._waits_since
+            stream.last_message_at = self._waits_since
 
     def prompt_is_computed(self) -> None:
         """Ends the time in which a pause has a reason. Until then KV comes as it is computed."""
@@ -125,5 +125,5 @@ class RecvTransfer:
         return [
             stream
             for stream in self.streams
-            if not stream.is_done and stream.last_heard_at < horizon
+            if not stream.is_done and stream.last_message_at < horizon
         ]

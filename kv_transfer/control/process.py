@@ -192,7 +192,9 @@ class TransferProcess:
                 watch = self._watch_steps(self._sender)
                 steps = steps_address(config.engine_id, config.rank, config.index)
                 self._read(
-                    bind_socket(self._context, zmq.SocketType.PULL, steps), StepProgress, watch.hear
+                    bind_socket(self._context, zmq.SocketType.PULL, steps),
+                    StepProgress,
+                    watch.handle,
                 )
         if config.transfer.receives:
             self._receiver = KVReceiver(
@@ -250,7 +252,7 @@ class TransferProcess:
     def _handle_host_tier(self, command: TierCommand) -> None:
         if self._host_pool is None:
             raise ValueError("there is no host tier here")
-        self._host_pool.obey(command)
+        self._host_pool.handle(command)
 
     @staticmethod
     def _handle_as_producer(sender: KVSender, command: TransferCommand) -> None:

@@ -83,7 +83,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
                 len(self._processes),
                 self._processes.send,
                 config.num_disk_blocks(layout.block_bytes),
-                self._load_marks.let_go,
+                self._load_marks.release,
                 self._load_marks.num_places,
                 has_store=bool(config.store_tier_url),
             )

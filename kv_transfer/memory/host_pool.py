@@ -179,7 +179,7 @@ class HostPool:
             self._off[Tier.DISK] = f"its files cannot be listed: {error}"
             return []
 
-    def obey(self, command: TierCommand) -> None:
+    def handle(self, command: TierCommand) -> None:
         match command:
             case StoreMeta():
                 self._begin(command, self._store(command))

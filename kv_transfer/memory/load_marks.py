@@ -5,7 +5,7 @@ processes share.
 
     1. `create` in the worker; `load_marks_fd` of its cache handle leads to it
     2. `attach` in each transfer process, which marks its layers when their bytes are in the blocks
-       and were found to be right; and in the engine core, which calls `let_go` when a load failed
+       and were found to be right; and in the engine core, which calls `release` when a load failed
     3. the worker waits before each layer (`LoadGate`), on a GPU without stopping (`StreamGate`)
 
 A place has one load at a time, and numbers grow; so a mark that is higher than the number that
@@ -53,7 +53,7 @@ class LoadMarks(MarksPage):
         """Says that the layer's KV is in the blocks, and right."""
         self._marks[ticket.place, layer] = ticket.number
 
-    def let_go(self, ticket: LoadTicket) -> None:
+    def release(self, ticket: LoadTicket) -> None:
         """Lets a step go on whose result nothing will use. Nothing may write to the marks of this
         load any more."""
         self._marks[ticket.place] = ticket.number
@@ -86,15 +86,15 @@ class LoadMarksOfRanks:
     def num_places(self) -> int:
         return NUM_PLACES if self._marks else 0
 
-    def let_go(self, ticket: LoadTicket) -> None:
+    def release(self, ticket: LoadTicket) -> None:
         """Lets the step that waits with this ticket go on, on every rank."""
         for marks in self._marks:
-            marks.let_go(ticket)
+            marks.release(ticket)
 
     def close(self) -> None:
         """Lets every step go on, because the engine ends or has another role. Idempotent."""
         for place in range(self.num_places):
-            self.let_go(LoadTicket(place, _LAST_NUMBER))
+            self.release(LoadTicket(place, _LAST_NUMBER))
         for marks in self._marks:
             marks.close()
         self._marks.clear()

@@ -282,7 +282,7 @@ class KVSender(ExportOwner):
     def _end_lease(self, transfer: SendTransfer) -> None:
         lease_s = self._config.lease_s
         if time.monotonic() < transfer.lease_capped_at:
-            why = f"nobody pulled for {lease_s:g} s"
+            why = f"it was not pulled for {lease_s:g} s"
         else:
             why = f"it was pulled for {_MOST_LEASES * lease_s:g} s and not released"
         logger.warning("transfer %s: %s; its KV is dropped", transfer.transfer_id, why)

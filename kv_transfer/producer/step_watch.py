@@ -39,7 +39,7 @@ class StepWatch:
         self._newest_step = 0
         self._poller: asyncio.Task[None] | None = None
 
-    def hear(self, message: StepProgress) -> None:
+    def handle(self, message: StepProgress) -> None:
         """Takes word from the worker."""
         self._newest_step = max(self._newest_step, message.step_id)
         if self._look() or not self._marks_later:

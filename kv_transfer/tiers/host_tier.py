@@ -63,12 +63,12 @@ class PooledHostTier(HostTier):
         num_processes: int,
         send: Send,
         num_files: int = 0,
-        let_go: Callable[[LoadTicket], None] | None = None,
+        release: Callable[[LoadTicket], None] | None = None,
         num_places: int = 0,
         *,
         has_store: bool = False,
     ) -> None:
-        """`let_go`, `num_places`: this many loads can be followed layer by layer (`load_marks`)."""
+        """`release`, `num_places`: this many loads are followed by layer (`load_marks`)."""
         self.capacity = num_slots + num_files
         self._num_slots = num_slots
         self._num_processes = num_processes
@@ -85,7 +85,7 @@ class PooledHostTier(HostTier):
         self._failed: dict[int, LoadTicket] = {}
         """Loads that failed, and that a step may still wait for."""
         self._places = list(range(num_places))
-        self._let_go = let_go
+        self._release_marks = release
         self._unheard = set(range(num_processes))
         """Processes that have not said what they hold."""
         self._contents: dict[int, TierContents] = {}  # Until all have reported.
@@ -206,12 +206,12 @@ class PooledHostTier(HostTier):
     def ticket(self, job: int) -> LoadTicket | None:
         return self._jobs.ticket(job)
 
-    def let_go(self, job: int) -> None:
+    def release(self, job: int) -> None:
         ticket = self._failed.pop(job, None)
         if ticket is not None:
             self._places.append(ticket.place)
-            if self._let_go is not None:
-                self._let_go(ticket)
+            if self._release_marks is not None:
+                self._release_marks(ticket)
 
     def give_up(self, job: int) -> bool:
         return self._jobs.give_up(job)
@@ -233,7 +233,7 @@ class PooledHostTier(HostTier):
     def apply(self, event: TierEvent) -> None:
         match event:
             case TierContents():
-                self._hear(event)
+                self._add_contents(event)
             case TierOff(_, tier, reason):
                 self._turn_off(tier, reason)
             case LoadBegun():
@@ -262,7 +262,7 @@ class PooledHostTier(HostTier):
         for process in range(self._num_processes):
             self._send(process, ForgetMeta(None))
 
-    def _hear(self, contents: TierContents) -> None:
+    def _add_contents(self, contents: TierContents) -> None:
         self._contents[contents.process] = contents
         self._totals["damaged_files"] += contents.damaged_files
         for tier, reason in contents.off.items():

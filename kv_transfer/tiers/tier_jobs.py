@@ -45,10 +45,10 @@ class TierJobs:
         return self._last
 
     def begin(self, command: TierJob, names: list[bytes], load: LoadMeta | None = None) -> None:
-        everybody = set(range(self._num_processes))
-        job = TierTask(command, names, everybody, load=load)
+        every_process = set(range(self._num_processes))
+        job = TierTask(command, names, every_process, load=load)
         if isinstance(command, LoadMeta) and command.ticket is not None:
-            job.unbegun = set(everybody)
+            job.unbegun = set(every_process)
         self._jobs[command.job] = job
         for process in range(self._num_processes):
             if not self._send(process, command):

@@ -40,7 +40,7 @@ class PullStream:
     """Pulls one stream of a transfer.
 
     `assembler`: where its chunks belong, and over which transport they come; `client` makes the
-    calls. `last_heard_at`: when the peer last said anything; `last_kv_at`: when a part of a message
+    calls. `last_message_at`: when a message last came; `last_kv_at`: when a part of a message
     with KV last came, or KV beside the call. `on_bytes` is notified of all KV.
     """
 
@@ -54,7 +54,7 @@ class PullStream:
         on_refused: Callable[[], None],
     ) -> None:
         self.address = address
-        self.last_heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         self.last_kv_at = 0.0
         self.is_done = False
         self._connection = slot
@@ -128,7 +128,7 @@ class PullStream:
 
     async def _receive(self, repeat: list[int]) -> list[int]:
         """Makes one call. Returns chunks that are missing after it."""
-        self.last_heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         self._num_refused = 0
         self._has_ended = False
         try:
@@ -146,7 +146,7 @@ class PullStream:
     def begin(self, head: bytes, num_bytes: int) -> list[memoryview]:
         """Blocks of ours if it can be, or memory from which the chunk is copied at its `end`.
         Raises `CorruptChunk` for more than can be meant, before any memory is taken."""
-        self.last_heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         if num_bytes > self._assembler.most_bytes:
             raise CorruptChunk(f"{self.address} announced {num_bytes} bytes in one message")
         self._head = head
@@ -161,7 +161,7 @@ class PullStream:
     def fill(self, part: memoryview) -> None:
         """Takes a piece of a message's payload, which only messages with KV have. Any thread may
         call it."""
-        self.last_heard_at = self.last_kv_at = time.monotonic()
+        self.last_message_at = self.last_kv_at = time.monotonic()
         self._checksum.extend(part)
 
     def _memory_for(self, num_bytes: int) -> ByteArray:
@@ -179,7 +179,7 @@ class PullStream:
             self._assembler.give_back(slot)
 
     def end(self) -> None:
-        self.last_heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         try:
             if self._in_place is None:
                 self._accept(self._message)
@@ -225,7 +225,7 @@ class PullStream:
             self._assembler.check_on_the_way()
 
     def _kv_came(self, num_bytes: int) -> None:
-        self.last_heard_at = self.last_kv_at = time.monotonic()
+        self.last_message_at = self.last_kv_at = time.monotonic()
         self._on_bytes(num_bytes)
 
     def _request(self, repeat: list[int]) -> pb.PullRequest:

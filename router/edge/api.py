@@ -45,7 +45,7 @@ from router.admission.ticket import Ticket
 from router.errors import AdminOnly, NoNodeAvailable
 from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCard, ModelCatalog
-from router.models.request_room import RequestRoom
+from router.models.open_request_limit import OpenRequestLimit
 from router.observe.metrics import RouterMetrics
 from router.observe.status.recent_requests import RecentRequests
 from router.relay.client import AnswerBroken, Client
@@ -70,7 +70,7 @@ class ProxyEndpoint:
     forwarder: Forwarder
     gates: ModelGates
     models: KnownModels
-    room: RequestRoom
+    room: OpenRequestLimit
     metrics: RouterMetrics
     recent: RecentRequests
     body_limits: BodyLimits
@@ -82,7 +82,7 @@ class ProxyEndpoint:
         record, status = self.recent.begin(trace, _tenant(scope).name), _BUG
         metrics, room = self.metrics, self.room
         try:
-            with room.arrived():
+            with room.track():
                 metrics.open_requests.set(room.num_open)
                 status = await self._answer(scope, receive, send, record)
         finally:
@@ -130,7 +130,7 @@ class ProxyEndpoint:
         info = request.info
         gate = self.gates.of(info.model)
         size = len(request.body)
-        with self.room.admitted(info.model), self.room.waiting(info.model, size) as leave_room:
+        with self.room.admit(info.model), self.room.waiting(info.model, size) as leave_room:
             request = replace(request, leave_room=leave_room)
             async with ClientGuard(receive):
                 if not info.generates:

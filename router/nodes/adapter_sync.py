@@ -141,9 +141,9 @@ class AdapterSync:
             answer = failure(type(error).__name__)
         finally:
             del self._busy[key]
-        self._heard(node, call, answer)
+        self._handle_answer(node, call, answer)
 
-    def _heard(self, node: Node, call: AdapterCall, answer: NodeAnswer) -> None:
+    def _handle_answer(self, node: Node, call: AdapterCall, answer: NodeAnswer) -> None:
         key = node, call
         if not answer.failed:
             self._tries.pop(key, None)

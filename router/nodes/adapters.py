@@ -89,10 +89,10 @@ class ClusterAdapters:
                     )
             call = AdapterCall(name, request.digest, path, version)
             self.registry.learn_calls(model, call)
-            await self._until_told(tiers, call)
+            await self._until_sent(tiers, call)
         return outcomes
 
-    async def _until_told(self, tiers: Sequence[Sequence[Node]], call: AdapterCall) -> None:
+    async def _until_sent(self, tiers: Sequence[Sequence[Node]], call: AdapterCall) -> None:
         """Waits for the reports that name the adapter, so that the next request finds it. Not for
         long: a node may have gone since, and requests wait as well."""
         wanted = AdapterId(call.name, call.digest)

@@ -60,7 +60,7 @@ class HttpAnswer:
         self._num_unused = 0
         self._take: Take | None = None
         self._waiter: asyncio.Future[bool] | None = None
-        self._heard_at = 0.0
+        self._last_read_at = 0.0
         self._ends_with_connection = False
         self._is_whole = False
         self._keeps = False
@@ -114,7 +114,7 @@ class HttpAnswer:
     # What the connection tells ------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        self._heard_at = time.monotonic()
+        self._last_read_at = time.monotonic()
         assert self._parser is not None
         fault = ""
         try:
@@ -224,7 +224,7 @@ class HttpAnswer:
 
     async def _wait(self) -> bool:
         loop = asyncio.get_running_loop()
-        self._heard_at = time.monotonic()
+        self._last_read_at = time.monotonic()
         self._waiter = loop.create_future()
         timer = loop.call_later(self._read_timeout_s, self._check_silence, loop)
         self._timer = timer
@@ -239,7 +239,7 @@ class HttpAnswer:
             self._waiter.set_result(value)
 
     def _check_silence(self, loop: asyncio.AbstractEventLoop) -> None:
-        left_s = self._heard_at + self._read_timeout_s - time.monotonic()
+        left_s = self._last_read_at + self._read_timeout_s - time.monotonic()
         if left_s > 0:
             self._timer = loop.call_later(left_s, self._check_silence, loop)
         else:

@@ -57,7 +57,7 @@ class RoleChanges:
         usable = self.registry.usable(NodeRole.DECODE)
         if not any(other is not node and other.model == node.model for other in usable):
             raise NodesRefused(
-                f"{node.address} is the last decode node of {node.model!r}: nobody could answer "
+                f"{node.address} is the last decode node of {node.model!r}: no node could answer "
                 "then. Let another node change to decode first"
             )
 

@@ -168,7 +168,7 @@ class BasePolicy(ABC):
         nodes = without(self.pool.decodes(request.model, request.adapter_digest).nodes, tried)
         if not nodes and tried:
             digest = request.adapter_digest
-            nodes = self.pool.doubtful_decodes(request.model, digest, tried)
+            nodes = self.pool.suspect_decodes(request.model, digest, tried)
         if not nodes:
             raise self._why_no_decode_node(request.adapter or request.model)
         if prefill is not None:

@@ -54,7 +54,7 @@ class NodePool:
         self._refresh()
         return self._with_adapter(self._decodes.get(model, _NOBODY), digest)
 
-    def doubtful_decodes(self, model: str, digest: str, tried: Collection[Node]) -> list[Node]:
+    def suspect_decodes(self, model: str, digest: str, tried: Collection[Node]) -> list[Node]:
         """Returns those that were not tried, when all others were: ready nodes hide those that are
         only in doubt."""
         nodes = by_model(self.registry.nodes(NodeRole.DECODE)).get(model, [])

@@ -100,7 +100,7 @@ class Exchange:
         if self._complete or self._response is None:
             return True
 
-        def heard(chunk: bytes) -> bool:
+        def on_chunk(chunk: bytes) -> bool:
             self.waiting_since = now = time.monotonic()
             if not self.is_journaled and not _is_comment(chunk):
                 self.progress_at = now
@@ -108,7 +108,7 @@ class Exchange:
 
         self.waiting_since = time.monotonic()
         try:
-            self._complete = await self._response.stream(heard)
+            self._complete = await self._response.stream(on_chunk)
         except NodeLost as error:
             if not self._silence:
                 raise

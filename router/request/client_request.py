@@ -18,7 +18,7 @@ def _counts_nowhere() -> None:
 class ClientRequest:
     """Is one request. `headers` have lower-case names. `kept` is what a node gets of a
     response that this router keeps, as a header; empty: nothing. `leave_room` gives back what its
-    body needs while no node has it (`router.models.request_room`)."""
+    body needs while no node has it (`router.models.open_request_limit`)."""
 
     info: RequestInfo
     headers: Mapping[str, str]

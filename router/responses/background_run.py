@@ -109,7 +109,7 @@ class BackgroundRun:
             return self._failed(error_code(int(error.status)), error.message)
         while True:
             answer = DetachedAnswer(self._take)
-            told = self.turn.told(num_events=2).header()
+            told = self.turn.kept_header(num_events=2).header()
             await ask(self.api, answer.send, body, self.headers, self.tenant, told)
             if answer.last:
                 with contextlib.suppress(*UNREADABLE, KeyError):

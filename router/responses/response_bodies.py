@@ -44,7 +44,7 @@ def begun_body(turn: Turn, status: str) -> bytes:
         "model": turn.model,
         "usage": None,
         **told,
-        **turn.told().told_back(),
+        **turn.kept_header().echoed_fields(),
     })  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from edge.http.client_connection import (
 )
 from edge.http.errors import HttpError, send_error
 from edge.http.heartbeats import STREAM_HEADERS, send_start
-from router.models.request_room import RequestRoom
+from router.models.open_request_limit import OpenRequestLimit
 from router.request.tenants import Tenant
 from router.responses.background_runs import BackgroundRuns
 from router.responses.body_check import check_body
@@ -50,7 +50,7 @@ class StatefulEndpoint:
     api: ASGIApp
     kept: KeptResponses
     runs: BackgroundRuns
-    room: RequestRoom
+    room: OpenRequestLimit
     refused: Callable[[str, str, int], None]
     body_limits: BodyLimits
     keepalive_s: float
@@ -58,7 +58,7 @@ class StatefulEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant: Tenant = scope["state"]["tenant"]
         try:
-            with self.room.arrived():
+            with self.room.track():
                 self.room.check()
                 headers = request_headers(scope)
                 with lease_of(scope, self.body_limits) as lease:
@@ -95,7 +95,7 @@ class StatefulEndpoint:
         try:
             body = turn.node_body(self.kept.limits.max_body_bytes)
             if scope["path"] != INPUT_TOKENS:
-                scope["state"]["kept"] = turn.told().header()
+                scope["state"]["kept"] = turn.kept_header().header()
             if turn.state.keeps:
                 send = answer = KeptAnswer(send, partial(self.kept.keep, turn))
                 if write := scope["state"].get(WRITE_DIRECTLY):

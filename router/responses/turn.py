@@ -57,7 +57,7 @@ class Turn:
             )
         return body
 
-    def told(self, *, num_events: int = 0) -> KeptResponse:
+    def kept_header(self, *, num_events: int = 0) -> KeptResponse:
         """Returns what the answer says of itself."""
         return KeptResponse(
             id=self.id,

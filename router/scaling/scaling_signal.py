@@ -165,7 +165,7 @@ class ScalingSignal:
         now = self.clock()
         if objective <= 0:
             return None
-        if role is NodeRole.PREFILL and self._nobody_computes(now):
+        if role is NodeRole.PREFILL and self._no_node_computes(now):
             return max(self._prefill(now) or 0.0, 1 / self.num_routers)
         if now - self._since < _LISTEN_S or self._reports_are_lost(role):
             return None
@@ -197,7 +197,7 @@ class ScalingSignal:
     def _objective(self, role: NodeRole) -> float:
         return self.objectives.ttft_s if role is NodeRole.PREFILL else self.objectives.itl_s
 
-    def _nobody_computes(self, now: float) -> bool:
+    def _no_node_computes(self, now: float) -> bool:
         has_work = self._num_held > 0 or self._tokens.rate(now) > 0
         return has_work and not self.nodes(NodeRole.PREFILL)
 
@@ -250,8 +250,8 @@ class ScalingSignal:
         opened = sum(node.work.num_requests for node in self.nodes(NodeRole.DECODE))
         # What waits in either tier has to be decoded, too.
         late = max(0.0, opened - running) * seconds / batch / _CATCH_UP_S
-        everybody = load * batch * self.num_routers
-        spread = _DEVIATIONS * math.sqrt(everybody) / batch / self.num_routers
+        all_open = load * batch * self.num_routers
+        spread = _DEVIATIONS * math.sqrt(all_open) / batch / self.num_routers
         return max(load + spread, load + late, running / batch)
 
     def _prefill_s(self) -> float:

@@ -22,7 +22,7 @@ from bench.serving.openai_stream import Outcome
 from bench.serving.process_tree import cpu_seconds
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, ideal_s, simulated
 from engine.contracts.step_log import StepRecord
-from engine.frontend.step_history import HistoryReport, PauseTold
+from engine.frontend.step_history import HistoryReport, PauseReport
 from tests.bench.test_serving_bench import answer_as_asked
 from tests.router.fakes import FakeDecodeNode
 
@@ -121,7 +121,7 @@ def steady(count: int, every: float = 10.0) -> list[tuple[float, float, int, int
     ],
 )
 def test_a_late_step_has_a_cause(step: Any, pause: Any, cause: str) -> None:
-    told = [PauseTold(*pause, 2)] if pause else []
+    told = [PauseReport(*pause, 2)] if pause else []
     report = history(*steady(20), step, pauses=told)
     late = [gap for gap in gaps(report) if gap.is_late]
     assert [gap.cause for gap in late] == [cause]

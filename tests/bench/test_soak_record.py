@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving.soak_record import Growth, Look, Record, growth, plot, told
+from bench.serving.soak_record import Growth, Look, Record, growth, plot, record_figures
 
 
 def looks(**growth_mib_s: float) -> list[Look]:
@@ -58,7 +58,7 @@ def test_a_record_goes_on_where_it_was(tmp_path: Path) -> None:
     record.save(path)
     again = Record.read(path)
     assert again == record
-    result = told(again)
+    result = record_figures(again)
     assert result["hours"] == 1.0
     assert result["most_mib_an_hour"] == pytest.approx(1800.0)
 

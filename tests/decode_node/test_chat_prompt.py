@@ -203,7 +203,7 @@ def test_a_template_that_shows_no_tools_is_warned_of_once(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert rendered(chat_prompt, {"tools": [TOOL]}) == "<user>hi<assistant>"
-    assert len([r for r in caplog.records if "shows them to nobody" in r.message]) == 1
+    assert len([r for r in caplog.records if "does not show them" in r.message]) == 1
 
 
 def test_of_several_templates_tools_take_their_own(tmp_path: Path) -> None:

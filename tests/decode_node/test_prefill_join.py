@@ -83,15 +83,15 @@ async def chosen(engine: FakeEngine) -> tuple[RemotePrefill, RequestStream]:
 async def test_the_engine_gets_one_first_token_and_hears_that_each_attempt_has_computed() -> None:
     engine = FakeEngine()
     remote, _outputs = await chosen(engine)
-    remote.take_news(TOKEN)
+    remote.handle_event(TOKEN)
     with pytest.raises(PrefillError, match="gone"):
-        remote.take_news(KVTransferResult("r", 0, False, reason="gone"))
+        remote.handle_event(KVTransferResult("r", 0, False, reason="gone"))
     assert remote.state is JoinState.CHOOSING_AGAIN
     assert await remote.choose() is not None
-    remote.take_news(TOKEN)
-    remote.take_news(KVTaken())
+    remote.handle_event(TOKEN)
+    remote.handle_event(KVTaken())
     assert remote.state is JoinState.HAS_TOKEN
-    remote.take_news(KVTransferResult("r", 1, True))
+    remote.handle_event(KVTransferResult("r", 1, True))
     assert remote.state is JoinState.JOINED
     assert engine.only.calls == [("first_token", 7), ("prompt_computed", None)]
 
@@ -99,8 +99,8 @@ async def test_the_engine_gets_one_first_token_and_hears_that_each_attempt_has_c
 async def test_a_lost_call_fails_the_attempt_only_before_the_token() -> None:
     (before, _), (after, _outputs) = await chosen(FakeEngine()), await chosen(FakeEngine())
     with pytest.raises(PrefillError, match="said so"):
-        before.take_news(LOST)
+        before.handle_event(LOST)
     assert before.state is JoinState.CHOOSING
-    after.take_news(TOKEN)
-    after.take_news(LOST)
+    after.handle_event(TOKEN)
+    after.handle_event(LOST)
     assert after.state is JoinState.LOST_CALL

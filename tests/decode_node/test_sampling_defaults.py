@@ -35,14 +35,14 @@ def test_where_defaults_come_from(tmp_path: Path) -> None:
     other.mkdir()
     write(other, min_p=0.1)
     advice = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-    assert find(tmp_path).told() == advice
-    assert find(tmp_path, override='{"top_k": 5, "max_new_tokens": 7}').told() == {
+    assert find(tmp_path).to_dict() == advice
+    assert find(tmp_path, override='{"top_k": 5, "max_new_tokens": 7}').to_dict() == {
         **advice, "top_k": 5, "max_new_tokens": 7,
     }  # fmt: skip
-    assert find(tmp_path, str(other)).told() == {"min_p": 0.1}
+    assert find(tmp_path, str(other)).to_dict() == {"min_p": 0.1}
     for name in ("none", "vllm"):
         assert find(tmp_path, name) == NO_DEFAULTS
-        assert find(tmp_path, name, '{"top_p": 0.5}').told() == {"top_p": 0.5}
+        assert find(tmp_path, name, '{"top_p": 0.5}').to_dict() == {"top_p": 0.5}
     assert find(tmp_path / "nowhere") == NO_DEFAULTS
 
 

@@ -1,4 +1,4 @@
-"""Fields that nobody knows are ignored and counted, or refused where the operator wants it."""
+"""Fields of no known name are ignored and counted, or refused where the operator wants it."""
 
 from __future__ import annotations
 

@@ -110,5 +110,5 @@ def test_a_stream_that_waits_for_a_load_that_failed_is_let_go(node: KVNode) -> N
     done = torch.cuda.Event()
     done.record()
     assert not done.query()
-    worker._gate.marks.let_go(ticket)
+    worker._gate.marks.release(ticket)
     poll_until(done.query)

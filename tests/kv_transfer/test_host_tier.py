@@ -328,7 +328,7 @@ async def test_a_damaged_layer_is_never_marked() -> None:
     assert marks.is_there(ticket, 0), "layer 0 was right"
     assert marks.is_there(ticket, 1), "so was layer 1, of the other process"
     assert not marks.is_there(ticket, 2)
-    marks.let_go(ticket)
+    marks.release(ticket)
     LoadGate(marks).wait(ticket, 2)
     LoadGate(marks).wait(ticket, 3)
     await pools.close()

@@ -121,7 +121,7 @@ def test_what_was_copied_counts_as_long_as_the_lease_lasts(
     lease = leases.take()
     assembler.accept(named(lease.slot, lease.number, 1, 3, 4, 6))
     assembler.check()
-    lease.let_go()
+    lease.release()
     with pytest.raises(PeerLost, match="let go"):
         assembler.check()
 

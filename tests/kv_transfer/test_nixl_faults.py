@@ -60,7 +60,7 @@ async def test_what_was_read_after_the_lease_had_ended_does_not_count(
         def too_late(queue: ReadQueue, read: WindowRead, place: int) -> Transfer:
             for filled in list(filled_of(prefill)._unread.values()):
                 assert filled.lease is not None
-                filled.lease.let_go()
+                filled.lease.release()
             return read_word(queue, read, place)
 
         with monkeypatch.context() as patch:

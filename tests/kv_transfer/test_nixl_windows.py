@@ -346,7 +346,7 @@ def test_whatever_is_said_nothing_is_left_behind(numbers: list[int]) -> None:
     async def run() -> None:
         cache = RankCache(SHAPE, 0, 8)
         reader, before = Reader(cache), cache.words.copy()
-        reader.lease.let_go()
+        reader.lease.release()
         try:
             reader.assembler.accept(reader.message(*numbers))
             await reader.assembler.arrived()
@@ -374,7 +374,7 @@ async def test_a_chunk_that_is_on_its_way_is_not_told_of_twice(cache: RankCache)
 async def test_what_is_read_after_the_lease_does_not_count(cache: RankCache) -> None:
     reader, before = Reader(cache), cache.words.copy()
     message = reader.told(0, 1)
-    reader.lease.let_go()
+    reader.lease.release()
     reader.assembler.accept(message)
     with pytest.raises(PeerLost, match="p: it let go"):
         await reader.assembler.arrived()

@@ -16,7 +16,7 @@ def test_a_lease_lasts_until_it_is_let_go() -> None:
     first, second = leases.take(), leases.take()
     assert first.slot != second.slot and first.number != second.number
     assert all(leases.file.is_held(lease.slot, lease.number) for lease in (first, second))
-    first.let_go()
+    first.release()
     assert not leases.file.is_held(first.slot, first.number)
     assert leases.file.is_held(second.slot, second.number)
 
@@ -24,13 +24,13 @@ def test_a_lease_lasts_until_it_is_let_go() -> None:
 def test_the_next_one_in_a_slot_is_another() -> None:
     leases = ReadLeases()
     first = leases.take()
-    first.let_go()
+    first.release()
     second = leases.take()
     assert second.slot == first.slot and second.number != first.number
-    first.let_go()
+    first.release()
     assert leases.file.is_held(second.slot, second.number)
     assert not leases.file.is_held(first.slot, first.number)
-    second.let_go()
+    second.release()
     assert leases.num_held == 0
 
 

@@ -17,7 +17,7 @@ from edge.http.body_room import FREE_BYTES
 from router.admission.admission_gate import GateLimits
 from router.admission.model_gates import ModelGates
 from router.errors import Overloaded, RateLimited
-from router.models.request_room import RequestRoom
+from router.models.open_request_limit import OpenRequestLimit
 from router.nodes.address import NodeRole
 from router.nodes.health import EjectionPolicy
 from router.placement.prefill_outcome import PrefillOutcome
@@ -249,26 +249,26 @@ async def test_a_flood_on_one_model_keeps_nobody_from_another(cluster: Cluster) 
 
 
 def test_room_is_kept_for_models_that_are_asked_less() -> None:
-    room = RequestRoom(limit=16, models=lambda: {"a", "b"}, retry_after_s=lambda: 1)
-    held = [room.admitted("a") for _ in range(12)]
+    room = OpenRequestLimit(limit=16, models=lambda: {"a", "b"}, retry_after_s=lambda: 1)
+    held = [room.admit("a") for _ in range(12)]
     for one in held:
         one.__enter__()
-    with pytest.raises(Overloaded), room.admitted("a"):
+    with pytest.raises(Overloaded), room.admit("a"):
         pass
     for _ in range(4):
-        held.append(room.admitted("b"))
+        held.append(room.admit("b"))
         held[-1].__enter__()
-    with pytest.raises(Overloaded), room.admitted("b"):
+    with pytest.raises(Overloaded), room.admit("b"):
         pass
     for one in held:
         one.__exit__(None, None, None)
-    alone = RequestRoom(limit=1, models=lambda: {"a"}, retry_after_s=lambda: 1)
-    with alone.admitted("a"), pytest.raises(Overloaded), alone.admitted("a"):
+    alone = OpenRequestLimit(limit=1, models=lambda: {"a"}, retry_after_s=lambda: 1)
+    with alone.admit("a"), pytest.raises(Overloaded), alone.admit("a"):
         pass
 
 
 def test_long_bodies_that_wait_have_a_bounded_room() -> None:
-    room = RequestRoom(
+    room = OpenRequestLimit(
         limit=99, models=lambda: {"a", "b"}, retry_after_s=lambda: 1, max_waiting_bytes=1 << 20
     )
     size = (256 << 10) + FREE_BYTES

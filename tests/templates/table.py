@@ -13,7 +13,7 @@ from decode_node.parsers.output_parsers import OutputParsers, WrittenCall
 from decode_node.protocol.tools import Tool
 
 BEGIN, END = "<!-- begin of templates -->\n", "<!-- end of templates -->\n"
-USUAL = TemplateForms(reasoning="reasoning_content").told()
+USUAL = TemplateForms(reasoning="reasoning_content").to_dict()
 HIDDEN = ("shows_tools", "shows_calls", "takes_results", "text_joint", "takes_broken_arguments")
 
 
@@ -35,7 +35,7 @@ def row(name: str, source: str, found: Probe) -> Row:
     written = WrittenCall(found.written_call, Tool(TOOL_NAME, PARAMETERS, False, {}), ARGUMENTS)
     parsers = OutputParsers.of_model(_NoTokens(), source, written=written)
     calls = f"`{parsers.tool_call_parser}`" if parsers.tool_call_parser else "writes none"
-    return Row(name, "not read" if parsers.is_unread else calls, found.forms.told())
+    return Row(name, "not read" if parsers.is_unread else calls, found.forms.to_dict())
 
 
 def _forms(row: Row) -> str:

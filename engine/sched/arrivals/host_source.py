@@ -178,7 +178,7 @@ class HostSource:
             if job in self._of_job:
                 self._load_done(self._of_job.pop(job), is_right)
             if not is_right:
-                self._tier.let_go(job)
+                self._tier.release(job)
 
     def _load_done(self, load: HostLoad, is_right: bool) -> None:
         self._count(load, is_right)

@@ -59,7 +59,7 @@ class PrefillSource:
         self._connector = connector
         self._kv_cache = kv_cache
         self._draft_hash = draft_hash
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         """Peers of which was said that their drafter is not ours."""
         self.shareable: list[Request] = []
         """Requests with choices whose KV is all here, to be shared at once."""
@@ -113,8 +113,8 @@ class PrefillSource:
             return False
         peer = params.peer
         has_drafts = peer.layout.draft_hash == self._draft_hash
-        if not has_drafts and peer.engine_id not in self._told:
-            self._told.add(peer.engine_id)
+        if not has_drafts and peer.engine_id not in self._warned:
+            self._warned.add(peer.engine_id)
             logger.warning(
                 "prefill engine %s has another drafter, or none: requests whose prompts it "
                 "computes are drafted for by n-grams; give both tiers the same "

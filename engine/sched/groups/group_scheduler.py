@@ -89,7 +89,7 @@ class GroupScheduler:
         if request.choice_ids:
             self._choices_of[request.request_id] = set(request.choice_ids)
             self._prompt_of |= dict.fromkeys(request.choice_ids, request.request_id)
-        results = self._heard(chosen.add_request(request))
+        results = self._keep_outputs(chosen.add_request(request))
         if is_exported(request) and not results.outputs:
             results.outputs.append(EngineCoreOutput(request.request_id, [], group=group))
         return results
@@ -110,7 +110,7 @@ class GroupScheduler:
                     by_group.setdefault(index, []).append(name)
         found = EngineCoreOutputs()
         for index, names in by_group.items():
-            _add(found, self._heard(self.groups[index].abort_requests(names, error)))
+            _add(found, self._keep_outputs(self.groups[index].abort_requests(names, error)))
         return found
 
     def supply_first_token(
@@ -175,7 +175,7 @@ class GroupScheduler:
             self._drafts.retired()
         for group, own, result in zip(self.groups, step.steps, output.outputs, strict=True):
             if own is not None:
-                _add(found, self._heard(group.update_from_output(own, result)))
+                _add(found, self._keep_outputs(group.update_from_output(own, result)))
         return found
 
     def update_from_connector(self, output: KVConnectorOutput) -> EngineCoreOutputs:
@@ -183,7 +183,7 @@ class GroupScheduler:
         assert isinstance(output, GroupEvents)
         for group, events in zip(self.groups, output.by_group, strict=True):
             if events is not None:
-                _add(found, self._heard(group.update_from_connector(events)))
+                _add(found, self._keep_outputs(group.update_from_connector(events)))
         return found
 
     # What there is ----------------------------------------------------------------------------
@@ -229,9 +229,9 @@ class GroupScheduler:
         self, request_id: str, do: Callable[[Scheduler], EngineCoreOutputs]
     ) -> EngineCoreOutputs:
         group = self._group_of.get(request_id)
-        return EngineCoreOutputs() if group is None else self._heard(do(group))
+        return EngineCoreOutputs() if group is None else self._keep_outputs(do(group))
 
-    def _heard(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+    def _keep_outputs(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         """Forgets requests that have ended."""
         for output in outputs.outputs:
             self._note_end(output)

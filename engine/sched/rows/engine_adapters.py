@@ -61,7 +61,7 @@ class _Adapter:
     read_since: float = 0.0
     is_overdue: bool = False
     """Ranks read it for too long: nothing waits for it."""
-    heard: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
     """Keeps what ranks have said of the read so far: an error, or nothing."""
 
 
@@ -164,11 +164,11 @@ class EngineAdapters:
         """Takes what a rank says of an adapter that it was to load; `error`: why it could not.
         Returns the requests that must end, with the reason."""
         known = self._known[digest]
-        known.heard.append(error)
-        if len(known.heard) < self._num_ranks:
+        known.answers.append(error)
+        if len(known.answers) < self._num_ranks:
             return {}
-        fault = next(filter(None, known.heard), "")
-        known.heard, known.is_overdue = [], False
+        fault = next(filter(None, known.answers), "")
+        known.answers, known.is_overdue = [], False
         return self._failed(known, fault) if fault else self._loaded(known)
 
     def check(self) -> dict[str, str]:

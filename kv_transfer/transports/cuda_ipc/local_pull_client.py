@@ -73,7 +73,7 @@ class LocalPullClient(PullClient):
         try:
             code, details = await connection.call(self._local.key, request, sink)
         except ConnectionError as error:
-            if not connection.has_heard:
+            if not connection.has_answer:
                 self._give_up(address, str(error))
                 return False
             raise PeerLost(f"{address}: the local connection broke: {error}") from error
@@ -136,7 +136,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.peer = (0, 0)
         """Process and user at the other end."""
-        self.has_heard = False
+        self.has_answer = False
         """The other end has said anything."""
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(MAX_MESSAGE_BYTES)
@@ -182,7 +182,7 @@ class _Connection(asyncio.Protocol):
         self.peer = peer_of(sock)
 
     def data_received(self, data: bytes) -> None:
-        self.has_heard = True
+        self.has_answer = True
         try:
             for kind, payload in self._reader.feed(data):
                 self._on_frame(kind, payload)

@@ -122,7 +122,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(KEY_BYTES + MAX_REQUEST_BYTES)
         self._task: asyncio.Task[None] | None = None
-        self._heard_at = time.monotonic()
+        self._last_read_at = time.monotonic()
         self._has_room = asyncio.Event()
         self._has_room.set()
 
@@ -137,7 +137,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = time.monotonic()
+        self._last_read_at = time.monotonic()
         try:
             for kind, payload in self._reader.feed(data):
                 self._on_frame(kind, payload)
@@ -163,11 +163,11 @@ class _Connection(asyncio.Protocol):
 
     def extend_silence_deadline(self, seconds: float) -> None:
         """This process stalled: that time does not count against the peer."""
-        self._heard_at += seconds
+        self._last_read_at += seconds
 
     def check_alive(self, ping_after_s: float, give_up_after_s: float) -> None:
         """Asks a puller that is silent, and leaves one that does not answer."""
-        silence = time.monotonic() - self._heard_at
+        silence = time.monotonic() - self._last_read_at
         if silence > give_up_after_s:
             self.close()
         elif silence > ping_after_s:

@@ -79,7 +79,7 @@ class NamedExport(ProducerTransfer):
 
     def end(self, then: Callable[[], None]) -> None:
         if self.lease is not None:
-            self.lease.let_go()
+            self.lease.release()
         then()
 
 

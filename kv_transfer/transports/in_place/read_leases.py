@@ -9,7 +9,7 @@ any other:
 
 1. producer `ReadLeases()`; process and descriptor go with the handshake, or the address
 2. `take()`       before a puller gets it; slot and number go with it
-3. `let_go()`     when the transfer ends, or the slot of the window is read: before that memory can
+3. `release()`     when the transfer ends, or the slot of the window is read: before that memory can
                   serve another
 4. puller `is_held(...)`, or a read of the word, when its copies are done: if it is held, all that
    they read was right. A process that has died releases nothing, but with it have gone its
@@ -63,7 +63,7 @@ class ReadLease:
     slot: int
     number: int
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Releases it. Idempotent."""
         self.leases.end(self)
 

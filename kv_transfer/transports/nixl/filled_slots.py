@@ -3,7 +3,7 @@
     1. `fill`       copies of chunks into a slot are issued
     2. `was_filled` they are done: a read lease says that the slot holds them, and the puller may
                     get the message
-    3. `was_read`   the puller has read them; or `let_go`: nothing reads them any more. The lease
+    3. `was_read`   the puller has read them; or `release`: nothing reads them any more. The lease
                     ends, then the slot is free
     -  `was_late`   they are not read for long, and others wait for slots: a host that has died says
                     nothing, and its calls may stay open for a quarter of an hour
@@ -53,7 +53,7 @@ class SlotUser(ABC):
 class FilledSlot:
     """Chunks in one slot. `lease` is there once they are copied, `since` says when that was."""
 
-    __slots__ = ("indices", "is_let_go", "lease", "since", "slot", "user")
+    __slots__ = ("indices", "is_released", "lease", "since", "slot", "user")
 
     def __init__(self, slot: int, indices: list[int], user: SlotUser) -> None:
         self.slot = slot
@@ -61,7 +61,7 @@ class FilledSlot:
         self.user = user
         self.lease: ReadLease | None = None
         self.since = 0.0
-        self.is_let_go = False
+        self.is_released = False
 
 
 class FilledSlots:
@@ -106,17 +106,17 @@ class FilledSlots:
         if filled is None:
             return False
         filled.user.was_read(filled)
-        self.let_go(filled)
+        self.release(filled)
         return True
 
-    def let_go(self, filled: FilledSlot) -> None:
+    def release(self, filled: FilledSlot) -> None:
         """Nothing reads it any more. Idempotent."""
-        if filled.is_let_go:
+        if filled.is_released:
             return
-        filled.is_let_go = True
+        filled.is_released = True
         lease = filled.lease
         if lease is not None:
-            lease.let_go()
+            lease.release()
             del self._unread[lease.slot, lease.number]
             self.window.slots.give_back(filled.slot)
 
@@ -132,7 +132,7 @@ class FilledSlots:
             longest.user.was_late()
 
     def _copied(self, filled: FilledSlot) -> None:
-        if filled.is_let_go:
+        if filled.is_released:
             self.window.slots.give_back(filled.slot)
             return
         lease = filled.lease = self.leases.take()

@@ -41,7 +41,7 @@ class Peer:
     num_users: int = 0
     used_at: float = 0.0
     is_lost: bool = False
-    is_told: bool = False
+    is_logged: bool = False
     """Whether the log says that it is read."""
     trial: RateTrial | None = None
     is_slower: bool = False
@@ -113,7 +113,7 @@ class Peers:
     def _has_won(self, peer: Peer, name: PeerName) -> bool:
         """Returns whether this peer is read faster than its KV comes over the stream. Begins to
         find out."""
-        if peer.is_told or peer.is_slower:
+        if peer.is_logged or peer.is_slower:
             return not peer.is_slower
         if peer.trial is None:
             peer.trial = RateTrial(self._queue, peer.memory)
@@ -131,8 +131,8 @@ class Peers:
         return not peer.is_slower
 
     def _tell(self, peer: Peer) -> None:
-        if not peer.is_told:
-            peer.is_told = True
+        if not peer.is_logged:
+            peer.is_logged = True
             logger.info("%s is read through NIXL from now on", peer.engine)
 
     def _connected(self, engine: str, advert: NixlAdvert) -> Peer:
@@ -159,4 +159,4 @@ class Peers:
         try:
             self._queue.window.agent.forget(peer.memory.name)
         except NixlError as error:
-            logger.info("of a peer that nobody reads any more: %s", error)
+            logger.info("of a peer that is not read any more: %s", error)

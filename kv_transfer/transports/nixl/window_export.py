@@ -85,7 +85,7 @@ class WindowExport(ProducerTransfer):
         pull = WindowPull(self, self._filled, terms)
         for other in self._pulls:
             if terms.spec.repeat and other.stream == pull.stream:
-                other.let_go()
+                other.release()
         self._pulls.append(pull)
         return pull
 
@@ -101,7 +101,7 @@ class WindowExport(ProducerTransfer):
     def end(self, then: Callable[[], None]) -> None:
         pulls, self._pulls = self._pulls, []
         for pull in pulls:
-            pull.let_go()
+            pull.release()
         then()
 
 
@@ -117,27 +117,27 @@ class WindowPull(OpenPull, SlotUser):
         self._cursor = 0
         self._ready: list[int] = []
         """Chunks that are ready, and in no slot yet."""
-        self._untold: deque[FilledSlot] = deque()
+        self._unsent: deque[FilledSlot] = deque()
         """Slots whose chunks are copied, and which no message has announced."""
         self._slots: set[FilledSlot] = set()
         """All that are not read yet, those among them that are being filled."""
         self._num_filling = 0
         self._is_closed = False
-        self._is_let_go = False
+        self._is_released = False
         self._is_late = False
 
     @property
     def is_complete(self) -> bool:
-        is_all_told = not self._ready and not self._untold and self._num_filling == 0
-        return is_all_told and super().is_complete
+        is_all_sent = not self._ready and not self._unsent and self._num_filling == 0
+        return is_all_sent and super().is_complete
 
     def next_message(self) -> OutMessage | None:
         if self._is_late:
             raise TransferTimeout("the slots of this pull were not read, and others wait for slots")
         self._fill_slots()
-        if not self._untold:
+        if not self._unsent:
             return None
-        filled = self._untold.popleft()
+        filled = self._unsent.popleft()
         message = self._message(filled)
         export, owner = self._part.export, self._part.owner
         num_bytes = len(message) - HEADER.size
@@ -153,22 +153,22 @@ class WindowPull(OpenPull, SlotUser):
         self._is_closed = True
         self._filled.window.slots.leave(self)
         if not self.is_complete:
-            self.let_go()
+            self.release()
         self._drop_if_over()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing reads its slots any more."""
-        self._is_let_go = True
+        self._is_released = True
         self._filled.window.slots.leave(self)
         slots, self._slots = self._slots, set()
-        self._untold.clear()
+        self._unsent.clear()
         for filled in slots:
-            self._filled.let_go(filled)
+            self._filled.release(filled)
         self._drop_if_over()
 
     def was_filled(self, filled: FilledSlot) -> None:
         self._num_filling -= 1
-        self._untold.append(filled)
+        self._unsent.append(filled)
         layers, _ = self.grid.layers_and_spans(filled.indices)
         for group, layer in layers:
             self._part.export.saved(ChunkPlace(group, layer, 0))
@@ -180,7 +180,7 @@ class WindowPull(OpenPull, SlotUser):
 
     def was_late(self) -> None:
         self._is_late = True
-        self.let_go()
+        self.release()
         self.wake.set()
 
     def _fill_slots(self) -> None:
@@ -191,7 +191,7 @@ class WindowPull(OpenPull, SlotUser):
         if self._cursor < len(named):
             self._ready += self.take_all(named[self._cursor :])
             self._cursor = len(named)
-        while self._ready and not self._untold and not self._is_let_go:
+        while self._ready and not self._unsent and not self._is_released:
             slot = window.slots.take(self, self.wake.set)
             if slot is None:
                 return

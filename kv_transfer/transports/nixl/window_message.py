@@ -44,7 +44,7 @@ def read_window_message(payload: ByteArray) -> WindowMessage:
     if num_chunks < 1 or num_chunks != len(words) - NUM_FIRST_WORDS:
         raise CorruptChunk("a message about a window has not as many chunks as it says")
     if lease >= NUM_LEASES or number == 0:
-        raise CorruptChunk("a message about a window names a lease that nobody has")
+        raise CorruptChunk("a message about a window names an unknown lease")
     return WindowMessage(slot, (lease, number), words[NUM_FIRST_WORDS:])
 
 

@@ -108,7 +108,7 @@ class StreamProducer(ProducerTransport):
         for entry in part.staged:
             self.pool.drop(entry.chunk)
         part.staged.clear()
-        self.zero_copy.let_go(part, then)
+        self.zero_copy.release(part, then)
         self.wake()
 
     def _sent(self, pull: StreamPull, entry: SentChunk | None, num_bytes: int) -> None:

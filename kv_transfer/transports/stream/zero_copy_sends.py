@@ -8,7 +8,7 @@ Where the cache lies in host memory and a puller keeps up, staging would only be
     3. `keeps_up`       a peer that takes longer than `SLOW_S` for a chunk does not: what it has not
                         taken yet is copied into staging memory, so that the blocks get free, and
                         the rest is staged as for a pull that has not come yet
-    4. `let_go`         the transfer has ended: what is on its way is copied, and nothing reads the
+    4. `release`         the transfer has ended: what is on its way is copied, and nothing reads the
                         blocks from then on
 """
 
@@ -100,7 +100,7 @@ class ZeroCopySends:
                 self._stage(part, sending)
         return is_quick
 
-    def let_go(self, part: StreamExport, then: Callable[[], None]) -> None:
+    def release(self, part: StreamExport, then: Callable[[], None]) -> None:
         """Calls `then` when no thread reads blocks of the export any more: mostly at once."""
         num_reading = 1
 

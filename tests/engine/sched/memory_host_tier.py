@@ -56,7 +56,7 @@ class MemoryHostTier:
         store: Store | None = None,
     ) -> None:
         self._store = store
-        self.let_go: set[int] = set()
+        self.release: set[int] = set()
         """Numbers of tickets of loads that failed."""
         self._marks = [[0] * _NUM_PLACES for _ in range(NUM_PROCESSES)]
         """The number of the last load that each process has done all of, by place."""
@@ -68,7 +68,7 @@ class MemoryHostTier:
             NUM_PROCESSES,
             self._hear,
             num_files,
-            lambda ticket: self.let_go.add(ticket.number),
+            lambda ticket: self.release.add(ticket.number),
             num_places=_NUM_PLACES,
             has_store=store is not None,
         )
@@ -85,7 +85,7 @@ class MemoryHostTier:
 
     def may_read(self, ticket: LoadTicket) -> bool:
         """Returns whether a step that waits with this ticket may go on."""
-        return self.is_right(ticket) or ticket.number in self.let_go
+        return self.is_right(ticket) or ticket.number in self.release
 
     def is_right(self, ticket: LoadTicket) -> bool:
         return all(marks[ticket.place] >= ticket.number for marks in self._marks)

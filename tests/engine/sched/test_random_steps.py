@@ -283,7 +283,7 @@ def test_the_tiers_are_used_in_every_way() -> None:
         assert machine.host is not None
         totals.update({name: int(n) for name, n in machine.host.tier.counters.items()})
         totals["early"] += machine.num_early
-        totals["let go"] += len(machine.host.let_go)
+        totals["let go"] += len(machine.host.release)
     used = "loaded", "spilled", "fetched", "damaged", "lost"
     assert all(totals[f"host_tier_{name}_blocks"] > 0 for name in used), totals
     assert totals["early"] > 0 and totals["let go"] > 0, totals

@@ -96,7 +96,7 @@ class ResponseNode:
             "output": output,
             "usage": None,
             "instructions": body.get("instructions"),
-            **kept.told_back(),
+            **kept.echoed_fields(),
         }
 
 

@@ -21,7 +21,7 @@ from router.errors import Overloaded
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestRoom:
+class OpenRequestLimit:
     """Holds the counts. `models` gives those that exist, `retry_after_s` when to come back."""
 
     limit: int
@@ -34,7 +34,7 @@ class RequestRoom:
     _waiting_bytes: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
-    def arrived(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         """Counts a request while this is open."""
         self.num_open += 1
         try:
@@ -48,7 +48,7 @@ class RequestRoom:
             raise self._full()
 
     @contextmanager
-    def admitted(self, model: str) -> Iterator[None]:
+    def admit(self, model: str) -> Iterator[None]:
         """Counts a request to `model` while this is open. Raises `Overloaded`."""
         if self._by_model[model] >= self._room(model, self.limit, self._by_model):
             raise self._full()
