@@ -121,7 +121,7 @@ class Pools:
         self.events.clear()
         for pool in self.pools:
             for command in commands:
-                pool.obey(command)
+                pool.handle(command)
         while len(self.events) < 2 * len(commands):
             await asyncio.sleep(0)
         return [
@@ -259,7 +259,7 @@ async def test_no_answer_before_the_copies_are_done() -> None:
     pools = Pools(device)
     before = pools.fill(1)
     for pool in pools.pools:
-        pool.obey(store(1, [0, 1], [0, 1]))
+        pool.handle(store(1, [0, 1], [0, 1]))
     for _ in range(20):
         await asyncio.sleep(0)
     assert not pools.events
@@ -303,7 +303,7 @@ async def test_a_layer_is_marked_when_it_is_right_and_not_before() -> None:
     ticket, marks = LoadTicket(2, 7), pools.marks
     assert marks is not None
     for pool in pools.pools:
-        pool.obey(LoadMeta(7, [4, 5], [0, 1], ticket))
+        pool.handle(LoadMeta(7, [4, 5], [0, 1], ticket))
     for _ in range(50):
         await asyncio.sleep(0.001)
     assert not any(marks.is_there(ticket, layer) for layer in range(3)), "nothing is copied yet"
@@ -357,7 +357,7 @@ async def test_a_slot_that_was_being_written_holds_nothing_afterwards(tmp_path: 
     pools = Pools(device, memory_path=tmp_path)
     pools.fill(1)
     for pool in pools.pools:
-        pool.obey(store(1, [0], [3]))
+        pool.handle(store(1, [0], [3]))
     await asyncio.sleep(0)
     pools.crash()
     again = Pools(memory_path=tmp_path)
@@ -437,7 +437,7 @@ async def test_blocks_come_back_from_files_of_a_former_life(tmp_path: Path) -> N
     assert await fetch(again, 1, 5) == []
     assert await again.do(LoadMeta(4, [6], [5])) == [[]]
     np.testing.assert_array_equal(again.cache.words[:, 6], before[:, 1])
-    again.pools[0].obey(ForgetMeta([name_of(1)]))
+    again.pools[0].handle(ForgetMeta([name_of(1)]))
     assert await fetch(again, 1, 4) == [4], "one share is gone, so nobody has the block"
     await again.close()
 
@@ -480,7 +480,7 @@ async def test_what_was_forgotten_is_not_written_and_the_tier_stays_on(tmp_path:
         pool._memory.clear(0)
     assert await pools.do(SpillMeta(2, [0, 1])) == [[0]]
     for pool in pools.pools:
-        pool.obey(ForgetMeta(None))
+        pool.handle(ForgetMeta(None))
     assert await pools.do(SpillMeta(3, [1])) == [[1]]
     assert not pools.others and not list(tmp_path.rglob("*.kv"))
     await pools.close()
@@ -503,7 +503,7 @@ async def test_a_file_that_cannot_be_removed_leaves_no_other_behind(
 
     monkeypatch.setattr(Path, "unlink", fails_at_first)
     for pool in pools.pools:
-        pool.obey(ForgetMeta(None))
+        pool.handle(ForgetMeta(None))
     await pools.close()
     assert len(stuck) == 2 and len(list(tmp_path.rglob("*.kv"))) == 2
     assert [pool._files.num_damaged for pool in pools.pools if pool._files] == [1, 1]
@@ -516,8 +516,8 @@ async def test_a_block_that_goes_while_it_is_read_comes_all_the_same(tmp_path: P
     names = [name_of(file) for file in (0, 1, 2)]
     pools.events.clear()
     for pool in pools.pools:
-        pool.obey(FetchMeta(3, names, [3, 4, 5]))
-        pool.obey(ForgetMeta(names))
+        pool.handle(FetchMeta(3, names, [3, 4, 5]))
+        pool.handle(ForgetMeta(names))
     while len(pools.events) < 2:
         await asyncio.sleep(0)
     assert [event.damaged for event in pools.events] == [[], []]

@@ -57,7 +57,7 @@ def test_a_message_for_each_layer_needs_no_looking(marks: LayerMarks) -> None:
     watch = StepWatch(marks, LAYERS, False, heard.append)
     for layer in range(LAYERS):
         marks.write(3, layer)
-        watch.hear(StepProgress(3, layer + 1))
+        watch.handle(StepProgress(3, layer + 1))
     assert heard == [StepProgress(3, layer + 1) for layer in range(LAYERS)]
 
 
@@ -74,8 +74,8 @@ def test_marks_that_come_later_are_seen_without_messages(marks: LayerMarks) -> N
                 news.set()
 
         watch = StepWatch(marks, LAYERS, True, hear)
-        watch.hear(StepProgress(5, 0))
-        watch.hear(StepProgress(6, 0))
+        watch.handle(StepProgress(5, 0))
+        watch.handle(StepProgress(6, 0))
         expected = []
         for step in (5, 6):
             for layer in range(LAYERS):
