@@ -27,6 +27,7 @@ from engine.frontend.chat_template import (
 )
 from engine.frontend.template_budget import rendering_within
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
+from engine.images.vision_spec import VisionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,19 @@ class ChatPrompt:
         trusts_templates: Clients may bring templates of their own.
         sanitizes: Control tokens that users and tools write are cut by marks
             (`control_tokens.py`).
+        vision: Says how images are written; None: the model sees none.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, trusts_templates: bool = False, sanitizes: bool = False
+        self,
+        tokenizer: Tokenizer,
+        *,
+        trusts_templates: bool = False,
+        sanitizes: bool = False,
+        vision: VisionSpec | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._vision = vision
         self._control_tokens = ControlTokens(tokenizer.added_token_ids) if sanitizes else None
         self._trusts_templates = trusts_templates
         self._has_warned = False
@@ -84,7 +92,7 @@ class ChatPrompt:
             messages = self._control_tokens.sanitize(messages)
         shown = shown_tools(tools, forms)
         with _as_bad_request("messages"), rendering_within(seconds):
-            return template.render(
+            text = template.render(
                 messages,
                 tools=shown,
                 documents=body.documents,
@@ -92,6 +100,10 @@ class ChatPrompt:
                 continue_final_message=bool(body.continue_final_message),
                 variables=tool_variables(shown, forms) | _variables(body, forms),
             )
+        if self._vision is not None and self._vision.marker and body.image_params:
+            # Before it is tokenised: line breaks around an image may be one token with others.
+            return text.replace(self._vision.marker, self._vision.framed)
+        return text
 
     def _template(self, body: ChatCompletionRequest, *, has_tools: bool) -> ChatTemplate:
         with _as_bad_request("messages"):

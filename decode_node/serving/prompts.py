@@ -47,7 +47,10 @@ class Prompts:
         self._long_texts = LongTexts()
         self._moves_system_turns = moves_system_turns
         self._chat_prompt = ChatPrompt(
-            tokenizer, trusts_templates=trusts_templates, sanitizes=sanitizes
+            tokenizer,
+            trusts_templates=trusts_templates,
+            sanitizes=sanitizes,
+            vision=model.vision,
         )
 
     async def of_texts(

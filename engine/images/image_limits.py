@@ -15,12 +15,19 @@ class ImageLimits:
         budget: Tokens of images that one step encodes at most.
         largest: Tokens of one image at most.
         capacity: Tokens of images whose embeddings are held at most.
+        step_tokens: Tokens of a step at most.
+        are_whole: A step computes all tokens of an image, or none.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         images, scheduler = config.images, config.scheduler
         self.largest = largest_image(config)
         self.has_encoder = config.model.vision is not None and images.has_encoder
+        self.are_whole = config.model.vision is not None and config.model.vision.sees_whole
+        decodes = scheduler.max_num_seqs * config.decode_query_len
+        self.step_tokens = scheduler.max_num_batched_tokens
+        self._most_whole = self.step_tokens - decodes
+        """A step has room for this many tokens of one image, whatever it decodes."""
         self._is_chunked = scheduler.enable_chunked_prefill
         wanted = images.encoder_budget or scheduler.max_num_batched_tokens
         self.budget = max(wanted, self.largest)
@@ -44,6 +51,11 @@ class ImageLimits:
                 f"an image of the prompt has {largest} tokens and the encoder here computes at "
                 f"most {self.budget} in a step; send a smaller image, or give all nodes the same "
                 f"--max-image-tokens"
+            )
+        if self.are_whole and max(image.num_tokens for image in images) > self._most_whole:
+            return (
+                f"this model computes each image at once, and a step has {self._most_whole} tokens "
+                f"for it here; start the engine with a larger --max-num-batched-tokens"
             )
         return ""
 

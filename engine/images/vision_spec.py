@@ -147,6 +147,9 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             norm.
         image_token_id: Stands for an image in a prompt, once for each of its tokens.
         row_end_ids: Tokens behind each row of an image, and behind the last one, two; (): none.
+        sees_whole: An image's tokens see all of it, those behind them too: it is computed in one
+            step.
+        marker, framed: What a chat template writes for an image, and what is put there.
         rope_axes: [head_dim / 2]: which of a token's three positions (time, row, column) a pair of
             elements turns by ("mrope"); (): tokens of images have positions as text has.
     """
@@ -175,6 +178,9 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_merger_bias: bool = True
     image_token_id: int
     row_end_ids: tuple[int, ...] = ()
+    sees_whole: bool = False
+    marker: str = ""
+    framed: str = ""
     rope_axes: tuple[int, ...] = ()
 
     @property

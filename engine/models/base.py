@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from engine.layers.attention.backend import AttentionBackend
+from engine.layers.attention.backend import AttentionBackend, WholeImage
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight
 from engine.layers.vocab_part import VocabCut, VocabPart
@@ -55,11 +55,13 @@ class ImageInputs:
         places: [n] int64, which tokens of the pass are of images.
         embeddings: [1 + taps, n, H]: what they begin with, and what is added to the stream behind
             each of the first layers. None, like `places`: the pass is among images and has none.
+        wholes: Images of the pass whose tokens see each other.
     """
 
     positions: Tensor | None = None
     places: Tensor | None = None
     embeddings: Tensor | None = None
+    wholes: tuple[WholeImage, ...] = ()
 
     def begin(self, stream: ResidualStream) -> None:
         """Puts the embeddings of images where those of placeholders are."""

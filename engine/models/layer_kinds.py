@@ -90,7 +90,8 @@ class LayerKinds:
             table = _table_of_tokens(table, images.positions, self._axes)
             positions = torch.arange(len(table), device=table.device)
         rest = metadata, step.backend, group.kept, scales
-        return AttentionInputs(positions, table, group.slot_mapping, *rest)
+        wholes = () if images is None else images.wholes
+        return AttentionInputs(positions, table, group.slot_mapping, *rest, images=wholes)
 
 
 def _table_of_tokens(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from engine.contracts.scheduler_output import EncodingOutput, NewRequestData, Sc
 from engine.images.image_input import ImagePixels, ImageSpan, position_delta
 from engine.images.image_limits import ImageLimits
 from engine.images.positions import prompt_positions
+from engine.layers.attention.backend import WholeImage
 from engine.models.base import ImageInputs
 from engine.models.vision.tower import VisionTower
 
@@ -65,10 +66,13 @@ class ImageRows:
         limits: ImageLimits,
         *,
         has_axes: bool,
+        sees_whole: bool = False,
     ) -> None:
         self._tower = tower
         self._has_axes = has_axes
         """Tokens of images have three positions."""
+        self._sees_whole = sees_whole
+        """They see all of their image."""
         self._device = device
         self._limits = limits
         self._deltas = HostBackedTensor(num_rows, np.int32, device)
@@ -150,8 +154,10 @@ class ImageRows:
         of_axes = positions.expand(3, -1).clone() if self._has_axes else None
         places: list[npt.NDArray[np.int64]] = []
         embeddings: list[torch.Tensor] = []
+        wholes: list[WholeImage] = []
         start = 0
-        for row, length in zip(order.rows.tolist(), order.query_lens.tolist(), strict=True):
+        lengths = zip(order.rows.tolist(), order.query_lens.tolist(), strict=True)
+        for request, (row, length) in enumerate(lengths):
             if row in self._ends:
                 first = int(states.num_computed_np[row])
                 if of_axes is not None:
@@ -164,11 +170,14 @@ class ImageRows:
                         tokens, found = embedded(image, low, high)
                         embeddings.append(self._of(image)[:, found])
                         places.append(tokens - first + start)
+                        rows = slice(start + low - first, start + high - first)
+                        wholes.append(WholeImage(request, rows, image.offset, high))
             start += length
         if not embeddings:
             return positions, ImageInputs(of_axes)
         at = to_device(np.concatenate(places), self._device)
-        return positions, ImageInputs(of_axes, at, torch.cat(embeddings, dim=1))
+        seen = tuple(wholes) if self._sees_whole else ()
+        return positions, ImageInputs(of_axes, at, torch.cat(embeddings, dim=1), seen)
 
     def _of(self, image: ImageSpan) -> torch.Tensor:
         found = self._embeddings.get(image.digest)
@@ -196,6 +205,12 @@ def create_image_rows(
     """Returns what the model's rows need."""
     if config.model.vision is None or config.images.max_images == 0:
         return TextRows()
-    has_axes = bool(config.model.vision.rope_axes)
-    limits = ImageLimits(config)
-    return ImageRows(config.scheduler.max_num_seqs, tower, device, limits, has_axes=has_axes)
+    vision, limits = config.model.vision, ImageLimits(config)
+    return ImageRows(
+        config.scheduler.max_num_seqs,
+        tower,
+        device,
+        limits,
+        has_axes=bool(vision.rope_axes),
+        sees_whole=vision.sees_whole,
+    )

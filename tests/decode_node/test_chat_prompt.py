@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,3 +263,20 @@ async def test_a_short_request_of_which_a_template_makes_much_is_refused_in_time
         with pytest.raises(BadRequest, match=r"too much of .* 0\.5 s") as refused:
             await prompts.render(many, many.tool_use(), is_long=is_long)
         assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize("has_image", [True, False])
+def test_a_place_for_an_image_is_written_as_its_tower_wants_it(has_image: bool) -> None:
+    """It is written before the text is tokenised: line breaks are one token with others."""
+    template = (
+        "{% for part in messages[0].content if part.type == 'image' %}<img>{% endfor %}\n"
+        "{{ messages[0].content[0].text }}"
+    )
+    content: list[dict[str, Any]] = [{"type": "text", "text": "x"}]
+    if has_image:
+        url = "data:image/png;base64,AAAA"
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    vision = SimpleNamespace(marker="<img>", framed="\n<img><soft>\n")
+    body = {"messages": [{"role": "user", "content": content}]}
+    found = prompt_of(template, body, vision=vision)
+    assert found == ("\n<img><soft>\nx" if has_image else "x")

@@ -132,6 +132,22 @@ class AttentionSpec:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class WholeImage:
+    """One image of a step whose tokens see each other.
+
+    Attributes:
+        request: Its place in the batch.
+        rows: Its query tokens in the step, up to its last.
+        offset, end: Where it is in its prompt.
+    """
+
+    request: int
+    rows: slice
+    offset: int
+    end: int
+
+
 class AttentionBackend(ABC):
     """Owns the order of chunks, the metadata and the kernels of attention."""
 

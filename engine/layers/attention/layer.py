@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from engine.layers.attention.backend import AttentionBackend, AttentionSpec
+from engine.layers.attention.backend import AttentionBackend, AttentionSpec, WholeImage
+from engine.layers.attention.whole_images import attend_images
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_pages import PagedKV
@@ -39,6 +40,7 @@ class AttentionInputs:
         kept: The same of the tokens that the last layer keeps, each of which decodes: its request's
             keys are in the cache. None: they are attended with all others.
         choice: Of a sparse layer, for those behind it.
+        images: Those of the step whose tokens see each other.
     """
 
     positions: Tensor
@@ -49,6 +51,7 @@ class AttentionInputs:
     kept: AttentionMetadata | None = None
     query_scales: Tensor | None = None
     choice: ChosenTokens = field(default_factory=ChosenTokens)
+    images: tuple[WholeImage, ...] = ()
 
     def scale_queries(self, queries: Tensor) -> None:
         """Multiplies `queries` [T, ...] in place, where scores grow with the position."""
@@ -111,5 +114,8 @@ class Attention(nn.Module):
         if kept is not None and inputs.kept is not None:
             few = heads.index_select(0, kept)
             return backend.attend(spec, few, kv_cache, inputs.kept).flatten(1)
-        attended = backend.attend(spec, heads, kv_cache, inputs.metadata).flatten(1)
+        attended = backend.attend(spec, heads, kv_cache, inputs.metadata)
+        if inputs.images:
+            attend_images(attended, spec, heads, kv_cache, inputs.metadata, inputs.images)
+        attended = attended.flatten(1)
         return attended if kept is None else attended.index_select(0, kept)

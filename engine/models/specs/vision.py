@@ -15,8 +15,10 @@ from engine.models.specs.towers.glm import glm4v
 from engine.models.specs.towers.kimi import moonvit
 from engine.models.specs.towers.pixtral import pixtral
 from engine.models.specs.towers.qwen import qwen2_5_vl, qwen3_5, qwen3_vl
+from engine.models.specs.towers.siglip import siglip
 
 TOWERS: dict[str, Callable[[TowerFile], VisionSpec]] = {
+    "Gemma3ForConditionalGeneration": siglip,
     "Glm4vMoeForConditionalGeneration": glm4v,
     "KimiK25ForConditionalGeneration": moonvit,
     "Kimi_K25ForConditionalGeneration": moonvit,

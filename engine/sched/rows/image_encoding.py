@@ -26,11 +26,14 @@ from engine.images.image_limits import ImageLimits
 
 
 class ImageEncoding:
-    """The scheduler's account of one engine's encoder and of its cache. `is_on`: there is one."""
+    """The scheduler's account of one engine's encoder and of its cache. `is_on`: there is one.
+    `step_tokens`: of a step at most."""
 
     def __init__(self, limits: ImageLimits) -> None:
         self._budget, self._capacity = limits.budget, limits.capacity
         self.is_on = limits.has_encoder
+        self.step_tokens = limits.step_tokens
+        self._are_whole = limits.are_whole
         self._num_queries = self._num_hits = self._num_encoded_tokens = 0
         self._sizes: dict[bytes, int] = {}  # [digest], least recently used first
         self._users: dict[bytes, set[str]] = {}  # [digest] -> request ids
@@ -42,15 +45,24 @@ class ImageEncoding:
         self._read: set[bytes] = set()
         """Digests of what the step that is put together encodes or reads."""
 
-    def limit(self, request: Request, first: int, count: int) -> int:
+    def limit(self, request: Request, first: int, count: int, most: int = 0) -> int:
         """Returns how many of the request's tokens `[first, first + count)` the step can compute:
         those before the first image whose embeddings it can not have. Takes references to all
-        others, and lets the step encode those that are new."""
+        others, and lets the step encode those that are new.
+
+        An image that is computed at once is not cut: the tokens end before it, or if it is the
+        first of them behind it, where the step can take `most`, whatever it means to.
+        """
         for image in request.spec.images:
             if image.end <= first:
                 continue
             if image.offset >= first + count:
                 break
+            if self._are_whole and image.end > first + count:
+                before, whole = image.offset - first, image.end - first
+                if before > 0 or whole > most:
+                    return max(0, before)
+                count = whole
             if not self._take(request, image):
                 return max(0, image.offset - first)
         return count

@@ -308,7 +308,9 @@ class RunningRows:
                 self.builder.copy_blocks(self._kv_cache.keep_states(row.request, row.keep_at))
                 row.keep_at = 0
         if row.request.spec.images:
-            count = self.images.limit(row.request, first, count)
+            most = self.images.step_tokens - self.calendar.num_tokens
+            most -= self.builder.num_chunk_tokens
+            count = self.images.limit(row.request, first, count, most)
             if count == 0:
                 return 0
             self.images.passed(row.request, first + count)

@@ -89,6 +89,11 @@ class StepBuilder:
     def remove_from_decode(self, index: int) -> None:
         self._decode_remove.append(index)
 
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Returns the tokens of prompts in the step so far."""
+        return sum(count for _, count in self._prefill_chunks)
+
     def add_chunk(self, row: Row, first_token: int, num_tokens: int) -> None:
         """Records that the step computes this many of the row's known tokens. A first token that
         came from a peer is no prompt token.
@@ -135,7 +140,7 @@ class StepBuilder:
             self._num_prompt_tokens,
             num_decodes,
             num_decodes + len(self._chunks),
-            num_decode_tokens + sum(count for _, count in self._prefill_chunks),
+            num_decode_tokens + self.num_chunk_tokens,
             len(self._new_reqs),
         )
         self._begin()

@@ -17,12 +17,13 @@ from engine.models.loader import load_weights
 from engine.parallel.place import ParallelPlace
 from tests.engine.images.test_vision_parity import prompts, request_of
 from tests.engine.images.vision_checkpoints import picture, save_checkpoint
+from tests.engine.images.vision_families import FAMILIES
 from tests.engine.worker.one_engine import OneEngine
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module", params=["qwen2_5", "qwen3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -37,7 +38,7 @@ def config_of(folder: Path, dtype: str, device: DeviceConfig) -> EngineConfig:
         engine_id="images",
         epoch=1,
         model=load_model_config(folder, dtype=dtype),
-        cache=CacheConfig(block_size=16, num_blocks=128),
+        cache=CacheConfig(block_size=16, num_blocks=256),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
         device=device,
         images=ImageConfig(max_images=8, has_encoder=True, max_image_tokens=54),
@@ -51,7 +52,8 @@ def test_the_tower_computes_what_it_computes_on_the_cpu(kind: str, folder: Path)
         tower = create_tower(config, ParallelPlace(range(3)), device)
         assert tower is not None
         load_weights(tower, config, lambda fraction: None, is_tower=True)
-        found.append(tower.encode(picture(kind, 9, 6, 0).pixels).cpu())
+        rows, columns = (FAMILIES[kind].grids or ((9, 6),))[0]
+        found.append(tower.encode(picture(kind, rows, columns, 0).pixels).cpu())
     torch.testing.assert_close(found[1], found[0], rtol=2e-3, atol=2e-3)
 
 

@@ -45,7 +45,7 @@ def features(folder: Path, kind: str, one: Picture) -> list[torch.Tensor]:
 def test_towers_compute_what_those_of_transformers_do(kind: str, tmp_path: Path) -> None:
     folder = save_checkpoint(kind, tmp_path)
     tower = tower_of(config_of(folder))
-    for seed, (rows, columns) in enumerate(GRIDS):
+    for seed, (rows, columns) in enumerate(FAMILIES[kind].grids or GRIDS):
         one = picture(kind, rows, columns, seed)
         expected = features(folder, kind, one)
         found = tower.encode(one.pixels)
@@ -72,6 +72,7 @@ def changed(folder: Path, target: Path, **vision: Any) -> Path:
         ("glm4v", "num_heads", 3),
         ("kimi", "merge_kernel_size", [1, 2]),
         ("kimi", "pos_emb_width", 6),
+        ("gemma3", "image_size", 169),
     ],
 )
 def test_towers_of_another_kind_are_refused(

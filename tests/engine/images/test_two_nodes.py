@@ -28,7 +28,7 @@ def node_of(folder: Path, role: str, block_size: int) -> GroupedNode:
     """Starts a node. A prefill node computes parts of 48 tokens, which cut images."""
     kv = KVTransferConfig(kv_role=role, num_streams=2)  # type: ignore[arg-type]
     config = engine_config(
-        load_model_config(folder), block_size=block_size, num_blocks=160, kv_transfer=kv
+        load_model_config(folder), block_size=block_size, num_blocks=256, kv_transfer=kv
     )
     has_encoder = role == "kv_producer"
     images = ImageConfig(max_images=8, has_encoder=has_encoder, max_image_tokens=54)
@@ -56,6 +56,7 @@ def add(node: GroupedNode, name: str, asked: Prompt, count: int, kv: KVTransferP
         ("pixtral", (8, 16)),
         ("glm4v", (16, 16)),
         ("kimi", (8, 16)),
+        ("gemma3", (8, 16)),
     ],
 )
 def test_decode_nodes_get_no_pixels(

@@ -41,6 +41,8 @@ CASES: list[tuple[str, dict[str, int]]] = [
     ("pixtral", {"budget": 24, "encoder_budget": 54}),
     ("glm4v", {"budget": 24, "encoder_budget": 54}),
     ("kimi", {"budget": 24, "encoder_budget": 54}),
+    ("gemma3", {}),
+    ("gemma3", {"budget": 18}),
 ]
 
 
@@ -51,9 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def prompts(kind: str) -> list[Prompt]:
     """Returns prompts with 0, 1 and 3 images, of sizes with and without whole windows."""
-    large, small, wide = (
-        picture(kind, *size, seed) for seed, size in enumerate([(9, 6), (2, 3), (1, 11)])
-    )
+    sizes = FAMILIES[kind].grids * 3 or [(9, 6), (2, 3), (1, 11)]
+    large, small, wide = (picture(kind, *size, seed) for seed, size in enumerate(sizes))
     return [prompt([], 1, 20), prompt([large], 2), prompt([small, large, wide], 3)]
 
 
@@ -64,7 +65,7 @@ def config_of(folder: Path, **changes: Any) -> EngineConfig:
         engine_id="images",
         epoch=1,
         model=load_model_config(folder),
-        cache=CacheConfig(block_size=8, num_blocks=128),
+        cache=CacheConfig(block_size=8, num_blocks=256),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
         images=ImageConfig(**images),
         parallel=parallel,

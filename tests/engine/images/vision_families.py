@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Glm4vMoeConfig,
     Glm4vMoeForConditionalGeneration,
     Mistral3Config,
@@ -50,6 +52,7 @@ class VisionFamily:
         files: Others of the checkpoint, by name.
         renamed: Names of tensors that transformers writes otherwise than they are published.
         types: The argument that tells tokens of images apart, if there is one.
+        grids: Rows and columns of tokens that images may have; none: any.
     """
 
     model: type[PreTrainedModel]
@@ -65,6 +68,7 @@ class VisionFamily:
     merge_size: int = 2
     shades: tuple[tuple[float, ...], tuple[float, ...]] = _CLIP
     row_ends: tuple[int, ...] = ()
+    grids: tuple[tuple[int, int], ...] = ()
 
     @property
     def unit(self) -> int:
@@ -113,6 +117,11 @@ def _padded(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
     ]
     sizes = torch.tensor([list(one.shape[1:]) for one in pictures])
     return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+
+
+def _whole(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
+    """Gemma 3: squares of one size."""
+    return {"pixel_values": torch.stack(pictures)}
 
 
 def _in_rows(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
@@ -234,5 +243,20 @@ FAMILIES = {
             (r"^model\.mm_projector\.", "mm_projector."),
         ),
         shades=_GREY,
+    ),
+    "gemma3": VisionFamily(
+        Gemma3ForConditionalGeneration,
+        Gemma3Config,
+        {
+            **_TEXT, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 12,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        {**_SIZES, "patch_size": 14, "image_size": 168, "vision_use_head": False},
+        _whole,
+        whole={"mm_tokens_per_image": 9, "image_token_index": IMAGE},
+        types="token_type_ids",
+        merge_size=4,
+        shades=_GREY,
+        grids=((3, 3),),
     ),
 }  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.config import EngineConfig
@@ -97,6 +98,54 @@ def test_a_chunk_ends_before_an_image_beyond_the_budget() -> None:
     rest = request.spec.images[2].offset
     assert encoding.limit(request, rest, 100) == 100
     assert encoding.limit(request_of("other", C), 0, 100) == 100, "held: costs no budget"
+
+
+def whole_config(**changes: int) -> EngineConfig:
+    """Returns that of a model that computes each image at once."""
+    config = config_of(**changes)
+    return replace(config, model=replace(config.model, vision=replace_vision(sees_whole=True)))
+
+
+def replace_vision(**changes: bool) -> VisionSpec:
+    return msgspec.structs.replace(VISION, **changes)
+
+
+def test_an_image_that_is_computed_at_once_is_not_cut() -> None:
+    encoding = ImageEncoding(ImageLimits(whole_config()))
+    request = request_of("r", A)
+    start, end = request.spec.images[0].offset, request.spec.images[0].end
+    assert encoding.limit(request, 0, start + 5, 32) == start, "the chunk ends before it"
+    assert encoding.limit(request, start, 5, 32) == end - start, "more than the part, all of it"
+    assert encoding.limit(request, start, 5, 11) == 0, "the step is too full; the next has room"
+    assert encoding.limit(request, start + 3, 2, 32) == end - start - 3, "behind a cached prefix"
+    assert encoding.limit(request, 0, 100, 32) == 100
+
+
+def test_images_that_never_fit_into_a_step_are_refused() -> None:
+    wide = request_of("r", C)
+    assert ImageLimits(whole_config()).refusal(wide) == ""
+    small = whole_config(max_num_batched_tokens=28)
+    assert "--max-num-batched-tokens" in ImageLimits(small).refusal(wide)
+    assert ImageLimits(config_of(max_num_batched_tokens=28)).refusal(wide) == ""
+
+
+def test_steps_take_whole_images_whatever_their_part() -> None:
+    """Parts are of 5 tokens, and none ends inside an image."""
+    config = whole_config(long_prefill_token_threshold=5)
+    machine = StepMachine(config, num_blocks=64, depth=2, seed=3)
+    for name in "rstu":
+        machine.add(request_of(name, A, B, num_text=7))
+    images: dict[int, tuple[ImageSpan, ...]] = {}
+    computed: dict[int, int] = {}
+    while (step := machine.step()) is not None:
+        for new in step.new_reqs:
+            images[new.row], computed[new.row] = new.images, new.num_computed_tokens
+        for row, count in step.prefill_chunks:
+            end = computed[row] = computed[row] + count
+            assert not [one for one in images[row] if one.offset < end < one.end]
+    assert set(computed.values()) == {45}
+    machine.finish()
+    assert machine.scheduler.check_empty() == []
 
 
 def test_an_image_is_encoded_once_for_all_who_send_it() -> None:
