@@ -44,7 +44,7 @@ from engine.contracts.model_identity import identified
 from engine.contracts.outputs import SchedulerStats
 from engine.contracts.step_log import StepLog
 from engine.core.core_config import CoreProcConfig
-from engine.life_places import CORE_PLACE
+from engine.heartbeat_slots import CORE_PLACE
 from host.child_process import read_config
 from host.life_signs import LifeSigns
 from host.sockets.local_socket import Context, connect_socket
