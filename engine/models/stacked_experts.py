@@ -29,6 +29,8 @@ _IN_MEMORY = "mlp"
 _SCALES = re.compile(r"(gate_up_proj|down_proj)_(scale_inv|activation_scale)")
 _PROJECTION = re.compile(r"(.*\.experts)\.((?:gate|up|down)_proj\..*)")
 """Step has a tensor of all experts for each projection, and scales alike."""
+_ONE = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.(.*)")
+"""Tools that take transformers' experts apart call those of every family so."""
 _OF_TENSORS = {"scale_inv": "weight_scale", "activation_scale": "input_scale"}
 """Most publishers call scales of whole tensors so."""
 
@@ -83,6 +85,8 @@ def unstacked(
             for part, at in _scales(parent, tensor, projections[scaled[1]], scaled[2]):
                 found[_published(part, names.block)] = at
         else:
+            if one := _ONE.fullmatch(name):
+                name = f"{one[1]}.{getattr(names, one[2])}.{one[3]}"
             found[_published(name, names.block)] = tensor
     return found
 

@@ -1,5 +1,5 @@
 """Reads `quant_method: auto-round`: weights of 4 and 8 bits packed as GPTQ's, of 4 as AWQ's, or in
-FP8, with exceptions by name."""
+FP8, NVFP4, MXFP4 and MXFP8, with exceptions by name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from engine.quantization import (
     Fp8Scheme,
     IntegerLayout,
     Integers,
+    Mxfp4Scheme,
+    Mxfp8Scheme,
+    Nvfp4Scheme,
     Quantization,
     Scheme,
     SchemeRule,
@@ -30,6 +33,13 @@ _FORMS: dict[str, tuple[IntegerLayout, int]] = {
 """Each packing format has a layout of its origin, and stores zero points by this much less."""
 _FP8_FORMS = ("auto_round:fp8", "auto_round:fp8_static")
 """These are in e4m3; weights without quantised inputs have no packing format then."""
+_SMALL_FLOATS: dict[tuple[str, int, int], Scheme] = {
+    ("nv_fp", 4, 16): Nvfp4Scheme(layout="compressed-tensors"),
+    ("mx_fp", 4, 32): Mxfp4Scheme("compressed-tensors"),
+    ("mx_fp", 8, 32): Mxfp8Scheme(),
+}
+"""Maps `data_type`, `bits` and `group_size`; numbers are packed as in compressed-tensors."""
+_SMALL_FORM = "auto_round:llm_compressor"
 _ACTIVATIONS = (
     "act_data_type", "act_dynamic", "act_group_size", "act_sym", "static_attention_granularity",
     "static_kv_granularity",
@@ -42,7 +52,11 @@ def read_auto_round(fields: Fields) -> Quantization:
         fields.expect(name, False)
     form = fields.get("packing_format", str, "") or fields.get("backend", str, "")
     is_fp8 = form in _FP8_FORMS or (not form and fields.word("data_type").startswith("fp"))
-    scheme = _fp8(fields) if is_fp8 else _integers(fields, form)
+    scheme: Scheme
+    if form == _SMALL_FORM:
+        scheme = _small_floats(fields, None)
+    else:
+        scheme = _fp8(fields) if is_fp8 else _integers(fields, form)
     named, ignored = _exceptions(fields, scheme)
     blocks = _blocks(fields) or ("Linear",)
     fields.ignore("model_free", *_ACTIVATIONS, *SEARCH)
@@ -70,6 +84,25 @@ def _integers(fields: Fields, form: str) -> Integers:
         symmetric=symmetric,
         zeros_are_less_by=less,
     )
+
+
+def _small_floats(fields: Fields, general: tuple[str, int, int] | None) -> Scheme:
+    """Reads floats that share a scale in small groups. `general`: what holds where nothing is
+    said."""
+    kind, bits, size = general or ("", 0, 0)
+    found = (
+        fields.get("data_type", str, kind),
+        fields.get("bits", int, bits),
+        fields.get("group_size", int, size),
+    )
+    fields.expect("sym", True)
+    # Inputs stay in the model's dtype.
+    fields.ignore("act_bits")
+    if found not in _SMALL_FLOATS:
+        raise fields.refused(
+            "data_type", f"weights of type {found[0]!r}, {found[1]} bits in groups of {found[2]}"
+        )
+    return _SMALL_FLOATS[found]
 
 
 def _fp8(fields: Fields) -> Fp8Scheme:
@@ -130,6 +163,9 @@ def _exceptions(fields: Fields, scheme: Scheme) -> tuple[list[SchemeRule], list[
 
 def _changed(own: Fields, scheme: Scheme) -> Scheme:
     """Returns the scheme of layers that are named."""
+    for key, one in _SMALL_FLOATS.items():
+        if one == scheme:
+            return _small_floats(own, key)
     if not isinstance(scheme, Integers):
         raise own.unsupported("bits")
     own.expect("act_bits", 16, 32)

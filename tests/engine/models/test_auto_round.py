@@ -13,7 +13,8 @@ from torch import Tensor
 from engine.models.quantization.reader import read_quantization
 from engine.models.specs.base import UnsupportedField
 from engine.models.wrappers import text_config
-from engine.quantization import Int4Scheme, Quantization
+from engine.quantization import Int4Scheme, Mxfp4Scheme, Mxfp8Scheme, Quantization
+from tests.engine.models.fp4_checkpoints import write_mxfp4, write_mxfp8, write_nvfp4
 from tests.engine.models.int4_checkpoints import auto_round, awq, write_auto_round, write_awq
 from tests.engine.models.loaded_parameters import parameters
 from tests.engine.models.quantised_checkpoints import Stored, Writer, quantise_checkpoint
@@ -40,6 +41,22 @@ _FORMS: dict[str, tuple[Writer, dict[str, Any]]] = {
         write_awq(32, symmetric=True),
         awq(32) | {"provider": "auto-round", "sym": True, "zero_point": False},
     ),
+}
+
+
+_SMALL = {
+    "packing_format": "auto_round:llm_compressor",
+    "data_type": "mx_fp",
+    "act_bits": 4,
+    "act_data_type": "mx_fp",
+}
+_FORMS |= {
+    "nvfp4": (
+        write_nvfp4("compressed-tensors"),
+        auto_round(16, **_SMALL | {"data_type": "nv_fp"}),
+    ),
+    "mxfp4": (write_mxfp4("weight_packed"), auto_round(32, **_SMALL)),
+    "mxfp8": (write_mxfp8(), auto_round(32, **_SMALL | {"bits": 8, "act_bits": 8})),
 }
 
 
@@ -76,6 +93,18 @@ def test_layers_that_are_named_differ(checkpoints: Path, tmp_path: Path) -> None
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
+def test_small_floats_of_different_kinds() -> None:
+    exceptions = {
+        "model.layers.0.mlp": {"bits": 8, "act_bits": 8, "data_type": "mx_fp", "group_size": 32},
+        r".*layers\.1\.mlp\.gate.*": {"bits": 16, "act_bits": 16, "data_type": "float"},
+    }
+    found = read(auto_round(32, **_SMALL, extra_config=exceptions))
+    assert found.scheme_of("model.layers.0.mlp.up_proj") == Mxfp8Scheme()
+    expert = found.scheme_of("model.layers.1.mlp.experts.0.up_proj")
+    assert expert == Mxfp4Scheme("compressed-tensors")
+    assert found.scheme_of("model.layers.1.mlp.gate") is None
+
+
 @pytest.mark.parametrize(
     "blocks",
     [
@@ -110,7 +139,13 @@ def read(config: dict[str, Any]) -> Quantization:
         ({"bits": 2}, "bits"),
         ({"data_type": "mx_fp"}, "data_type"),
         ({"act_bits": 8}, "act_bits"),
-        ({"packing_format": "auto_round:llm_compressor"}, "packing_format"),
+        ({"packing_format": "auto_round:llm_compressor"}, "data_type: .* of type 'int', 4 bits"),
+        (_SMALL | {"group_size": 64}, "data_type: .* 'mx_fp', 4 bits in groups of 64"),
+        (_SMALL | {"group_size": 32, "sym": False}, "sym"),
+        (
+            _SMALL | {"group_size": 32, "extra_config": {"model.layers.0": {"bits": 2}}},
+            "extra_config.*data_type",
+        ),
         ({"packing_format": "auto_round"}, "packing_format"),
         ({"packing_format": None}, "packing_format"),
         ({"rotation_config": {"hadamard": 1}}, "rotation_config"),

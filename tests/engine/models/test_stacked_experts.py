@@ -56,6 +56,25 @@ def test_stacked_experts_are_read(
     check_same(tmp_path, checkpoints / family)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "minimax_m2"])
+def test_single_experts_may_have_the_names_of_memory(
+    family: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Quark takes the experts of transformers 5 apart, and saves them so."""
+    shutil.copytree(checkpoints / family, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        for published, in_memory in (
+            ("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")
+        ):  # fmt: skip
+            name = name.replace(f".{published}.", f".{in_memory}.")
+        tensors[name] = tensor
+    assert any(".mlp.experts.0.up_proj." in name for name in tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    check_same(tmp_path, checkpoints / family)
+
+
 @pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize(("hidden", "units"), [(32, 16), (32, 32), (16, 32)])
 def test_sizes_that_make_one_of_the_tensors_square(
