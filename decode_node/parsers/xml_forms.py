@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from decode_node.parsers.formats import ElementFormat, XmlFormat
 from decode_node.parsers.reasoning_families import MUSE_MESSAGES
 
@@ -68,17 +70,8 @@ SEED_OSS = XmlFormat(
     has_own_sections=True,
 )
 
-QWEN3_CODER = XmlFormat(
-    section_begin="<tool_call>",
-    section_end="</tool_call>",
-    before_name="<function=",
-    after_name=">",
-    before_key="<parameter=",
-    after_key=">",
-    after_value="</parameter>",
-    end="</function>",
-    has_lines=True,
-    has_own_sections=True,
+QWEN3_CODER = replace(
+    SEED_OSS, section_begin="<tool_call>", section_end="</tool_call>", has_lines=True
 )
 
 MINIMAX_M2 = XmlFormat(
@@ -151,26 +144,11 @@ STEP3 = XmlFormat(
     end="</steptml:invoke><｜tool_call_end｜>",
 )
 
-DOTS = XmlFormat(
-    section_begin="<dots_function_call>",
-    section_end="</dots_function_call>",
-    before_name='<invoke name="',
-    after_name='">',
-    before_key='<parameter name="',
-    after_key='">',
-    after_value="</parameter>",
-    end="</invoke>",
+DOTS = replace(
+    MINIMAX_M2, section_begin="<dots_function_call>", section_end="</dots_function_call>"
 )
 
-IQUEST_Q1 = XmlFormat(
-    before_name="<iquest_tool_call>",
-    before_key="<arg_key>",
-    after_key="</arg_key>",
-    before_value="<arg_value>",
-    after_value="</arg_value>",
-    end="</iquest_tool_call>",
-    is_json=True,
-)
+IQUEST_Q1 = replace(GLM45, before_name="<iquest_tool_call>", end="</iquest_tool_call>")
 
 K2_HORIZON = XmlFormat(
     section_begin="<ifm|tool_calls>",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.router.plan_accuracy import compare, live_table
-from bench.serving.goodput import Workload, engine_of, node_args, parse_arguments
+from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
 from bench.serving.goodput_report import Objectives, goodput, read_rows
 from bench.serving.load import LoadSpec
 from bench.serving.load_processes import LoadProcesses
@@ -79,12 +79,14 @@ def test_a_peers_lines_and_our_results_are_read_alike(tmp_path: Path) -> None:
 
 
 def test_arguments_say_what_runs() -> None:
-    args = parse_arguments(["--nodes", "2p2d", "--load", "1000/300@30,60", "--kill", "decode"])
+    args = parse_arguments(
+        None, ["--nodes", "2p2d", "--load", "1000/300@30,60", "--kill", "decode"]
+    )
     assert args.load == [Workload(1000, 300, (30.0, 60.0))]
     assert engine_of(args) == "tandem-2p2d-kill-decode"
     flags = node_args(args)
     assert flags[flags.index("--max-model-len") + 1] == "2048"
-    assert parse_arguments([]).load == [Workload(2000, 150, (24.0, 48.0))]
+    assert parse_arguments(None, []).load == [Workload(2000, 150, (24.0, 48.0))]
     with pytest.raises(argparse.ArgumentTypeError):
         Workload.parse("2000@24")
 
