@@ -5,7 +5,8 @@ request whose KV has come waits for the rest of one step and all of the next bef
 So the second step is held back while something may come, until
 
     expected end of the step in flight - lead
-    lead = what went wrong at most + what the worker's host takes to start a step
+    lead = the most that any of the last steps would have needed: what went wrong with it, and what
+           the worker's host took to start it
 
 1. learning   every step goes out at once. Steps that follow each other tell how long such steps
               take, and workers tell how long before the end of the step in front they took each
@@ -39,8 +40,8 @@ _FEW_TOKENS = 256
 """Fewer tokens of prompts take about as long as none."""
 _LIKE = 1.25
 """Steps with a quarter more rows, or fewer, take about as long."""
-_NUM_LOSSES = 64
-_FEWEST_LOSSES = 16
+_NUM_NEEDS = 64
+_FEWEST_NEEDS = 16
 _SPARE_S = 0.0002
 _MOST_LEAD = 0.7
 """Holding a step back gains little where more than this part of the one in front were lead."""
@@ -111,9 +112,8 @@ class StepPace:
         self.num_held = self.num_late = 0
         self._forecast = StepForecast()
         self._flights: deque[_Flight] = deque()
-        self._losses: deque[float] = deque(maxlen=_NUM_LOSSES)
-        self._host_s: deque[float] = deque(maxlen=_NUM_LOSSES)
-        self._total_host_s = 0.0
+        self._needs: deque[float] = deque(maxlen=_NUM_NEEDS)
+        self._host_s = self._total_host_s = 0.0
         self._ended_at = self._came_at = float("-inf")
         self._held: _Plan | None = None
         """The plan by which the next step is held back."""
@@ -121,9 +121,9 @@ class StepPace:
     @property
     def lead_s(self) -> float:
         """Returns how long before the end of a step the next one must go out; 0: unknown."""
-        if len(self._losses) < _FEWEST_LOSSES:
+        if len(self._needs) < _FEWEST_NEEDS:
             return 0.0
-        return max(0.0, *self._losses) + max(self._host_s, default=0.0) + _SPARE_S
+        return max(0.0, *self._needs) + _SPARE_S
 
     def request_came(self, now: float) -> None:
         """Records that a request came."""
@@ -168,11 +168,13 @@ class StepPace:
         """Records that the result of the oldest step has come. `total_host_s`, `ahead_s`: see
         `Executor`."""
         flight = self._flights.popleft()
-        self._host_s.append(max(0.0, total_host_s - self._total_host_s))
+        # The host's time was this step's, or that of the one behind it, started meanwhile.
+        before_s, self._host_s = self._host_s, max(0.0, total_host_s - self._total_host_s)
         self._total_host_s = total_host_s
         follows = flight.sent_at < self._ended_at
         if ahead_s is not None and flight.plan is not None:
-            self._losses.append(flight.plan.ends_at - flight.plan.issue_at - ahead_s)
+            loss_s = flight.plan.ends_at - flight.plan.issue_at - ahead_s
+            self._needs.append(loss_s + max(before_s, self._host_s))
             self.num_late += ahead_s < 0
         if follows and (ahead_s is None or ahead_s >= 0):
             self._forecast.observe(flight.shape, now - self._ended_at)
