@@ -14,7 +14,7 @@ import pytest
 import torch
 from interpreted_fixtures import (  # noqa: F401
     dtypes,
-    looks_for_builtins_once,
+    remembers,
     rounds_to_e4m3,
     rows_by_themselves,
     seeded,

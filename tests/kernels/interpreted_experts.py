@@ -12,7 +12,7 @@ import routed_expert_checks as routed
 import torch
 from fp4_checks import Form
 from interpreted_fixtures import (  # noqa: F401
-    looks_for_builtins_once,
+    remembers,
     rounds_to_e4m3,
     rows_by_themselves,
     seeded,

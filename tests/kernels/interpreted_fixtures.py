@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,11 +26,18 @@ def seeded() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def looks_for_builtins_once() -> Iterator[None]:
-    """Makes the interpreter remember what it finds out anew at each launch, each call of a function
-    that is compiled and each operation: what there is to replace in the language, whether that is
-    done, and NumPy's name of a type. That is a third of its time."""
-    replace, replace_all = interpreter._patch_attr, interpreter._patch_lang
+def remembers() -> Iterator[None]:
+    """Makes the interpreter remember what it finds out anew for each operation."""
+    with pytest.MonkeyPatch.context() as patch:
+        _look_for_builtins_once(patch)
+        _know_types_and_shapes(patch)
+        yield
+
+
+def _look_for_builtins_once(patch: pytest.MonkeyPatch) -> None:
+    """Remembers what there is to replace in the language, whether that is done, and NumPy's name of
+    a type: a third of the interpreter's time."""
+    replace_attr, replace_all = interpreter._patch_attr, interpreter._patch_lang
     numpy_type, numpy_types = interpreter._get_np_dtype, {}
 
     @cache
@@ -39,7 +47,7 @@ def looks_for_builtins_once() -> Iterator[None]:
     def replace_builtins(package: Any, *where: Any) -> None:
         for name in builtins_of(package):
             if tl.core.is_builtin(found := getattr(package, name)):
-                replace(package, name, found, *where)
+                replace_attr(package, name, found, *where)
 
     @cache
     def languages_of(function: Any) -> list[Any]:
@@ -56,11 +64,41 @@ def looks_for_builtins_once() -> Iterator[None]:
             numpy_types[name] = numpy_type(kind.scalar)
         return numpy_types[name]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", replace_builtins)
-        patch.setattr(interpreter, "_patch_lang", replace_unless_done)
-        patch.setattr(interpreter, "_get_np_dtype", remembered_numpy_type)
-        yield
+    patch.setattr(interpreter, "_patch_builtin", replace_builtins)
+    patch.setattr(interpreter, "_patch_lang", replace_unless_done)
+    patch.setattr(interpreter, "_get_np_dtype", remembered_numpy_type)
+
+
+def _know_types_and_shapes(patch: pytest.MonkeyPatch) -> None:
+    """Remembers types of blocks and shapes of tensors, which are made and checked for every
+    operation. Leaves out that sums of integers are computed in 64 bits as well: only where the
+    interpreter debugs, it looks at them. Both are half of its time."""
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[str, tuple[Any, Any]] = {}
+
+    def known_type(self: Any, element: Any, shape: Any) -> None:
+        sizes = shape.values if isinstance(shape, tl.tuple) else shape
+        key = (element.name, *[getattr(size, "value", size) for size in sizes])
+        if (known := types.get(key)) is None:
+            make_type(self, element, shape)
+            types[key] = dict(self.__dict__)
+        else:
+            self.__dict__.update(known)
+
+    def known_shape(self: Any, handle: Any, kind: Any) -> None:
+        if (known := shapes.get(kind.name)) is None:
+            make_tensor(self, handle, kind)
+            shapes[kind.name] = self.numel, self.shape
+        else:
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+            self.numel, self.shape = known
+
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    patch.setattr(tl.block_type, "__init__", known_type)
+    patch.setattr(tl.tensor, "__init__", known_shape)
+    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from fp4_checks import Form
 from fused_qkv_checks import QkvShape
 from interpreted_fixtures import (  # noqa: F401
     dtypes,
-    looks_for_builtins_once,
+    remembers,
     rounds_to_e4m3,
     rows_by_themselves,
     seeded,

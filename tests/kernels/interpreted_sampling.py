@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from interpreted_fixtures import (  # noqa: F401
     dtypes,
-    looks_for_builtins_once,
+    remembers,
     rounds_to_e4m3,
     rows_by_themselves,
     seeded,

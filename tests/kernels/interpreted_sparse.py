@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import sparse_checks as check
 import torch
-from interpreted_fixtures import looks_for_builtins_once, seeded  # noqa: F401
+from interpreted_fixtures import remembers, seeded  # noqa: F401
 
 from tandem_kernels import ops
 from tandem_kernels.attention import index_topk

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
+PARTS = ["layers", "attention", "sparse", "experts", "sampling"]
 HOPPER_ALONE = {
     "few_row_gemm_kernel",
     "few_row_qkv_kernel",
@@ -51,11 +52,25 @@ def _output(process: subprocess.Popen[str]) -> str:
     return out
 
 
-@pytest.mark.parametrize("part", ["layers", "attention", "sparse", "experts", "sampling"])
-def test_kernels_in_the_interpreter(part: str) -> None:
-    arguments = ["-q", "-p", "no:cacheprovider", str(HERE / f"interpreted_{part}.py")]
-    out = _output(_start(["-m", "pytest", *arguments], {"TRITON_INTERPRET": "1"}))
-    assert " passed" in out and "skipped" not in out, out
+@pytest.fixture(scope="module")
+def interpreted() -> str:
+    """Returns what pytest says of all parts: they share a process."""
+    parts = [str(HERE / f"interpreted_{part}.py") for part in PARTS]
+    arguments = ["-v", "--tb=short", "-p", "no:cacheprovider", *parts]
+    with _start(["-m", "pytest", *arguments], {"TRITON_INTERPRET": "1"}) as process:
+        try:
+            out, _ = process.communicate()
+        finally:
+            process.kill()
+    assert process.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), out[-8000:]
+    return out
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels_in_the_interpreter(part: str, interpreted: str) -> None:
+    ends = re.findall(rf"interpreted_{part}\.py::.* (\w+) +\[ *\d+%\]$", interpreted, re.M)
+    assert ends and set(ends) == {"PASSED"}, interpreted[-8000:]
 
 
 @pytest.mark.timeout(400)
