@@ -128,10 +128,11 @@ async def test_choices_are_the_answers_of_their_seeds(
     wish = {"prompt": prompt(203), "temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
     together = await complete(cluster.url, **wish, seed=50, n=8)
     assert together.usage["prompt_tokens"] == 203
-    for i in range(8):
-        alone = await complete(cluster.url, **wish, seed=50 + i)
-        assert together.texts[i] == alone.text
-        assert together.timeline["kv_bytes"] <= 1.02 * alone.timeline["kv_bytes"]
+    alone = [await complete(cluster.url, **wish, seed=50 + i) for i in range(8)]
+    assert [together.texts[i] for i in range(8)] == [one.text for one in alone]
+    # A path that a busy machine slows down is left out meanwhile: nothing is pulled then.
+    pulled = [one.timeline["kv_bytes"] for one in alone if one.timeline["path"] == "remote"]
+    assert pulled and together.timeline["kv_bytes"] <= 1.02 * min(pulled)
     assert len(set(together.texts.values())) == 8
     await cluster.wait_empty()
 
