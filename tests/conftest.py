@@ -85,17 +85,40 @@ def _import_from_a_place_of_its_own() -> None:
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
+_thaw = gc.unfreeze
+_is_thawed = False
+
+
+def _unfreeze() -> None:
+    global _is_thawed
+    _is_thawed = True
+    _thaw()
+
+
 def pytest_configure() -> None:
     forked_programs.install()
+    gc.unfreeze = _unfreeze
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Starts programs as forks of what is imported already, but for tests of the start itself."""
-    if item.get_closest_marker("real_start") is None:
+    is_real = item.get_closest_marker("real_start") is not None
+    with forked_programs.real_starts() if is_real else contextlib.nullcontext():
         return (yield)
-    with forked_programs.real_starts():
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Freezes again what a test has thawed, by itself or as programs of ours do: each collection
+    that is asked for later would look at all imports of all tests for a second."""
+    try:
         return (yield)
+    finally:
+        global _is_thawed
+        if _is_thawed:
+            _is_thawed = False
+            gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
