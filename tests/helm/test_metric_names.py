@@ -136,6 +136,19 @@ def test_certificates_are_watched_where_there_are_any() -> None:
     assert "TandemCertificateEnds" not in {rule["alert"] for rule in rules("decode-only")}
 
 
+def test_the_page_has_the_severity_of_each_alert() -> None:
+    text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    head = text.partition("## Alerts\n")[2].partition("```")[0]
+    critical, _, others = head.partition("**For information**")
+    parts = {"critical": critical, "info": others.partition("The others")[0]}
+    found = {severity: set(re.findall(r"\[(\w+)\]", part)) for severity, part in parts.items()}
+    templates = "".join(path.read_text() for path in (ROOT / "helm/templates").glob("*.tpl"))
+    alerts = re.findall(r"- alert: (\w+).*?severity: (\w+)", templates, re.DOTALL)
+    assert len(alerts) > 30
+    for severity in found:
+        assert found[severity] == {name for name, of_it in alerts if of_it == severity}
+
+
 def test_every_alert_has_a_runbook() -> None:
     text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     headings = {line.strip("# ").lower() for line in re.findall(r"^#+ .*$", text, re.MULTILINE)}
