@@ -545,11 +545,12 @@ def int4_cases(capability: int) -> Iterator[Case]:
             "parts": "*fp32",
         }
         many = capability >= 90 and dtype == "bf16"
-        for rows, gated in itertools.product((1, 32, 64, 256) if many else (1,), (False, True)):
-            tuning = int4_tuning.int4_tuning(rows, 4096, 4096, gated=gated)
+        shapes = list(itertools.product((1, 32, 64, 256) if many else (1,), (4096,), (False, True)))
+        for rows, outputs, gated in [*shapes, (256, 14336, True)] if many else shapes:
+            tuning = int4_tuning.int4_tuning(rows, outputs, 4096, gated=gated)
             yield Case(
                 int4_gemm.int4_gemm_kernel,
-                f"{dtype} rows={rows} gated={gated}",
+                f"{dtype} rows={rows} outputs={outputs} gated={gated}",
                 types,
                 {
                     "ROWS": tuning.rows,

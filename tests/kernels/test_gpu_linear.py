@@ -130,10 +130,29 @@ def test_4_bit_weights(shape: tuple[int, int], group_size: int, dtype: torch.dty
         int4.int4_gemm(*columns, (rows, *shape), group_size, dtype, "cuda")
 
 
+@pytest.mark.parametrize("rows", [65, 96, 128, 129, 256])
+@pytest.mark.parametrize(
+    ("shape", "group_size", "dtype"),
+    [
+        ((4096, 2048), 128, torch.bfloat16),
+        ((6144, 2048), 128, torch.float16),
+        ((9216, 2048), 128, torch.bfloat16),
+        ((9240, 1408), 64, torch.bfloat16),
+        ((9216, 1120), 32, torch.float16),
+    ],
+)
+def test_4_bit_weights_of_many_rows(
+    shape: tuple[int, int], group_size: int, dtype: torch.dtype, rows: int
+) -> None:
+    """One shape or more for each tile, with whole blocks and without."""
+    columns = ops.int4_gemm, ops.int4_gate_up
+    int4.int4_gemm(*columns, (rows, *shape), group_size, dtype, "cuda")
+
+
 @halves
 def test_4_bit_weights_in_one_order(dtype: torch.dtype) -> None:
     int4.int4_in_fixed_order(ops.int4_gemm, (300, 4096, 4096), dtype, "cuda")
-    for shape in ((1, 4096, 14336), (33, 6144, 4096)):
+    for shape in ((1, 4096, 14336), (33, 6144, 4096), (128, 6144, 4096), (256, 18432, 2048)):
         int4.int4_gemm_again(ops.int4_gemm, shape, "cuda")
 
 

@@ -152,6 +152,7 @@ _INT4_TILES = {
     32: ((128, 4, 3), (64, 4, 3), (128, 4, 2)),
     64: ((128, 8, 2), (64, 4, 2), (64, 4, 3), (128, 8, 3), (128, 4, 2)),
     128: ((128, 8, 2), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 4)),
+    256: ((128, 8, 2), (128, 8, 3), (64, 4, 2), (64, 4, 3)),
 }
 """Cols, warps and stages that may suit this many rows: few, because each takes seconds to compile.
 Of 32 rows and more only products whose scales come late do not wait for each other."""
@@ -188,9 +189,9 @@ class Int4(Weights):
     def tunings(self) -> Iterator[Int4Tuning]:
         gated = self.shape.gated
         yield int4_tuning(self.rows, self.shape.outputs, self.shape.inputs, gated=gated)
-        tile = next((size for size in _INT4_TILES if self.rows <= size), 128)
-        splits = (1, 2) if gated or tile == 128 else (2, 4) if tile in (32, 64) else (4, 8)
-        turns = (1, 2, 4) if tile == 128 else (1,)
+        tile = next((size for size in _INT4_TILES if self.rows <= size), 256)
+        splits = (1, 2) if gated or tile >= 128 else (2, 4) if tile in (32, 64) else (4, 8)
+        turns = {128: (1, 2, 4), 256: (2, 4)}.get(tile, (1,))
         for sizes, split, late, pieces in itertools.product(
             _INT4_TILES[tile], splits, (False, True), turns
         ):

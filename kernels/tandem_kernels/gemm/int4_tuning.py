@@ -40,13 +40,18 @@ _TILES = {
     16: Int4Tuning(16, 32, 1, True, num_warps=1, num_stages=3, ahead=8, late=True),
     32: Int4Tuning(32, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True),
     64: Int4Tuning(64, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True),
-    128: Int4Tuning(128, 128, 1, True, num_warps=8, num_stages=2, late=True),
+    128: Int4Tuning(128, 128, 1, True, num_warps=8, num_stages=2, ahead=8, pieces=2),
 }
 """Holds the tiles by their largest number of rows. With few a warp works for itself."""
 _GATED_64 = Int4Tuning(64, 128, 1, True, num_warps=8, num_stages=2)
-_NARROW_128 = Int4Tuning(128, 64, 1, True, num_warps=4, num_stages=2, late=True)
 _PROGRAMS = {8: 1056, 16: 900, 32: 396, 64: 264, 128: 132}
 """This many fit on the SMs of a Hopper at once."""
+_NARROW_128 = {
+    132: Int4Tuning(128, 64, 1, True, num_warps=4, num_stages=3),
+    264: Int4Tuning(128, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True, pieces=2),
+}
+"""Tiles for outputs so few that halves of the inner dimension are a program each, by how many
+programs fit at once."""
 _LEAST_BLOCKS = 4
 """A part of the inner dimension is never shorter."""
 
@@ -59,16 +64,18 @@ def int4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> 
     """
     rows = next((size for size in _TILES if num_rows <= size), 128)
     width = num_outputs * (1 + gated)
-    tile = _tile(rows, width, gated=gated)
+    tile, programs = _tile(rows, width, gated=gated)
     strips = -(-width // tile.cols) * -(-num_rows // rows)
-    most = min(8, _PROGRAMS[rows] // strips, inner // 256 // _LEAST_BLOCKS)
+    most = min(8, programs // strips, inner // 256 // _LEAST_BLOCKS)
     return replace(tile, splits=1 << max(0, most.bit_length() - 1))
 
 
-def _tile(rows: int, width: int, *, gated: bool) -> Int4Tuning:
-    """Returns the tile of this many rows. `width`: outputs of the weights."""
+def _tile(rows: int, width: int, *, gated: bool) -> tuple[Int4Tuning, int]:
+    """Returns the tile of this many rows, and how many of its programs run at once. `width`:
+    outputs of the weights."""
     if rows == 64 and gated:
-        return _GATED_64
-    if rows == 128 and 2 * (width // _NARROW_128.cols) <= _PROGRAMS[128]:
-        return _NARROW_128
-    return _TILES[rows]
+        return _GATED_64, _PROGRAMS[64]
+    for programs, tile in _NARROW_128.items() if rows == 128 else ():
+        if 2 * (width // tile.cols) <= programs:
+            return tile, programs
+    return _TILES[rows], _PROGRAMS[rows]
