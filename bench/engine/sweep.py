@@ -7,9 +7,10 @@ many tokens. Where it takes over 1.15 times what a straight line between them sa
 over 1.15 times what it takes, there is a cliff.
 
     python -m bench.engine.sweep --seed 1                        # all engines, 60 cases
-    python -m bench.engine.sweep --engines 8b,8b-fp8 --cases 20
+    python -m bench.engine.sweep --engines 8b,8b-fp8 --cases 90  # ten of each
     python -m bench.engine.sweep --layers 8                      # of each model: starts sooner
-    python -m bench.engine.sweep --plot                          # draw what was measured before
+    python -m bench.engine.sweep --engines 8b --name sweep-8b    # a part of them, in a file of its own
+    python -m bench.engine.sweep --plot sweep-8b,sweep-v2-lite   # draw what was measured before
 
 Weights are random, experts are chosen uniformly, contexts are not computed (`timing.bare_steps`).
 Results: bench/results/NAME.json and NAME.svg.
@@ -181,12 +182,12 @@ def compare(engine: str, case: Case, seconds: Sequence[float]) -> Figure:
     return Figure(engine, case.name, *rounded, ratio=round(own / expected, 3))
 
 
-def plot(name: str) -> None:
-    """Draws the ratio of each case over its time, of the results with this name."""
+def plot(name: str, parts: Sequence[str]) -> None:
+    """Draws the ratio of each case over its time, of the results with these names."""
     from matplotlib import pyplot
 
-    found = json.loads((RESULTS / f"{name}.json").read_text())["figures"]["cases"]
-    figures = [Figure(**one) for one in found]
+    found = [json.loads((RESULTS / f"{part}.json").read_text())["figures"] for part in parts]
+    figures = [Figure(**case) for one in found for case in one["cases"]]
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for engine in dict.fromkeys(one.engine for one in figures):
         own = [one for one in figures if one.engine == engine]
@@ -200,19 +201,21 @@ def plot(name: str) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--engines", type=names_among(ENGINES), default=list(ENGINES))
-    parser.add_argument("--cases", type=int, default=60, help="of all engines together")
+    parser.add_argument(
+        "--cases", type=int, default=60, help="of all engines there are, as many of each"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=int, help="of each model; default: all that it has")
     parser.add_argument("--name", default="sweep", help="of the result files")
-    parser.add_argument("--plot", action="store_true", help="draw what NAME.json has")
+    parser.add_argument("--plot", default="", help="draw what these files have, by comma")
     arguments = parser.parse_args()
     if arguments.plot:
-        plot(arguments.name)
+        plot(arguments.name, arguments.plot.split(","))
         return
-    chance = random.Random(arguments.seed)
-    each = -(-arguments.cases // len(arguments.engines))
+    each = -(-arguments.cases // len(ENGINES))
     figures: list[Figure] = []
     for name in arguments.engines:
+        chance = random.Random(f"{arguments.seed} {name}")
         figures += measure(name, draw(chance, each), arguments.layers)
         found = [asdict(one) for one in figures]
         path = write_result(arguments.name, {"layers": arguments.layers, "cases": found})
