@@ -16,6 +16,7 @@ FastPath = Literal[
     "late-steps",
     "lora-gemm",
     "pdl",
+    "precompile",
     "prompt-graphs",
     "residual-gemm",
     "sampled-rows",
@@ -42,6 +43,8 @@ late-steps      the next step goes out shortly before the one in front ends, so 
 lora-gemm       adapters of up to 16 rows in the launch of their layer, where its weights are plain
 pdl             small kernels that start before the one before has ended (programmatic dependent
                 launch)
+precompile      kernels are compiled by a process of their own, on all cores, while weights are
+                loaded; without, by the first step that needs them
 prompt-graphs   CUDA graphs of steps with short prompts
 residual-gemm   GEMMs of many rows that add to the residual stream themselves
 sampled-rows    behind its attention, the last layer computes no tokens of prompts but those behind

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 from bench.arguments import parser_of
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.record import write_result
+from engine.executor.precompiling import start_precompiling
+from host.child_process import stop_all
 
 if TYPE_CHECKING:
     from engine.worker.worker import Worker
@@ -54,13 +56,15 @@ class Phases:
 
 def start(shape: str, quantization: str, began: float) -> dict[str, object]:
     """Starts a worker in this process. `began`: when its process did, `time.time()`."""
+    config = shape_config(shape, quantization=quantization)
+    helpers = start_precompiling(config)
     from triton import knobs
 
     from engine.worker.worker import Worker
 
     phases = Phases(began)
     knobs.compilation.listener = phases.compiled
-    worker = Worker(shape_config(shape, quantization=quantization), rank=0, rendezvous="")
+    worker = Worker(config, rank=0, rendezvous="")
     phases.end("imports")
     worker.init_device()
     phases.end("device")
@@ -73,6 +77,7 @@ def start(shape: str, quantization: str, began: float) -> dict[str, object]:
     with _watched_steps(worker, phases) as steps:
         worker.capture_model(_ends_of_stages(phases))
     phases.end("the rest")
+    stop_all(helpers)
     worker.shutdown()
     return {
         "total_s": round(sum(phases.seconds.values()), 2),

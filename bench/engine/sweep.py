@@ -9,7 +9,7 @@ over 1.15 times what it takes, there is a cliff.
     python -m bench.engine.sweep --seed 1                        # all engines, 60 cases
     python -m bench.engine.sweep --engines 8b,8b-fp8 --cases 90  # ten of each
     python -m bench.engine.sweep --layers 8                      # of each model: starts sooner
-    python -m bench.engine.sweep --engines 8b --name sweep-8b    # a part of them, in a file of its own
+    python -m bench.engine.sweep --engines 8b --name sweep-8b    # a part, in a file of its own
     python -m bench.engine.sweep --plot sweep-8b,sweep-v2-lite   # draw what was measured before
 
 Weights are random, experts are chosen uniformly, contexts are not computed (`timing.bare_steps`).

@@ -35,6 +35,7 @@ from engine.contracts.outputs import ExpertStats, GrammarStats
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.group_results import GroupResults
+from engine.executor.precompiling import start_precompiling
 from engine.executor.rank_reports import RankReports
 from engine.executor.worker_messages import (
     AdapterLoaded,
@@ -109,6 +110,7 @@ class ProcessExecutor(Executor):
         self._exceptions: dict[str, list[ExceptionFacts]] = {}
         self._children: list[HostedProcess] = []
         """The worker processes by rank."""
+        self._helpers: Sequence[HostedProcess] = ()
         self._sent_at: deque[float] = deque()
         """The CLOCK_MONOTONIC seconds at which each step in flight was started, oldest first."""
         self._profile_replies: list[ProfileReply] = []
@@ -177,6 +179,7 @@ class ProcessExecutor(Executor):
         self._model_hash = identity.result(loaded[0].digests)
         self._send(InitializeKVCache(self._num_blocks, self._model_hash))
         ready = self._wait_for_all(WorkerReady, report)
+        stop_all(self._helpers)
         self._prompt_steps = ready[0].prompt_steps
         self._is_running = True
         return self._caches([reply.handle for reply in ready])
@@ -197,6 +200,7 @@ class ProcessExecutor(Executor):
         )
 
     def _start_workers(self, hosts: Sequence[ProcessHost], port: int) -> None:
+        self._helpers = start_precompiling(self._config)
         env = {"OMP_NUM_THREADS": str(self._config.device.num_threads)}
         for rank, host in enumerate(hosts):
             where = f" on {host.link.host_address}" if host.link is not None else ""
@@ -403,7 +407,7 @@ class ProcessExecutor(Executor):
             if not self._sent_at:
                 self._send(StopWorker())
                 self._wait_until_ended(_STOP_TIMEOUT_S)
-        stop_all(self._children, _TERMINATE_TIMEOUT_S)
+        stop_all([*self._helpers, *self._children], _TERMINATE_TIMEOUT_S)
         self._close()
         self._socket.close(linger=0)
 

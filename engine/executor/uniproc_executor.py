@@ -14,12 +14,14 @@ from engine.contracts.group_step import Step
 from engine.contracts.outputs import GrammarStats, ModelRunnerOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.adapter_loader import AdapterLoader
+from engine.executor.precompiling import start_precompiling
 from engine.executor.rank_reports import KERNELS_NAMED
 from engine.executor.step_profiler import StepProfiler
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.models.identity import IdentityJob
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
+from host.child_process import stop_all
 from kv_transfer.base import KVCacheHandle
 
 
@@ -38,6 +40,7 @@ class UniprocExecutor(Executor):
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def initialize(self, report: ReportProgress) -> KVCaches:
+        helpers = start_precompiling(self._worker.config)
         identity = IdentityJob(self._worker.config)
         self._worker.init_device()
         self._worker.load_model(
@@ -47,6 +50,7 @@ class UniprocExecutor(Executor):
         self._worker.identify(identity.result(self._worker.digests))
         handle = self._worker.initialize_kv_cache(num_blocks)
         self._worker.capture_model(report)
+        stop_all(helpers)
         return self._caches(num_blocks, handle)
 
     def switch_role(self, config: EngineConfig) -> KVCaches:

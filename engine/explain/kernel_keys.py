@@ -12,24 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.explain.explanation import Batch, asked_model
+from engine.explain.launched_kernels import KernelKey, keeping
 from engine.explain.launches import Launches
+from engine.worker.cudagraph_utils import capture_sizes, recorded_prompts
+from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from tandem_kernels import ops
 from tandem_kernels.device import GpuFacts
-
-if TYPE_CHECKING:
-    from triton.runtime.jit import JITFunction
-
-
-class KernelKey(NamedTuple):
-    """One compilation. `arguments`: by name, their types and constants as Triton has them."""
-
-    kernel: str
-    arguments: str
-    options: str
 
 
 def kernel_keys(
@@ -45,8 +37,10 @@ def kernel_keys(
     """
     found: list[set[KernelKey]] = []
     keys: set[KernelKey] = set()
-    launches = Launches(on_kernel=_run_launcher)
-    with _launches_kept(gpu, keys), asked_model(config, gpu, launches, has_flash) as run:
+    with (
+        keeping(gpu, lambda one: keys.add(one.key)),
+        launching_model(config, gpu, has_flash=has_flash) as run,
+    ):
         for batch in batches:
             keys.clear()
             run(batch)
@@ -54,39 +48,40 @@ def kernel_keys(
     return found
 
 
+@contextmanager
+def launching_model(
+    config: EngineConfig, gpu: GpuFacts, *, has_flash: bool
+) -> Iterator[Callable[[Batch], object]]:
+    """Makes the model of fake tensors and gives the pass of a batch through it, in which every
+    operation's launcher runs."""
+    launches = Launches(on_kernel=_run_launcher)
+    with asked_model(config, gpu, launches, has_flash) as run:
+        yield run
+
+
+def warm_up_batches(config: EngineConfig) -> list[Batch]:
+    """Returns what runs before anything waits: steps, and those that graphs record."""
+    steps = [_batch_of(step) for step in steps_before_ready(config)]
+    most = config.scheduler.max_num_seqs
+    steps += [Batch(size, config.model.max_model_len) for size in capture_sizes(config, most)]
+    keys = recorded_prompts(config)
+    steps += [Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs) for key in keys]
+    return list(dict.fromkeys(steps))
+
+
+def steps_before_ready(config: EngineConfig) -> list[DummyStep]:
+    """Returns the steps that a worker runs at its start: to measure memory, and to warm up."""
+    limits = config.scheduler
+    sizes = limits.max_num_batched_tokens, limits.max_num_seqs, config.model
+    return [*largest_steps(*sizes, expands_contexts=True), *warm_up_steps(config)]
+
+
+def _batch_of(step: DummyStep) -> Batch:
+    prompts = tuple(length for length in step.lengths if length > 1)
+    decodes = len(step.lengths) - len(prompts)
+    asked = None if step.sampling.prompt_logprobs is None else sum(step.lengths)
+    return Batch(decodes, step.num_cached + 1, prompts, step.num_cached, asked)
+
+
 def _run_launcher(op: ops.Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op.kernel(*args, **kwargs)
-
-
-@contextmanager
-def _launches_kept(gpu: GpuFacts, keys: set[KernelKey]) -> Iterator[None]:
-    """Adds a key to `keys` for each kernel that is launched meanwhile, and launches none."""
-    from triton.runtime.jit import JITFunction
-
-    before = JITFunction.run
-    JITFunction.run = _keeping(gpu, keys)
-    try:
-        yield
-    finally:
-        JITFunction.run = before
-
-
-def _keeping(gpu: GpuFacts, keys: set[KernelKey]) -> Callable[..., None]:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    backend = make_backend(GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32))
-    binders: dict[str, Callable[..., tuple[dict[str, Any], Any, Any]]] = {}
-
-    def run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        name = f"{self.fn.__module__}.{self.fn.__name__}"
-        if name not in binders:
-            binders[name] = create_function_from_signature(self.signature, self.params, backend)
-        given = {"debug": False, "instrumentation_mode": "", **options}
-        bound, kinds, _ = binders[name](*args, **given)
-        # Of a constant the kind is the value itself, of the others what is known of it.
-        named = ", ".join(f"{one}: {kind}" for one, kind in zip(bound, kinds, strict=False))
-        keys.add(KernelKey(self.fn.__name__, named, str(sorted(options.items(), key=str))))
-
-    return run

@@ -41,6 +41,7 @@ from engine.worker.async_output import AsyncOutput
 from engine.worker.dummy_steps import step_without_rows
 from engine.worker.expert_balancer import ExpertBalancer, create_balancer
 from engine.worker.group_runner import GroupRunner
+from engine.worker.kernel_cache import KernelCache
 from engine.worker.kv_cache import (
     KVCache,
     blocks_that_fit,
@@ -74,6 +75,9 @@ _CUDA_RESERVE_BYTES = 2 << 30
 """Room for what the profiling run does not show: the context, loaded kernels, graphs, NCCL."""
 _TRANSFER_CONTEXT_BYTES = 600 << 20
 """Each transfer process has a context of its own on the GPU."""
+
+
+_PRECOMPILE_LIMIT_S, _TOLD_WAIT_S = 120.0, 0.1
 
 
 class MissingDeviceError(CannotStartError):
@@ -169,6 +173,10 @@ class Worker:
                 self.runner = create_runner(self._place.pp, self._layout, *parts)
         if self.rank == 0:
             log_choices(config, self._device)
+        if self._device.type == "cuda":
+            waited_s = KernelCache(config).wait(_PRECOMPILE_LIMIT_S)
+            if waited_s >= _TOLD_WAIT_S:
+                logger.info("waited %.1f s for kernels that are compiled ahead", waited_s)
         self._closers.callback(self.runner.sampler.grammars.close)
         if self._place.pp.is_last:
             self.runner.sampler.grammars.prepare()

@@ -21,8 +21,10 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
+from engine.executor.precompiling import start_precompiling
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
+from host.child_process import stop_all
 
 _WARM_STEPS, _STEPS = 4, 24
 _REPEATS = 4
@@ -44,11 +46,13 @@ class BareSteps:
         self._worker = Worker(config, rank=0, rendezvous="")
         self._step_id = 0
         self._next_block = 0
+        helpers = start_precompiling(config)
         self._worker.init_device()
         self._worker.load_model(lambda fraction: None)
         self.num_blocks = self._worker.determine_num_blocks()
         self._worker.initialize_kv_cache(self.num_blocks)
         self._worker.capture_model(lambda stage, fraction: None)
+        stop_all(helpers)
         self.runner = self._worker.runner
 
     def fits(self, contexts: Sequence[int]) -> bool:

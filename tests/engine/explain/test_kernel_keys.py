@@ -14,9 +14,8 @@ import pytest
 from bench.engine.models.shapes import shape_config
 from engine.config import EngineConfig
 from engine.explain.explanation import Batch
-from engine.explain.kernel_keys import KernelKey, kernel_keys
-from engine.worker.cudagraph_utils import capture_sizes, recorded_prompts
-from engine.worker.dummy_steps import DummyStep, warm_up_steps
+from engine.explain.kernel_keys import kernel_keys, warm_up_batches
+from engine.explain.launched_kernels import KernelKey
 from tandem_kernels.device import KNOWN_GPUS
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
@@ -56,23 +55,6 @@ def config_of(family: str) -> EngineConfig:
     )
 
 
-def batch_of(step: DummyStep) -> Batch:
-    prompts = tuple(length for length in step.lengths if length > 1)
-    decodes = len(step.lengths) - len(prompts)
-    asked = None if step.sampling.prompt_logprobs is None else sum(step.lengths)
-    return Batch(decodes, step.num_cached + 1, prompts, step.num_cached, asked)
-
-
-def warmed(config: EngineConfig) -> list[Batch]:
-    """Returns what runs before anything waits: steps, and those that graphs record."""
-    steps = [batch_of(step) for step in warm_up_steps(config)]
-    most = config.scheduler.max_num_seqs
-    steps += [Batch(size, config.model.max_model_len) for size in capture_sizes(config, most)]
-    keys = recorded_prompts(config)
-    steps += [Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs) for key in keys]
-    return list(dict.fromkeys(steps))
-
-
 def drawn(chance: random.Random, config: EngineConfig) -> Batch:
     """Returns a step as the scheduler makes them: decodes, chunks, prefixes that were found."""
     near = MAX_ROWS + chance.choice((0, 1, 2))
@@ -110,7 +92,7 @@ def drawn(chance: random.Random, config: EngineConfig) -> Batch:
 def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_flash: bool) -> None:
     config, chance = config_of(family), random.Random(f"{family} {has_flash}")
     steps = [drawn(chance, config) for _ in range(NUM_DRAWN)]
-    before = warmed(config)
+    before = warm_up_batches(config)
     found = kernel_keys(config, H200, before + steps, has_flash=has_flash)
     known: set[KernelKey] = set().union(*found[: len(before)])
     for step, keys in zip(steps, found[len(before) :], strict=True):

@@ -125,6 +125,14 @@ def test_norms_of_large_messages_have_their_own_launch() -> None:
     assert limits_of({1 << 19: quick, 1 << 20: quick, 1 << 21: quick}).norm == 1 << 20
 
 
+def test_noise_in_one_size_does_not_part_norms_from_their_sums() -> None:
+    """As four H200s timed 4 KiB and 16 KiB."""
+    even, quick = ReduceTimes(5.8, 9.7, 16.7, 7.20, 7.18), ReduceTimes(6.0, 10.0, 17.7, 7.3, 7.8)
+    assert limits_of({4096: even, 16384: quick}).norm == 16384
+    slow = ReduceTimes(6.0, 10.0, 17.7, 7.8, 7.3)
+    assert limits_of({4096: even, 16384: slow}).norm == 4096
+
+
 def test_what_is_larger_than_the_limit_has_its_norm_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
