@@ -1522,7 +1522,6 @@ def sparse_cases(capability: int) -> Iterator[Case]:
                 **heads,
                 "HEADS": 64,
                 "TILE": 128 if fp8 else 64,
-                "SPLITS": 4,
                 "PRECISION": "tf32",
                 "FP8": fp8,
             },

@@ -73,7 +73,6 @@ def index_scores_kernel(
     TILE: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
 ) -> None:
@@ -97,7 +96,7 @@ def index_scores_kernel(
     lane = tl.arange(0, TILE)
     is_head = head < NUM_HEADS
     table = block_tables + r.to(tl.int64) * table_stride
-    part = tl.cdiv(tl.cdiv(needed, TILE), SPLITS) * TILE
+    part = tl.cdiv(tl.cdiv(needed, TILE), tl.num_programs(1)) * TILE
     first = tl.program_id(1) * part
     for start in range(first, tl.minimum(first + part, needed), TILE):
         position = start + lane
@@ -278,7 +277,6 @@ def index_topk(
             D=q.shape[2],
             BLOCK_SIZE=pages.keys.shape[1],
             TILE=_TILE,
-            SPLITS=plan.splits,
             PRECISION="ieee" if pages.scales is None else "tf32",
             FP8=pages.scales is not None,
             num_warps=4,

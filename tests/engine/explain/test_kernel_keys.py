@@ -100,6 +100,18 @@ def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_fl
     assert len(known) > len(found[0]), "steps differ in their kernels"
 
 
+def test_short_contexts_beside_chunks_are_warmed_where_an_indexer_chooses() -> None:
+    """There decodes attend to all of their contexts, cut into parts by their number; seen."""
+    config = shape_config("deepseek-v3.2-6-layers", num_layers=1, max_model_len=24_576)
+    steps = [Batch(count, 900, (1100,)) for count in (1, 3, 7, 12, 17, 40, 200)]
+    steps += [Batch(2, 900, (40, 1100)), Batch(0, 0, (700, 30), 500)]
+    before = warm_up_batches(config)
+    found = kernel_keys(config, H200, before + steps)
+    known = set[KernelKey]().union(*found[: len(before)])
+    for step, keys in zip(steps, found[len(before) :], strict=True):
+        assert sorted(keys - known) == [], step
+
+
 def test_what_was_not_warmed_is_found() -> None:
     """A prompt of 640 tokens has tiles that 16 decodes do not take."""
     few, more = kernel_keys(config_of("dense"), H200, [Batch(16), Batch(prompts=(640,))])
