@@ -30,6 +30,7 @@ from tandem_kernels.attention import (
     decode_merge,
     decode_tuning,
     index_rope_and_cache,
+    index_select,
     index_topk,
     latent_attention,
     latent_decode,
@@ -1511,7 +1512,7 @@ def sparse_cases(capability: int) -> Iterator[Case]:
             {**heads, "ROWS": 16, "ROPE": 64, "NORM": 128**-0.5, "FP8": rounds},
         )
     stored = named("*fp8e4nv" if fp8 else "*fp32", "q", "keys")
-    for query_len, block_q in ((1, 1), (0, 8)):
+    for query_len, block_q in ((1, 1), (0, 4)):
         shape = {"TOP_K": 2048, "QUERY_LEN": query_len, "BLOCK_Q": block_q}
         yield Case(
             index_topk.index_scores_kernel,
@@ -1521,16 +1522,20 @@ def sparse_cases(capability: int) -> Iterator[Case]:
                 **shape,
                 **heads,
                 "HEADS": 64,
-                "TILE": 128 if fp8 else 64,
+                "TILE": 64,
                 "PRECISION": "tf32",
                 "FP8": fp8,
             },
-            {"num_warps": 4, "num_stages": 2 if fp8 else 1},
+            {"num_warps": 4, "num_stages": 4 if fp8 else 1},
         )
+        types |= named("*i32", "counted", "of_parts")
         constants = {**shape, "BLOCK": 4096}
-        yield Case(
-            index_topk.select_kernel, f"query_len={query_len}", types, constants, {"num_warps": 16}
-        )
+        select = index_select.select_kernel
+        yield Case(select, f"query_len={query_len}", types, constants, {"num_warps": 16})
+        for step in (0, 4, 5) if query_len else ():
+            constants = {**shape, "BLOCK": 4096, "PARTS": 32, "STEP": step}
+            select = index_select.select_part_kernel
+            yield Case(select, f"step={step}", types, constants, {"num_warps": 8})
     for num_heads, splits, is_fp8 in ((16, 4, False), (128, 1, fp8)):
         tuning = sparse_latent_attention.sparse_tuning(num_heads, 2)
         yield Case(

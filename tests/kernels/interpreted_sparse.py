@@ -9,7 +9,7 @@ import torch
 from interpreted_fixtures import remembers, seeded  # noqa: F401
 
 from tandem_kernels import ops
-from tandem_kernels.attention import index_topk
+from tandem_kernels.attention import index_select, index_topk
 
 RAGGED = [5, 70, 0, 33, 20], [1, 1, 1, 7, 20]
 
@@ -18,7 +18,7 @@ RAGGED = [5, 70, 0, 33, 20], [1, 1, 1, 7, 20]
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts of tens of tokens have several tiles, and blocks of scores."""
     monkeypatch.setattr(index_topk, "_TILE", 16)
-    monkeypatch.setattr(index_topk, "_SELECT_BLOCK", 32)
+    monkeypatch.setattr(index_select, "_BLOCK", 32)
 
 
 @pytest.mark.parametrize(("dtype", "fp8"), [(torch.float32, False), (torch.float16, True)])
@@ -41,6 +41,14 @@ def test_choice_of_decodes(query_len: int) -> None:
     check.index_topk(
         ops.index_topk.kernel, lengths, (3, 16, 12), fp8=False, ties=True, num_decodes=4
     )
+
+
+@pytest.mark.parametrize("lengths", [([90, 3, 0, 45], [1] * 4), RAGGED])
+def test_choice_of_parts_of_rows(lengths: check.Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal scores lie in several parts, and some parts have nothing."""
+    monkeypatch.setattr(index_select, "_PART_BLOCK", 16)
+    monkeypatch.setattr(index_select, "_PROGRAMS_PER_SM", 400)
+    check.index_topk(ops.index_topk.kernel, lengths, (3, 16, 12), fp8=False, ties=True)
 
 
 @pytest.mark.parametrize(
