@@ -4,9 +4,10 @@
                   not where another has it, or where all of this engine's kernels were compiled
     2. `wait`     by workers in front of their first step, until nobody has the lock
     3. `finish`   by the process of 1.: engines of this kind find the note at their next start
+    4. `close`    gives the lock back
 
-The kernel gives a lock back with its process, so one that dies holds nobody up; what it did not
-compile, workers compile when they need it. One instance a process, and no verb comes twice.
+The operating system gives a lock back with its process, so one that dies holds nobody up; what it
+did not compile, workers compile when they need it.
 """
 
 from __future__ import annotations
@@ -49,12 +50,20 @@ class KernelCache:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return False  # Another has it, or this folder takes no files or no locks.
+            # Another has it, or this folder takes no files or no locks.
+            self.close()
+            return False
         return os.read(self._file, len(_DONE)) != _DONE
 
     def finish(self) -> None:
         """Notes that all kernels are there."""
         os.pwrite(self._file, _DONE, 0)
+
+    def close(self) -> None:
+        """Lets workers begin. Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def wait(self, limit_s: float) -> float:
         """Returns the seconds until nobody compiles ahead, at most `limit_s`."""
