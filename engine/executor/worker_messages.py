@@ -20,13 +20,6 @@ from host.sockets.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle
 
 
-class PrecompileConfig(msgspec.Struct, frozen=True):
-    """What the process is given at its start that compiles an engine's kernels."""
-
-    engine: EngineConfig
-    log: LogStyle
-
-
 class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker process is given at its start.
 

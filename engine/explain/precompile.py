@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from edge.logs.setup import setup_logging
 from engine.config import EngineConfig
-from engine.executor.worker_messages import PrecompileConfig
 from engine.worker.kernel_cache import KernelCache
+from engine.worker.precompile_config import PrecompileConfig
 from host.child_process import die_with_parent, read_config
 
 if TYPE_CHECKING:

@@ -87,8 +87,9 @@ def _is_free(file: int) -> bool:
 
 
 def _folder() -> Path:
-    named = os.environ.get("TRITON_CACHE_DIR")
-    return Path(named) if named else Path.home() / ".triton" / "cache"
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
 
 
 def _digest(config: EngineConfig) -> str:
