@@ -6,8 +6,8 @@ walks over a row, whatever its length; equal scores are taken by position. Lengt
 device.
 
     rows enough for all SMs    a program walks a row five times
-    few rows, long ones        parts of a row are programs of their own; each walk is a launch, which
-                               adds what its parts have counted, and the last one writes
+    few rows, long ones        parts of a row are programs of their own; each walk is a launch,
+                               which adds what its parts have counted, and the last one writes
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ def _take(
 
 
 @triton.jit
-def _take_all(
-    out: tl.tensor, length: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+def _take_all(out: tl.tensor, length: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Writes all positions of a row that is no longer than what is chosen, and -1 behind them."""
     for start in range(0, TOP_K, BLOCK):
         position = start + tl.arange(0, BLOCK)
@@ -169,9 +167,7 @@ def select_kernel(
 ) -> None:
     """Chooses, in program i, for row i of the scores."""
     local = tl.program_id(0)
-    token, length = _row(
-        query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q
-    )
+    token, length = _row(query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q)
     if token < 0:
         return
     out = chosen + token.to(tl.int64) * TOP_K
@@ -211,9 +207,7 @@ def select_part_kernel(
     [4, rows, 256], 4 counts what is chosen of each part into `of_parts` [rows, parts, 2], above the
     last score and equal to it, and 5 writes."""
     local, split = tl.program_id(0), tl.program_id(1)
-    token, length = _row(
-        query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q
-    )
+    token, length = _row(query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q)
     if token < 0:
         return
     out = chosen + token.to(tl.int64) * TOP_K

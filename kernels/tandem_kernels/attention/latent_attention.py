@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.fp8_cache import in_half
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.latent_decode import blocks_of, latent_decode
+from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E, request_of
 
 
@@ -90,15 +90,14 @@ def latent_attention_kernel(
     rot = tl.arange(0, BLOCK_ROPE)
     is_latent = dim < LATENT
     is_rope = rot < ROPE
-    place = q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride
-    query = tl.load(place + dim[None, :], mask=real[:, None] & is_latent[None, :], other=0.0)
-    place = q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride
-    turned = tl.load(place + rot[None, :], mask=real[:, None] & is_rope[None, :], other=0.0)
-
+    query, turned = latent_queries(
+        q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride,
+        q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride,
+        real, FP8, LATENT, BLOCK_LATENT, ROPE, BLOCK_ROPE,
+    )  # fmt: skip
     if FP8:
         own_scale = tl.load(kv_scale)
         scale = scale * own_scale
-        query, turned = in_half(query), in_half(turned)
     peak = tl.full([BLOCK_Q * HEADS], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_Q * HEADS], tl.float32)
     acc = tl.zeros([BLOCK_Q * HEADS, BLOCK_LATENT], tl.float32)
@@ -115,25 +114,14 @@ def latent_attention_kernel(
         latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
         mask = inside[:, None] & is_rope[None, :]
         keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
-        latents, keys = latents.to(query.dtype), keys.to(query.dtype)
-        scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
-        scores = tl.dot(turned, tl.trans(keys), scores, input_precision=PRECISION)
         seen = inside[None, :] & (position[None, :] <= own_position[:, None])
-        scores = tl.where(seen, scores * scale, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(peak - higher)
-        peak = higher
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(latents.dtype), latents, acc, input_precision=PRECISION)
-    writes = real[:, None] & is_latent[None, :]
-    index = at * NUM_HEADS + head
+        peak, total, acc = attend_rows(
+            query, turned, latents, keys, seen, scale, peak, total, acc, False, PRECISION
+        )
     if FP8:
         acc = acc * own_scale
-    total = tl.where(total > 0.0, total, 1.0)
-    attended = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + index[:, None] * LATENT + dim[None, :], attended, mask=writes)
+    index = at * NUM_HEADS + head
+    store_attended(out, None, index, 0, real, peak, total, acc, LATENT, BLOCK_LATENT, 1)
 
 
 def latent_attention(

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.fp8_cache import in_half
 from tandem_kernels.attention.kv_scales import KVScales, pointers
+from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs
 from tandem_kernels.small_launches import in_turn, take_turn
@@ -137,15 +137,14 @@ def latent_decode_kernel(
     rot = tl.arange(0, BLOCK_ROPE)
     is_latent = (dim < LATENT)[None, :]
     is_rope = (rot < ROPE)[None, :]
-    place = q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride
-    query = tl.load(place + dim[None, :], mask=real[:, None] & is_latent, other=0.0)
-    place = q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride
-    rotated = tl.load(place + rot[None, :], mask=real[:, None] & is_rope, other=0.0)
-
+    query, rotated = latent_queries(
+        q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride,
+        q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride,
+        real, FP8, LATENT, BLOCK_LATENT, ROPE, BLOCK_ROPE,
+    )  # fmt: skip
     if FP8:
         own_scale = tl.load(kv_scale)
         scale = scale * own_scale
-        query, rotated = in_half(query), in_half(rotated)
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
@@ -164,42 +163,17 @@ def latent_decode_kernel(
         block = blocks_of(table, start + TILE, end, lane, BLOCK_SIZE, TILE)
         mask = inside[:, None] & is_rope
         keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
-        latents, keys = latents.to(query.dtype), keys.to(query.dtype)
         if TURNED:
-            scores = tl.dot(latents, tl.trans(query), input_precision=PRECISION)
-            scores = tl.dot(keys, tl.trans(rotated), scores, input_precision=PRECISION)
             seen = inside[:, None] & (position[:, None] <= own_position[None, :])
-            scores = tl.where(seen, scores * scale, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, axis=0))
-            weights = tl.exp2(scores - higher[None, :])
-            added = tl.sum(weights, axis=0)
-            share = tl.trans(weights.to(latents.dtype))
         else:
-            scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
-            scores = tl.dot(rotated, tl.trans(keys), scores, input_precision=PRECISION)
             seen = inside[None, :] & (position[None, :] <= own_position[:, None])
-            scores = tl.where(seen, scores * scale, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - higher[:, None])
-            added = tl.sum(weights, axis=1)
-            share = weights.to(latents.dtype)
-        shrink = tl.exp2(peak - higher)
-        peak = higher
-        total = total * shrink + added
-        acc = tl.dot(share, latents, acc * shrink[:, None], input_precision=PRECISION)
-    writes = real[:, None] & is_latent
-    index = at * NUM_HEADS + head
+        peak, total, acc = attend_rows(
+            query, rotated, latents, keys, seen, scale, peak, total, acc, TURNED, PRECISION
+        )
     if FP8:
         acc = acc * own_scale
-    if SPLITS == 1:
-        total = tl.where(total > 0.0, total, 1.0)
-        attended = (acc / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + index[:, None] * LATENT + dim[None, :], attended, mask=writes)
-    else:
-        index = index * SPLITS + split
-        tl.store(out + index[:, None] * LATENT + dim[None, :], acc, mask=writes)
-        tl.store(state + index * 2, peak, mask=real)
-        tl.store(state + index * 2 + 1, total, mask=real)
+    index = at * NUM_HEADS + head
+    store_attended(out, state, index, split, real, peak, total, acc, LATENT, BLOCK_LATENT, SPLITS)
 
 
 @triton.jit
