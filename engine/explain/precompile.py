@@ -157,12 +157,16 @@ def main() -> None:
     os.nice(_NICE)
     from engine.layers.attention import flash_attention
 
-    count, num_failed = compile_ahead(
-        config.engine,
-        _facts(config.engine.device.first_gpu),
-        has_flash=flash_attention.is_installed(),
-        num_processes=min(_MAX_PROCESSES, len(os.sched_getaffinity(0))),
-    )
+    try:
+        count, num_failed = compile_ahead(
+            config.engine,
+            _facts(config.engine.device.first_gpu),
+            has_flash=flash_attention.is_installed(),
+            num_processes=min(_MAX_PROCESSES, len(os.sched_getaffinity(0))),
+        )
+    except Exception:
+        logger.warning("no kernels are compiled ahead: workers will do it", exc_info=True)
+        return
     logger.info("%d kernels are compiled", count - num_failed)
     if not num_failed:
         cache.finish()
