@@ -19,10 +19,9 @@ FUSED_QKV_ROWS = 4096
 """The smallest size: with fewer, tiles fill the last wave of SMs too badly."""
 _RESIDUAL_ROWS = 1024
 """The smallest size: with fewer, small kernels take little of a step."""
-_INT4_ROWS = 128
-"""The largest size: with more, writing the weights out in half precision costs less."""
-_FP4_ROWS = 256
-"""The same of four-bit floats, whose kernel waits less between its products."""
+_INT4_ROWS = _FP4_ROWS = 256
+"""The largest size, of integers and of floats: with more, writing the weights out in half precision
+costs less."""
 _INT8_ROWS = 64
 """The largest size: the kernel has one tile of all rows."""
 _FEW_ROWS = 16

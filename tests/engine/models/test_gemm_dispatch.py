@@ -119,7 +119,7 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
     assert choose(tp_size=2) == two
     assert choose(tp_size=2, disabled_fast_paths=("residual-gemm",)) == four
     assert not choose(dtype=torch.float16).fp8
-    assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=128, fp4_rows=256)
+    assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=256, fp4_rows=256)
     for path, field in (
         ("small-m-gemm", "small_m_rows"),
         ("few-row-gemm", "few_rows"),
