@@ -1,4 +1,4 @@
-"""What Triton would compile for a launch, on a machine that need not have the GPU.
+"""Says what Triton would compile for a launch, on a machine that need not have the GPU.
 
 1. `keeping(gpu, keep)`: inside, launches run no kernel; what each would compile is given to `keep`
 2. `Compilation.key` tells compilations apart; `Compilation.compile` puts the kernel into Triton's

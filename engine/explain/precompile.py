@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,8 @@ from edge.logs.setup import setup_logging
 from engine.config import EngineConfig
 from engine.worker.kernel_cache import KernelCache
 from engine.worker.precompile_config import PrecompileConfig
-from host.child_process import die_with_parent, read_config
+from host.child_process import read_config
+from host.termination import die_with_parent
 
 if TYPE_CHECKING:
     from engine.explain.launched_kernels import Compilation, KernelKey
@@ -38,9 +40,10 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class _Share:
-    """A child that finds kernels by `look`, and compiles what it is given of them."""
+    """A child that finds kernels by `look`, which calls what it is given with each, and compiles
+    those that it gets of them."""
 
-    def __init__(self, look: Callable[[dict[KernelKey, Compilation]], None]) -> None:
+    def __init__(self, look: Callable[[Callable[[Compilation], None]], None]) -> None:
         self._here, there = _FORK.Pipe()
         self._process = _FORK.Process(target=_work, args=(there, look))
         self._process.start()
@@ -60,10 +63,14 @@ class _Share:
         return count
 
 
-def _work(pipe: Connection, look: Callable[[dict[KernelKey, Compilation]], None]) -> None:
+def _work(pipe: Connection, look: Callable[[Callable[[Compilation], None]], None]) -> None:
     die_with_parent()
     kernels: dict[KernelKey, Compilation] = {}
-    look(kernels)
+
+    def keep(found: Compilation) -> None:
+        kernels.setdefault(found.key, found)
+
+    look(keep)
     pipe.send(set(kernels))
     num_failed = 0
     for key in pipe.recv():
@@ -95,31 +102,23 @@ def compile_ahead(
     of_runner = max(1, num_processes // 4)
     of_model = max(1, num_processes - of_runner)
 
-    def look_at_runner(index: int, kernels: dict[KernelKey, Compilation]) -> None:
-        keep = lambda one: kernels.setdefault(one.key, one)  # noqa: E731
+    def look_at_runner(index: int, keep: Callable[[Compilation], None]) -> None:
         with as_on(gpu), keeping(gpu, keep), launching_runner(config) as run:
             for step in steps_before_ready(config)[index::of_runner]:
                 run(step)
 
-    def look_at_model(index: int, kernels: dict[KernelKey, Compilation]) -> None:
-        keep = lambda one: kernels.setdefault(one.key, one)  # noqa: E731
+    def look_at_model(index: int, keep: Callable[[Compilation], None]) -> None:
         with keeping(gpu, keep):
             for batch in warm_up_batches(config)[index::of_model]:
                 run_model(batch)
 
-    shares = [_Share(_indexed(look_at_runner, index)) for index in range(of_runner)]
+    shares = [_Share(partial(look_at_runner, index)) for index in range(of_runner)]
     with launching_model(config, gpu, has_flash=has_flash) as run_model:
-        shares += [_Share(_indexed(look_at_model, index)) for index in range(of_model)]
+        shares += [_Share(partial(look_at_model, index)) for index in range(of_model)]
     found = [share.found() for share in shares]
     for share, keys in zip(shares, shared_out(found), strict=True):
         share.give(keys)
     return len(set().union(*found)), sum(share.num_failed() for share in shares)
-
-
-def _indexed(
-    look: Callable[[int, dict[KernelKey, Compilation]], None], index: int
-) -> Callable[[dict[KernelKey, Compilation]], None]:
-    return lambda kernels: look(index, kernels)
 
 
 def shared_out(found: Sequence[set[KernelKey]]) -> list[list[KernelKey]]:

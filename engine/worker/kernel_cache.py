@@ -32,7 +32,7 @@ _LOOK_S = 0.02
 
 
 class KernelCache:
-    """What engines of one configuration have in a folder of compiled kernels.
+    """Stands for what engines of one configuration have in a folder of compiled kernels.
 
     Args:
         folder: Triton's cache. None: where Triton has it.

@@ -1,4 +1,4 @@
-"""What the process that compiles an engine's kernels (`engine.explain.precompile`) is given."""
+"""Says what the process that compiles an engine's kernels (`engine.explain.precompile`) is given."""
 
 from __future__ import annotations
 

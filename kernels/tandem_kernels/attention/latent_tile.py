@@ -1,5 +1,5 @@
-"""What kernels of latent attention share: their queries, the walk's step over a tile of rows, and
-what they write."""
+"""Holds what kernels of latent attention share: their queries, the walk's step over a tile of rows,
+and what they write."""
 
 from __future__ import annotations
 
