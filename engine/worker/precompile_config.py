@@ -1,4 +1,4 @@
-"""Says what the process that compiles an engine's kernels (`engine.explain.precompile`) is given."""
+"""Says what the process is given that compiles kernels (`engine.explain.precompile`)."""
 
 from __future__ import annotations
 
