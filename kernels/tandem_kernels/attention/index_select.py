@@ -26,7 +26,7 @@ _BLOCK, _WARPS = 4096, 16
 _PART_BLOCK, _PART_WARPS = 4096, 8
 _PROGRAMS_PER_SM = 4
 _FEWEST_PARTS = 4
-"""Of fewer parts the launches take longer than the walks."""
+"""Is the number from which on the launches take less than the walks that they spare."""
 
 
 @triton.jit
