@@ -2,11 +2,11 @@
 
     1. `begin`    by the process that compiles ahead (`engine.explain.precompile`): it takes a lock;
                   not where another has it, or where all of this engine's kernels were compiled
-    2. `wait`     by workers in front of their first step, until nobody has the lock
+    2. `wait`     by workers in front of their first step, until no process has the lock
     3. `finish`   by the process of 1.: engines of this kind find the note at their next start
     4. `close`    gives the lock back
 
-The operating system gives a lock back with its process, so one that dies holds nobody up; what it
+The operating system gives a lock back with its process, so one that dies delays no other; what it
 did not compile, workers compile when they need it.
 """
 
@@ -44,7 +44,7 @@ class KernelCache:
         self._file = -1
 
     def begin(self) -> bool:
-        """Returns whether kernels are to be compiled here, and nobody else does it."""
+        """Returns whether kernels are to be compiled here, and no other process does it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -66,7 +66,7 @@ class KernelCache:
             self._file = -1
 
     def wait(self, limit_s: float) -> float:
-        """Returns the seconds until nobody compiles ahead, at most `limit_s`."""
+        """Returns the seconds until no process compiles ahead, at most `limit_s`."""
         began = time.monotonic()
         with contextlib.suppress(OSError):
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
