@@ -100,6 +100,7 @@ SEVERAL_USES = {
         "decode_node/serving/ask_limits.py",  # the size of an answer
         "decode_node/serving/prepare_choices.py",  # a client that has them is resumed without
         "engine/contracts/request.py",
+        "engine/explain/kernel_keys.py",  # a warm-up step whose tokens all have logits
         "engine/sample",
     },
 }
