@@ -1,8 +1,8 @@
 """Imitates an engine core, so that everything around engines can be measured without any: a row
 gets a token at the end of each step, and a step always takes equally long.
 
-    python -m bench.serving.imitated_core decode_node FLAGS    a node, all of it real but the engine
-    python -m edge.program bench.serving.imitated_core         its engine core, started by that node
+    python -m edge.program bench.serving.imitated_core decode_node FLAGS    a node, real but for that
+    python -m edge.program bench.serving.imitated_core                      its engine core
 
 Steps follow each other at fixed times, whatever holds this process up; what it says of their ends
 (`/steps`) are those times, so that a token's delay is counted from when an engine would have had
@@ -15,6 +15,7 @@ Environment: IMITATED_STEP_S, IMITATED_PROMPT_TOKENS_PER_S.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -44,6 +45,7 @@ from engine.contracts.model_identity import identified
 from engine.contracts.outputs import SchedulerStats
 from engine.contracts.step_log import StepLog
 from engine.core.core_config import CoreProcConfig
+from engine.frontend import core_client
 from engine.heartbeat_slots import CORE_PLACE
 from host.child_process import read_config
 from host.life_signs import LifeSigns
@@ -61,6 +63,7 @@ _IDLE_S = 0.2
 _FIRST_ID = 1000
 _NUM_IDS = 50_000
 _MODEL_HASH = "imitated"
+_NODE_ARGS = 3
 
 
 @dataclass(slots=True)
@@ -95,7 +98,7 @@ class Imitation(NamedTuple):
         module = argv.index("-m") + 1
         if argv[module] == "router":
             return spec
-        argv[module : module + 1] = [MODULE, argv[module]]
+        argv[module : module + 1] = ["edge.program", MODULE, argv[module]]
         env = {STEP_S: str(self.step_s), PROMPT_RATE: str(self.prompt_tokens_per_s)}
         return replace(spec, argv=tuple(argv), env={**spec.env, **env})
 
@@ -285,19 +288,12 @@ class _Process:
         self._socket.send(self._encoder.encode(message))
 
 
-def main() -> None:
-    """Is the engine core of a node that `run_node` has started."""
-    _Process(read_config(CoreProcConfig)).run()
-
-
-def run_node(module: str) -> None:
-    """Runs a node of that module, whose engine core is imitated. Ends this process."""
-    from edge import program
-    from engine.frontend import core_client
-
+def main() -> object:
+    """Runs a node whose module and flags follow, or is the engine core of one."""
+    if len(sys.argv) < _NODE_ARGS:
+        _Process(read_config(CoreProcConfig)).run()
+        return None
     core_client.CORE_MODULE = MODULE
-    program.run(f"{module}.main")
-
-
-if __name__ == "__main__":
-    run_node(sys.argv.pop(1))
+    _, _, node, *flags = sys.argv
+    sys.argv = [node, *flags]
+    return importlib.import_module(f"{node}.main").main()
