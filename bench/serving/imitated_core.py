@@ -1,7 +1,7 @@
 """Imitates an engine core, so that everything around engines can be measured without any: a row
 gets a token at the end of each step, and a step always takes equally long.
 
-    python -m edge.program bench.serving.imitated_core decode_node FLAGS    a node, real but for that
+    python -m edge.program bench.serving.imitated_core decode_node FLAGS    a node, otherwise real
     python -m edge.program bench.serving.imitated_core                      its engine core
 
 Steps follow each other at fixed times, whatever holds this process up; what it says of their ends
