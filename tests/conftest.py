@@ -124,14 +124,9 @@ def pytest_runtest_teardown() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _skip_without_gpu(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        _clusters_first(items)
+        from tests.file_scheduling import turn
 
-
-def _clusters_first(items: list[pytest.Item]) -> None:
-    """Puts the longest piece of work first. See `file_scheduling`."""
-    from tests.file_scheduling import starts_clusters
-
-    items.sort(key=lambda item: not starts_clusters(item.path))
+        items.sort(key=lambda item: turn(item.path))
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:

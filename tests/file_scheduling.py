@@ -4,7 +4,8 @@
     others     file | file | file | ...                                             | files
 
 A cluster has a dozen processes, so two of them at once would take each other's time; most of the
-other tests compute in one process. A file is never cut: its fixtures are made once. Files that
+other tests compute in one process. The longest files come first, so that short ones are left where
+the others have nothing more to do. A file is never cut: its fixtures are made once. Files that
 compare with the same answers of transformers are one piece as well, so that these are made once.
 """
 
@@ -21,6 +22,15 @@ TOGETHER = {
     "tests/engine/models/test_logit_parity.py": "tests/engine/models/test_greedy_parity.py",
 }
 """A file to the one whose piece of work it belongs to."""
+LONG = [
+    "tests/kernels/test_triton_without_gpu.py",
+    "tests/engine/models/test_greedy_parity.py",
+    "tests/test_structure.py",
+    "tests/security/test_floods.py",
+    "tests/router/test_faults.py",
+    "tests/router/test_fuzz.py",
+]
+"""Files of more than ten seconds, or of fewer that would be among the last."""
 
 
 class FileScheduling(LoadScopeScheduling):
@@ -29,6 +39,15 @@ class FileScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return CLUSTERS if starts_clusters(ROOT / file) else TOGETHER.get(file, file)
+
+
+@cache
+def turn(file: Path) -> int:
+    """Returns a number that is lower the earlier a file has to begin."""
+    name = str(file.resolve().relative_to(ROOT))
+    if starts_clusters(file):
+        return 0
+    return 1 + LONG.index(name) if name in LONG else 1 + len(LONG)
 
 
 @cache
