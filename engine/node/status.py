@@ -24,6 +24,7 @@ from typing import Protocol
 
 import grpc
 
+from edge.host_name import host_name
 from edge.installed_version import installed_version
 from engine.contracts.errors import EngineCallTimeout, EngineDeadError
 from engine.frontend.step_history import StepHistory
@@ -48,6 +49,7 @@ _MAX_PREFIXES = 256
 _MAX_PLACES = 16
 """Places of drafts in a step that reports tell of."""
 _VERSION = installed_version()
+_HOST = host_name()
 
 
 ResetPrefixCache = Callable[[], Awaitable[bool]]
@@ -193,6 +195,7 @@ class NodeStatus:
                 for one in self.adapters.known.values()
             ],
             version=_VERSION,
+            host_name=_HOST,
             prompt_tokens_computed=stats.prompt_tokens_computed,
             prompt_tokens_cached=stats.prompt_tokens_cached,
             prompt_tokens_from_host=stats.prompt_tokens_from_host,

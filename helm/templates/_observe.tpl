@@ -21,8 +21,15 @@ traceSampleRatio: {{ $traces.sampleRatio }}
 {{- include "tandem.flags" $all -}}
 {{- end -}}
 
-{{/* By which spans name their pod: resource attributes k8s.*. root, name (of the container) */}}
+{{/* By which spans name their pod: resource attributes k8s.*. On the network of a host, where a pod has
+  the host's name, by which nodes name it to routers, too. root, name (of the container), isOnHost */}}
 {{- define "tandem.tracesEnv" -}}
+{{- if and .isOnHost (not .root.Values.monitoring.traces.endpoint) }}
+- name: K8S_POD_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+{{- end }}
 {{- if .root.Values.monitoring.traces.endpoint }}
 {{- range $name, $path := dict "K8S_POD_NAME" "metadata.name" "K8S_POD_UID" "metadata.uid" "K8S_NAMESPACE_NAME" "metadata.namespace" "K8S_NODE_NAME" "spec.nodeName" }}
 - name: {{ $name }}

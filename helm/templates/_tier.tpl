@@ -91,7 +91,7 @@ spec:
 
 {{- define "tandem.tierEnv" -}}
 {{- include "tandem.podIp" . }}
-{{- include "tandem.tracesEnv" (dict "root" .root "name" "engine") }}
+{{- include "tandem.tracesEnv" (dict "root" .root "name" "engine" "isOnHost" (include "tandem.isOnHost" .)) }}
 {{- include "tandem.modelEnv" .root }}
 {{- include "tandem.cacheEnv" .root }}
 {{- include "tandem.ncclEnv" . }}

@@ -22,6 +22,7 @@ _MAX_PATH = 8192
 _MAX_PREFIXES = 256
 """Most prefixes in one report; a node tells no more."""
 _MAX_VERSION = 64
+_MAX_HOST = 253
 _MAX_PORT = 65535
 _MAX_PLACES = 16
 """Most places of drafts in one report; likewise."""
@@ -103,6 +104,7 @@ class NodeReport:
     adapters: frozenset[AdapterId] = frozenset()
     adapter_calls: tuple[AdapterCall, ...] = ()
     version: str = ""
+    host_name: str = ""
     http_port: int = 0
     """Port of its API while it is a decode node, if it changes its role; else 0."""
     max_model_len: int = 0
@@ -148,6 +150,7 @@ class NodeReport:
             ),
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
             version=_name(load.version[:_MAX_VERSION]),
+            host_name=_name(load.host_name[:_MAX_HOST]),
             http_port=load.http_port if load.http_port <= _MAX_PORT else 0,
             max_model_len=load.max_model_len,
             num_receiving=load.num_receiving,

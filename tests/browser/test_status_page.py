@@ -7,12 +7,16 @@ import itertools
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from edge.http.answer_times import AnswerTimes
+from router.observe.batch_metrics import BatchFacts
 from router.observe.status.page_files import page_files
+from router.observe.status.snapshot import Snapshot
 from tests.browser.chromium import Chromium, Page, find_chromium, running_browser
 from tests.router.cluster import RunningRouter, eventually, run_cluster
 from tests.router.fakes import FakeDecodeNode
@@ -105,6 +109,109 @@ async def test_the_table_of_nodes_fits_a_desk_and_becomes_cards_on_a_phone(devto
         assert await page.ask(f"getComputedStyle({cell}).display") == "flex"
 
 
+_NODES = 500
+
+
+def _texts(selector: str) -> str:
+    """Returns what asks for the texts of all these elements."""
+    return f"Array.from(document.querySelectorAll('{selector}'), (e) => e.innerText)"
+
+
+def many_nodes(router: RunningRouter) -> None:
+    """Makes the router show as many nodes as a large cluster has: of each twenty one is unwell."""
+
+    def node(number: int) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "tier": "prefill" if number % 2 else "decode", "state": "ready",
+            "node": f"10.0.{number // 250}.{number % 250}:8100", "ours": 1, "sessions": 5,
+            "host": f"tandem-decode-{number:05d}", "model": "llama-8b", "version": "0.2.0",
+            "running": number % 60, "waiting": number % 7, "backlog_tokens": 0, "backlog_s": 0.1,
+            "kv": number % 80 / 100, "kv_tokens": 10**6, "tokens_in_per_s": 5.0,
+            "tokens_out_per_s": 7.0, "hits": 0.5, "host_hits": 0, "disk_hits": 0, "accepted": [],
+            "late_s": 0,
+        }  # fmt: skip
+        if number % 20 == 7:
+            facts |= {"state": ("ejected", "draining", "ready")[number % 3], "kv": 0.97}
+        return facts
+
+    snapshot = router.services.feed._take
+
+    def take() -> Snapshot:
+        found = snapshot()
+        shown = [node(number) for number in range(_NODES)]
+        names = [f"{one['tier']} {one['node']}" for one in shown]
+        sections = {**found.sections, "names": msgspec.json.encode(names)}
+        nodes = {name: msgspec.json.encode(one) for name, one in zip(names, shown, strict=True)}
+        return replace(found, sections=sections, nodes=nodes)
+
+    router.services.feed._take = take
+
+
+async def test_of_500_nodes_the_worst_come_first(devtools: str) -> None:
+    async with busy_router() as (_, router):
+        many_nodes(router)
+        async with shown(devtools, router) as page:
+            await page.until("document.querySelectorAll('#nodes tbody tr').length === 10")
+            assert (await page.ask("document.getElementById('node-sum').innerText")).startswith(
+                "500: 483 ready, 9 draining, 8 ejected · fullest KV 97 % at tandem-decode-"
+            )
+            states = (
+                "Array.from(document.querySelectorAll('#nodes tbody .pill'), (e) => e.innerText)"
+            )
+            assert await page.ask(states) == ["ejected"] * 8 + ["draining"] * 2
+            await page.ask("document.querySelectorAll('#node-filter input')[1].click()")
+            await page.ask("document.getElementById('node-more').click()")
+            assert len(await page.ask(states)) == 25
+            await page.ask("document.querySelectorAll('#node-filter input')[0].click()")
+            assert len(await page.ask(states)) == _NODES
+            await page.ask(
+                "const order = document.getElementById('node-order'); order.value = 'Running';"
+                "order.dispatchEvent(new Event('change'))"
+            )
+            counts = [int(text) for text in await page.ask(_texts("#nodes td[data-label=Running]"))]
+            assert counts == sorted(counts, reverse=True) and counts[0] == 59
+            await page.ask(
+                "const search = document.getElementById('node-search');"
+                "search.value = 'DECODE-00123';"
+                "search.dispatchEvent(new Event('input'))"
+            )
+            assert await page.ask(_texts("#nodes .address")) == ["10.0.0.123:8100"]
+            await page.ask("search.value = 'nobody'; search.dispatchEvent(new Event('input'))")
+            assert await page.ask("!document.getElementById('node-none').hidden")
+
+
+async def test_a_phone_shows_a_large_cluster_on_three_screens(devtools: str) -> None:
+    async with busy_router() as (_, router):
+        many_nodes(router)
+        router.services.sources.tenants = lambda: {f"tenant-{n}" for n in range(100)}
+        for number in range(20):
+            await router.text(BODY, x_session_id=f"another-{number}")
+        async with shown(devtools, router, 390) as page:
+            await page.until("document.querySelectorAll('#list li').length === 5")
+            assert await page.ask("document.documentElement.scrollHeight") <= 3 * 844
+            folded = "document.querySelectorAll('details.fold:not([open])').length"
+            assert await page.ask(folded) == 6
+            await page.ask("document.querySelector('details.fold summary').click()")
+            assert await page.ask(folded) == 5
+            await page.screen(1280)
+            await page.until(f"{folded} === 0")
+
+
+async def test_batches_show_how_far_they_are(devtools: str) -> None:
+    async with busy_router() as (_, router):
+        facts = BatchFacts(
+            id="batch_1", tenant="acme", model="demo", status="in_progress", num_total=100_000,
+            num_completed=41_000, num_failed=2, expires_at=2e9,
+        )  # fmt: skip
+        async with shown(devtools, router) as page:
+            hidden = "document.getElementById('batches-part').hidden"
+            assert await page.ask(hidden)
+            router.services.sources.batches = lambda: [facts]
+            await page.until(f"!{hidden}")
+            row = "document.querySelector('#batches tbody tr').innerText"
+            assert "41,002 of 100k" in await page.ask(row)
+
+
 async def test_updates_come_in_place(devtools: str) -> None:
     """Scroll positions, focus, open details and the page itself stay."""
     async with busy_router() as (decode, router), shown(devtools, router, 760) as page:
@@ -166,7 +273,7 @@ async def test_keys_reach_everything(devtools: str) -> None:
     async with busy_router() as (_, router), shown(devtools, router) as page:
         await page.until("document.querySelectorAll('#list li').length === 8")
         reached = []
-        for _ in range(8):
+        for _ in range(11):
             for kind in ("keyDown", "keyUp"):
                 await page.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab",
                                 windowsVirtualKeyCode=9)  # fmt: skip
@@ -178,7 +285,8 @@ async def test_keys_reach_everything(devtools: str) -> None:
                 )
             )
         names = [name for name, _ in reached]
-        assert names[:6] == ["A", "pause", "nodes-scroll", "filter", "scale", "SUMMARY"]
+        nodes = ["node-search", "node-order", "node-filter", "nodes-scroll"]
+        assert names[:9] == ["A", "pause", *nodes, "filter", "scale", "SUMMARY"]
         assert dict(reached)["pause"] == dict(reached)["SUMMARY"] == "solid"
 
 

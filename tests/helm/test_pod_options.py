@@ -35,6 +35,8 @@ def test_pods_on_the_network_of_their_hosts_resolve_names_and_keep_apart() -> No
         assert ports["ray"] == 6380
         if part == "leader":
             assert ports["kv"] == settings_of("fabric")["prefill"]["kv_port"]
+        named = [v for v in engine_of(pod)["env"] if v["name"] == "K8S_POD_NAME"]
+        assert [v["valueFrom"]["fieldRef"]["fieldPath"] for v in named] == ["metadata.name"]
     for component in ("decode", "router"):
         assert "hostNetwork" not in serving_pod(rendered("fabric"), component)["spec"]
 

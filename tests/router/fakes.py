@@ -47,6 +47,7 @@ class StatusService(NodeStatusServicer):
             node_id=node_id,
             role=role,
             epoch=random.getrandbits(64),
+            host_name=f"host-of-{node_id}",
             model_name=MODEL,
             fingerprint=FINGERPRINT,
             num_free_blocks=1000,

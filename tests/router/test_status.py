@@ -70,6 +70,7 @@ async def test_a_snapshot_has_nodes_figures_tenants_and_requests(cluster: Cluste
     assert by_tier["prefill"]["node"] == prefill.target
     assert by_tier["decode"]["node"] == decode.target
     assert by_tier["decode"]["sessions"] == 1
+    assert by_tier["decode"]["host"].startswith("host-of-")
     assert {node["state"] for node in told["nodes"]} == {"ready"}
     cluster_now = told["cluster"]
     assert (cluster_now["requests"], cluster_now["failed"], cluster_now["ttft"]["n"]) == (1, 0, 1)

@@ -42,9 +42,13 @@ async def test_spans_of_nodes_are_below_ours(cluster: Cluster, tmp_path: Path) -
     (resource,) = json.loads(text)["resourceSpans"]
     request, *parts = resource["scopeSpans"][0]["spans"]
     ((headers, _),) = node.requests
-    assert headers["traceparent"] == f"00-{TRACE}-{request['spanId']}-01"
+    assert headers["traceparent"] == f"00-{TRACE}-{parts[-1]['spanId']}-01"
     assert (request["traceId"], request["parentSpanId"]) == (TRACE, PARENT.split("-")[2])
-    assert [part["name"] for part in parts] == ["queue", "first byte"]
+    assert request["name"] == "POST /v1/completions"
+    assert attributes(request)["http.route"] == "/v1/completions"
+    assert [part["name"] for part in parts] == ["queue", "first byte", "POST"]
+    host, port = node.target.split("/")[0].rsplit(":", 1)
+    assert attributes(parts[-1]).items() >= {"server.address": host, "server.port": port}.items()
     assert {part["parentSpanId"] for part in parts} == {request["spanId"]}
     assert {"key": "http.response.status_code", "value": {"intValue": "200"}} in request[
         "attributes"

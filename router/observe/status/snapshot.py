@@ -293,6 +293,7 @@ class StatusSources:
         return facts | {
             "model": report.model_name,
             "version": report.version,
+            "host": report.host_name,
             "running": report.num_running_requests,
             "waiting": report.num_waiting_requests,
             "backlog_tokens": report.num_waiting_tokens,

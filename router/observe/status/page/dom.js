@@ -99,3 +99,15 @@ export function facts(target, pairs) {
     setClass(row.lastElementChild, className);
   });
 }
+
+/** Fills a fieldset with names, of which one is chosen: the first, until `onChange(name)`. */
+export function choice(target, names, onChange) {
+  names.forEach((name, i) => {
+    const input = element("input");
+    input.type = "radio";
+    input.name = target.id;
+    input.checked = i === 0;
+    input.addEventListener("change", () => onChange(name));
+    target.append(element("label", "", input, element("span", "", name)));
+  });
+}

@@ -71,6 +71,25 @@ export function showModels(models) {
   table(byId("models"), MODELS, models, (model) => `${model.model} ${model.version}`);
 }
 
+const BATCHES = [
+  { head: "Batch", cell: (batch) => batch.id.slice(0, 18) },
+  { head: "Tenant", less: true, cell: (batch) => batch.tenant },
+  { head: "Model", less: true, cell: (batch) => batch.model },
+  { head: "Status", cell: (batch) => batch.status.replaceAll("_", " ") },
+  {
+    head: "Done", number: true, about: "Lines that have an answer, of all",
+    cell: (batch) => `${count(batch.completed + batch.failed)} of ${count(batch.total)}`,
+  },
+  { head: "Failed", number: true, cell: (batch) => count(batch.failed) },
+  { head: "Until", less: true, cell: (batch) => (batch.expires_at ? clock(batch.expires_at) : "–") },
+];
+
+/** Those that this router works on. */
+export function showBatches(batches) {
+  byId("batches-part").hidden = batches.length === 0;
+  table(byId("batches"), BATCHES, batches, (batch) => batch.id);
+}
+
 export function showTotals(totals) {
   const pairs = Object.entries(totals);
   facts(byId("totals"), pairs.map(([name, value]) => [name[0].toUpperCase() + name.slice(1), count(value)]));

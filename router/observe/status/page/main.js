@@ -2,15 +2,16 @@
 
 import { byId, setAttribute, setClass, setText } from "./dom.js";
 import { count, span } from "./format.js";
-import { showModels, showQueue, showSessions, showTenants, showTotals } from "./lists.js";
-import { showNodes, stateClass } from "./nodes.js";
+import { showBatches, showModels, showQueue, showSessions, showTenants, showTotals } from "./lists.js";
+import { byAddress, NodeView } from "./node_view.js";
+import { stateClass } from "./nodes.js";
 import { Requests } from "./requests.js";
 import { Stream } from "./stream.js";
 import { showPath, showTiles } from "./totals.js";
 
 const state = { nodes: new Map() };
 const requests = new Requests();
-const TIERS = ["prefill", "decode"];
+const nodeView = new NodeView();
 
 function take(data) {
   const { nodes, open, ended, ...sections } = data;
@@ -24,21 +25,17 @@ function take(data) {
 }
 
 function show(data, nodesChanged) {
-  const nodes = Array.from(state.nodes.values()).sort(byTier);
+  const nodes = Array.from(state.nodes.values()).sort(byAddress);
   showHead(nodes);
   showTiles(byId("tiles"), state);
   showPath(byId("path"), state, nodes);
-  if (nodesChanged || data.router) showNodes(nodes, state.router.version);
+  if (nodesChanged || data.router) nodeView.take(nodes, state.router.version);
   if (data.queue) showQueue(state.queue);
   if (data.sessions) showSessions(state.sessions);
   if (data.tenants) showTenants(state.tenants);
   if (data.models) showModels(state.models);
+  if (data.batches) showBatches(state.batches);
   if (data.totals) showTotals(state.totals);
-}
-
-function byTier(a, b) {
-  const tier = TIERS.indexOf(a.tier) - TIERS.indexOf(b.tier);
-  return tier || a.node.localeCompare(b.node, "en", { numeric: true });
 }
 
 function showHead(nodes) {

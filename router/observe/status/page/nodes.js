@@ -1,4 +1,4 @@
-// Shows the nodes, prefill first.
+// Shows nodes: a row for each.
 
 import { byId, element, setAttribute, setClass, setText, table } from "./dom.js";
 import { count, number, percent, seconds } from "./format.js";
@@ -31,24 +31,24 @@ const COLUMNS = [
     head: "Backlog", number: true, about: "Prompt tokens to compute, at the node's speed",
     cell: ifAny(seconds, "backlog_s"),
   },
-  { head: "In, tok/s", number: true, cell: given(number, "tokens_in_per_s") },
-  { head: "Out, tok/s", number: true, cell: given(number, "tokens_out_per_s") },
+  { head: "In, tok/s", number: true, less: true, cell: given(number, "tokens_in_per_s") },
+  { head: "Out, tok/s", number: true, less: true, cell: given(number, "tokens_out_per_s") },
   {
-    head: "Prefix hits", number: true,
+    head: "Prefix hits", number: true, less: true,
     about: "Prompt tokens that need not be computed, last 10 s; part of them: from host memory, from disk",
     cell: hits,
   },
   {
-    head: "Sessions", number: true, about: "Of this router's, last ten minutes",
+    head: "Sessions", number: true, less: true, about: "Of this router's, last ten minutes",
     cell: given(count, "sessions"),
   },
 ];
 const DRAFTS = {
-  head: "Drafts right", number: true, about: "By place in a step, last 10 s",
+  head: "Drafts right", number: true, less: true, about: "By place in a step, last 10 s",
   cell: (node) => (node.accepted?.length ? node.accepted.map((part) => Math.round(100 * part)).join(" · ") + " %" : "–"),
 };
 
-/** `version` is the router's: another one is told. */
+/** Shows them in their order. `version` is the router's: another one is told. */
 export function showNodes(nodes, version) {
   const drafts = nodes.some((node) => node.accepted?.length);
   const shown = nodes.map((node) => ({ ...node, isOther: node.version && node.version !== version }));
@@ -66,7 +66,8 @@ function fillName(cell, node) {
   setClass(tier, `tier ${node.tier}`);
   setText(tier, node.tier);
   setText(address, node.node);
-  setText(sub, [node.model, node.isOther ? `version ${node.version}` : ""].filter(Boolean).join(", "));
+  const other = node.isOther ? `version ${node.version}` : "";
+  setText(sub, [node.host, node.model, other].filter(Boolean).join(", "));
 }
 
 function fillState(cell, node) {

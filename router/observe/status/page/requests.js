@@ -1,9 +1,10 @@
 // Shows the last requests, each with its timeline on a scale that all share.
 
-import { byId, drawn, element, facts, keep, setAttribute, setClass, setText } from "./dom.js";
+import { byId, choice, drawn, element, facts, keep, setAttribute, setClass, setText } from "./dom.js";
+import { narrow } from "./fold.js";
 import { bytes, clock, count, number, seconds } from "./format.js";
 
-const SHOWN = 20;
+const SHOWN = { wide: 20, narrow: 5 };
 const KEPT = 200;
 const FILTERS = {
   All: () => true,
@@ -35,8 +36,9 @@ export class Requests {
     choice(byId("filter"), Object.keys(FILTERS), (name) => this.#change("filter", name));
     choice(byId("scale"), SCALES, (name) => this.#change("scale", name));
     byId("legend").append(...KINDS.map(([kind, name, about]) => legend(kind, name, about)));
-    this.limit = SHOWN;
-    byId("more").addEventListener("click", () => this.#change("limit", this.limit === SHOWN ? KEPT : SHOWN));
+    this.hasAll = false;
+    byId("more").addEventListener("click", () => this.#change("hasAll", !this.hasAll));
+    narrow.addEventListener("change", () => this.show());
     byId("newer").addEventListener("click", () => this.#release());
   }
 
@@ -54,7 +56,8 @@ export class Requests {
     const isRead = this.list.querySelector("details[open]") !== null;
     if (!isRead) this.held = null;
     else this.held ??= new Map(Array.from(this.list.children, (row) => [row.dataset.key, row.request]));
-    const shown = this.held ? this.#stillHeld(known) : all.slice(0, this.limit);
+    const few = narrow.matches ? SHOWN.narrow : SHOWN.wide;
+    const shown = this.held ? this.#stillHeld(known) : all.slice(0, this.hasAll ? KEPT : few);
     const newest = this.held ? all.filter((request) => !this.held.has(key(request))) : [];
     this.full = niceScale(Math.max(...shown.map((request) => this.#length(request)), 0.001), this.full);
     keep(this.list, shown, key, makeRow, (row, request) => updateRow(row, request, this.full));
@@ -62,8 +65,8 @@ export class Requests {
     byId("none").hidden = shown.length > 0;
     setText(byId("none"), this.filter === "All" ? "No requests yet." : "None of these among the last.");
     byId("newer").hidden = newest.length === 0;
-    byId("more").hidden = all.length <= SHOWN;
-    setText(byId("more"), this.limit === SHOWN ? `Show all ${count(all.length)}` : "Show fewer");
+    byId("more").hidden = all.length <= few;
+    setText(byId("more"), this.hasAll ? "Show fewer" : `Show all ${count(all.length)}`);
     setText(byId("newer"), `Show ${count(newest.length)} newer`);
   }
 
@@ -114,17 +117,6 @@ function niceScale(most, current) {
 }
 
 const key = (request) => `${request.trace} ${request.id} ${request.at}`;
-
-function choice(target, names, onChange) {
-  names.forEach((name, i) => {
-    const input = element("input");
-    input.type = "radio";
-    input.name = target.id;
-    input.checked = i === 0;
-    input.addEventListener("change", () => onChange(name));
-    target.append(element("label", "", input, element("span", "", name)));
-  });
-}
 
 function legend(kind, name, about) {
   const made = element("li", "", element("span", `swatch ${kind.replace(" ", "-")}`), name);
