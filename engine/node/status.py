@@ -24,8 +24,8 @@ from typing import Protocol
 
 import grpc
 
-from edge.host_name import host_name
 from edge.installed_version import installed_version
+from edge.tracing.environment import host_name
 from engine.contracts.errors import EngineCallTimeout, EngineDeadError
 from engine.frontend.step_history import StepHistory
 from engine.kv_cache.capacity import tokens_that_fit

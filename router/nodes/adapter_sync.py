@@ -89,15 +89,16 @@ class AdapterSync:
 
     def _behind(self) -> Iterator[tuple[Node, AdapterCall]]:
         """Yields the calls that nodes in touch have not followed, by node."""
-        groups = by_weights(self._registry.nodes(NodeRole.PREFILL))
-        decodes = self._registry.nodes(NodeRole.DECODE)
+        calls = self._registry.adapters.calls
+        decodes = [one for one in self._registry.nodes(NodeRole.DECODE) if calls(one.model)]
+        groups = by_weights(self._registry.nodes(NodeRole.PREFILL)) if decodes else {}
         models = {(node, node.model): None for node in decodes}
         models |= {(prefill, d.model): None for d in decodes for prefill in partners_of(d, groups)}
         for node, model in models:
             if node.report is None or self._registry.state(node) not in _IN_TOUCH:
                 continue
             answered = self._answered.get(node, {})
-            for name, call in self._registry.adapters.calls(model).items():
+            for name, call in calls(model).items():
                 followed = (node.followed.get(name), answered.get(name))
                 newest = max((one.order for one in followed if one is not None), default=(0, ""))
                 if newest < call.order and (model, name) not in self.adapters.changing:
