@@ -38,7 +38,7 @@ _STATUSES = ("200", "400", "429", "499", "500", "503")
 
 
 def key_file(folder: Path, count: int) -> Path:
-    """Writes keys of so many tenants."""
+    """Writes the keys of `count` tenants."""
     path = folder / "tenants.toml"
     with path.open("w") as file:
         for number in range(count):
