@@ -79,6 +79,7 @@ def _plan(arguments: argparse.Namespace) -> Report:
         profile=profile,
         objectives=objectives,
         price=arguments.price,
+        store_gb_per_s=arguments.kv_store_gb_per_s,
         is_example=is_example,
     )
 
@@ -91,6 +92,9 @@ def _objectives(arguments: argparse.Namespace) -> Objectives:
             raise PlanError(f"{flag} {value:g}: it is in milliseconds, more than 0")
     if not math.isfinite(arguments.price) or arguments.price < 0:
         raise PlanError(f"--price {arguments.price:g}: it is the price of a GPU for an hour")
+    rate = arguments.kv_store_gb_per_s
+    if not math.isfinite(rate) or rate < 0:
+        raise PlanError(f"--kv-store-gb-per-s {rate:g}: it is in GB/s, 0 or more")
     if not 1 <= arguments.max_nodes <= 1000:
         raise PlanError(f"--max-nodes {arguments.max_nodes}: it is a number of nodes, 1 to 1000")
     if not 50 <= arguments.percentile < 100:
@@ -180,6 +184,8 @@ def _parser() -> argparse.ArgumentParser:
                        + ", ".join(shipped_profiles()))  # fmt: skip
     speed.add_argument("--metrics", action="append", default=[], metavar="URL", help="/metrics of "
                        "a prefill node and of a decode node under load, one flag each")  # fmt: skip
+    speed.add_argument("--kv-store-gb-per-s", type=float, default=0.0, help="that a node gets "
+                       "from a KV store (bench.kv.store_tier): does it pay?")  # fmt: skip
     speed.add_argument(
         "--prompt-order",
         choices=get_args(PromptOrderName),

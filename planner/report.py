@@ -12,6 +12,7 @@ from rich.table import Table
 
 from engine.speed.profile import SpeedProfile
 from planner.evaluation import Forecast, Nodes, Objectives
+from planner.kv_store import store_sentence
 from planner.search import Plan
 from planner.traffic.traffic import Traffic
 
@@ -20,7 +21,8 @@ _WIDEST = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Holds a plan and what it was made from. `price` is of one GPU for an hour; 0: not given."""
+    """Holds a plan and what it was made from. `price` is of one GPU for an hour, `store_gb_per_s`
+    what a KV store gives one node; 0: not given."""
 
     plan: Plan
     traffic: Traffic
@@ -28,6 +30,7 @@ class Report:
     profile: SpeedProfile
     objectives: Objectives
     price: float = 0.0
+    store_gb_per_s: float = 0.0
     is_example: bool = False
 
     def cost(self, outcome: Forecast) -> tuple[float, float]:
@@ -56,6 +59,9 @@ class Report:
         yield self._recommendation()
         yield from self._bottleneck()
         yield self._undivided()
+        share = self.simulated.hit_limit()
+        if store := store_sentence(self.profile, share, self.store_gb_per_s):
+            yield store
         if self.is_example:
             yield (
                 "These speeds are another's measurement, of random weights on one kind of "

@@ -69,6 +69,7 @@ def profile(name: str) -> SpeedProfile:
         versions=result["versions"],
         kv_tokens=figures["num_blocks"] * _BLOCK,
         kv_read_s=kv_bytes_per_token(shape) / _BYTES_PER_S,
+        kv_bytes_per_token=kv_bytes_per_token(shape),
         prefill=tuple(prefill),
         decode=tuple(decode),
     )

@@ -43,6 +43,7 @@ from engine.speed.config_map import ClusterError, write_config_map
 from engine.speed.measurements import MeasurementPlan, Measurements
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 from engine.speed.profile import SpeedProfile
+from kv_transfer.control.sizing import pull_bytes_per_token
 
 _PACKAGES = ("tandem", "torch", "triton")
 _QUICK = MeasurementPlan(
@@ -109,6 +110,7 @@ def profile_of(
         machine={"gpus": gpus, "cpu": _cpu(), "system": platform.platform()},
         versions=_versions(),
         kv_tokens=kv_tokens,
+        kv_bytes_per_token=pull_bytes_per_token(config.kv_layout),
         max_batched_tokens=scheduler.max_num_batched_tokens,
         max_sequences=scheduler.max_num_seqs,
         prefill=prefill,

@@ -46,6 +46,7 @@ class SpeedProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_tokens: Tokens that its KV cache has room for.
         kv_read_s: Seconds that a decode step takes longer for each token of context; 0: to be
             found from decode points of different contexts.
+        kv_bytes_per_token: Of one token's KV, over all layers and ranks; 0: unknown.
         overhead_s: Seconds of a first token beyond queue and step: HTTP, tokenisation, RPC.
         note: Where the figures come from.
     """
@@ -63,6 +64,7 @@ class SpeedProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_batched_tokens: int = 8192
     max_sequences: int = 256
     kv_read_s: float = 0.0
+    kv_bytes_per_token: float = 0.0
     overhead_s: float = 0.005
     prefill: tuple[PrefillPoint, ...]
     decode: tuple[DecodePoint, ...]
@@ -118,6 +120,9 @@ def _check(profile: SpeedProfile, name: str) -> None:
         value = getattr(profile, field)
         if not math.isfinite(value) or value < 0:
             raise ProfileError(f"{name}: {field} is {value}; it is in seconds, 0 or more")
+    if not math.isfinite(profile.kv_bytes_per_token) or profile.kv_bytes_per_token < 0:
+        found = profile.kv_bytes_per_token
+        raise ProfileError(f"{name}: kv_bytes_per_token is {found}; it is in bytes, 0 or more")
 
 
 def _positive(where: str, **values: float) -> None:

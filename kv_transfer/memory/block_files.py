@@ -36,7 +36,7 @@ class BlockFiles:
         """Takes the folder for itself. Raises `TierUnavailable`."""
         self._folder = folder
         self._memory = memory
-        self._headers = BlockHeaders(identity, memory)
+        self._headers = BlockHeaders(identity, memory.num_layers)
         self.num_damaged = 0
         """Files that were not what they should be, since the start."""
         self._is_scan_wanted = True

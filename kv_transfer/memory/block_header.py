@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.slot_memory import NAME_BYTES, SlotMemory
+from kv_transfer.memory.slot_memory import NAME_BYTES
 
 _MAGIC = b"tandem KV block\x00"
 _VERSION = 2
@@ -24,9 +24,9 @@ _PAGE = 4096
 
 
 class BlockHeaders:
-    """Headers of blocks of one identity (32 bytes), in the shape of `memory`'s slots."""
+    """Headers of blocks of one identity (32 bytes), of which `num_layers` pages are kept."""
 
-    def __init__(self, identity: bytes, memory: SlotMemory) -> None:
+    def __init__(self, identity: bytes, num_layers: int) -> None:
         self._identity = identity
         self._kind = np.dtype(
             [
@@ -35,7 +35,7 @@ class BlockHeaders:
                 ("length", "<u4"),
                 ("identity", "V32"),
                 ("name", "V32"),
-                ("layers", "<u8", (memory.num_layers,)),
+                ("layers", "<u8", (num_layers,)),
                 ("check", "<u4"),
             ]
         )

@@ -1,8 +1,8 @@
-"""The store tier in one transfer process: our share of each block under a key in Mooncake Store,
-which all nodes of one model share and which outlives them.
+"""The store tier in one transfer process: our share of each block in Mooncake Store, which all
+nodes of one model share and which outlives them. A share is one value or several (`store_parts`).
 
-    key       tandem/<identity>/<the block's hash>
-    value     `block_header`, then a page for each of our layers
+    key       tandem/<identity of the part>/<the block's hash>
+    value     `block_header`, then a page for each of the part's layers
 
 1. `BlockStore`   takes an address; nothing is connected
 2. `connect`      a child process tries it first: while a master does not answer, the library's
@@ -24,16 +24,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.errors import KVTransferError
-from kv_transfer.memory.block_header import BlockHeaders
 from kv_transfer.memory.slot_memory import SlotMemory
 from kv_transfer.memory.store_address import StoreAddress
 from kv_transfer.memory.store_environment import set_defaults
+from kv_transfer.memory.store_parts import StorePart
 
 MOST_AT_ONCE = 16
 """Blocks in one call."""
@@ -57,24 +58,24 @@ class StoreMissing(KVTransferError):
 
 
 class BlockStore:
-    """Keeps what the slots of `memory` hold, for blocks of this identity (32 bytes). `host` is
-    where the store's processes reach this one."""
+    """Keeps what the slots of `memory` hold, in these parts. `host` is where the store's processes
+    reach this one."""
 
     def __init__(
-        self, address: StoreAddress, host: str, identity: bytes, memory: SlotMemory
+        self, address: StoreAddress, host: str, parts: Sequence[StorePart], memory: SlotMemory
     ) -> None:
         self._address = address
         self._host = host
-        self._prefix = f"tandem/{identity.hex()[:32]}"
+        self._parts = parts
         self._memory = memory
-        self._headers = BlockHeaders(identity, memory)
-        shape = 2, MOST_AT_ONCE, self._headers.num_bytes
+        longest = max(part.headers.num_bytes for part in parts)
+        shape = 2, MOST_AT_ONCE * len(parts), longest
         self._texts = np.zeros(shape, np.uint8)
         """Headers that are read, and those that are written: at most one call of each at a time."""
         self._client: Any = None
         self._replicas: Any = None
         self.num_damaged = 0
-        """Blocks that were not what they should be, since the start."""
+        """Values that were not what they should be, since the start."""
 
     @property
     def is_connected(self) -> bool:
@@ -117,12 +118,14 @@ class BlockStore:
     def find(self, names: Sequence[bytes]) -> int:
         """Returns how many blocks, from the first on, are there without a gap."""
         count = 0
-        for part in _parts(names):
-            found = self._connected().batch_is_exist([self._key(name) for name in part])
-            for is_there in found:
-                if is_there < 0:
-                    raise StoreAway(f"{self._address.master} answers {is_there}")
-                if not is_there:
+        for some in _batches(names):
+            keys = [part.key(name) for name in some for part in self._parts]
+            found = self._connected().batch_is_exist(keys)
+            for start in range(0, len(keys), len(self._parts)):
+                of_block = found[start : start + len(self._parts)]
+                if min(of_block) < 0:
+                    raise StoreAway(f"{self._address.master} answers {min(of_block)}")
+                if not min(of_block):
                     return count
                 count += 1
         return count
@@ -130,43 +133,49 @@ class BlockStore:
     def read(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
         """Reads blocks into slots, whose records then say so. Returns the slots of those that are
         missing or not what they should be."""
-        failed, memory, texts = list[int](), self._memory, self._texts[0]
-        for part in _parts(list(zip(names, slots, strict=True))):
-            for _, slot in part:
+        failed, memory = list[int](), self._memory
+        for some in _batches(list(zip(names, slots, strict=True))):
+            for _, slot in some:
                 memory.clear(slot)
+            values = self._values(some, self._texts[0])
             results = self._connected().batch_get_into_multi_buffers(
-                [self._key(name) for name, _ in part], *self._places([s for _, s in part], texts)
+                [one.key for one in values], *_places(values)
             )
-            for text, (name, slot), result in zip(texts, part, results, strict=False):
+            sums: dict[int, dict[int, int]] = {slot: {} for _, slot in some}
+            for one, result in zip(values, results, strict=True):
                 if result < 0:
-                    failed.append(slot)
                     continue
-                found = self._headers.read(text.tobytes())
-                sums = memory.checksums(slot)
-                if found != (name, sums):
-                    self.num_damaged += 1
-                    self._connected().remove(self._key(name), True)
-                    failed.append(slot)
+                found = {place: memory.checksum(one.slot, place) for place in one.part.places}
+                if one.part.headers.read(one.text.tobytes()) == (one.name, list(found.values())):
+                    sums[one.slot] |= found
                     continue
-                memory.put(slot, name, sums)
+                self.num_damaged += 1
+                self._connected().remove(one.key, True)
+            for name, slot in some:
+                if len(sums[slot]) == memory.num_layers:
+                    memory.put(slot, name, [sums[slot][i] for i in range(memory.num_layers)])
+                else:
+                    failed.append(slot)
         return failed
 
     def write(self, slots: Sequence[int]) -> list[int]:
-        """Writes what slots hold. Returns those of which the store has nothing."""
-        failed, memory, texts = list[int](), self._memory, self._texts[1]
-        named = [(slot, memory.name_of(slot)) for slot in slots]
-        failed += [slot for slot, name in named if name is None]
-        for part in _parts([(slot, name) for slot, name in named if name is not None]):
-            for text, (slot, name) in zip(texts, part, strict=False):
-                header = self._headers.make(name, memory.known_checksums(slot))
-                text[:] = np.frombuffer(header, np.uint8)
+        """Writes what slots hold. Returns those of which the store does not have all."""
+        memory = self._memory
+        named = [(memory.name_of(slot), slot) for slot in slots]
+        failed = {slot for name, slot in named if name is None}
+        whole = [(name, slot) for name, slot in named if name is not None]
+        for some in _batches(whole):
+            values = self._values(some, self._texts[1])
+            for one in values:
+                known = memory.known_checksums(one.slot)
+                header = one.part.headers.make(one.name, [known[i] for i in one.part.places])
+                one.text[:] = np.frombuffer(header, np.uint8)
             results = self._connected().batch_put_from_multi_buffers(
-                [self._key(name) for _, name in part],
-                *self._places([slot for slot, _ in part], texts),
-                self._replicas,
+                [one.key for one in values], *_places(values), self._replicas
             )
-            failed += [s for (s, _), result in zip(part, results, strict=True) if result != 0]
-        return failed
+            pairs = zip(values, results, strict=True)
+            failed.update(one.slot for one, result in pairs if result != 0)
+        return sorted(failed)
 
     def close(self) -> None:
         """Lets the connection go; not while a call is under way."""
@@ -179,20 +188,43 @@ class BlockStore:
             raise StoreAway(f"{self._address.master} was not reached yet")
         return self._client
 
-    def _key(self, name: bytes) -> str:
-        return f"{self._prefix}/{name.hex()}"
+    def _values(
+        self, some: Sequence[tuple[bytes, int]], texts: npt.NDArray[np.uint8]
+    ) -> list[_Value]:
+        """Returns the values of these blocks in these slots. `texts` get their headers."""
+        memory, found = self._memory, list[_Value]()
+        for name, slot in some:
+            first = int(memory.slot(slot).ctypes.data)
+            for part in self._parts:
+                text = texts[len(found), : part.headers.num_bytes]
+                pages = [first + place * memory.page_bytes for place in part.places]
+                found.append(_Value(part, name, slot, text, pages, memory.page_bytes))
+        return found
 
-    def _places(
-        self, slots: Sequence[int], texts: npt.NDArray[np.uint8]
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns where the headers and pages of these slots are, and how long they are."""
-        memory = self._memory
-        pages = [int(memory.slot(slot).ctypes.data) for slot in slots]
-        heads = [int(texts[i].ctypes.data) for i in range(len(slots))]
-        size = [self._headers.num_bytes, memory.slot_bytes]
-        return [[h, p] for h, p in zip(heads, pages, strict=True)], [size] * len(slots)
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """One part of the block `name` in `slot`: its header is in `text`, its pages at `pages`."""
+
+    part: StorePart
+    name: bytes
+    slot: int
+    text: npt.NDArray[np.uint8]
+    pages: list[int]
+    page_bytes: int
+
+    @property
+    def key(self) -> str:
+        return self.part.key(self.name)
 
 
-def _parts(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def _places(values: Sequence[_Value]) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns where headers and pages of values are, and how long they are."""
+    where = [[int(one.text.ctypes.data), *one.pages] for one in values]
+    sizes = [[one.text.nbytes, *[one.page_bytes] * len(one.pages)] for one in values]
+    return where, sizes
+
+
+def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
     for start in range(0, len(items), MOST_AT_ONCE):
         yield items[start : start + MOST_AT_ONCE]

@@ -41,6 +41,7 @@ from kv_transfer.memory.slot_checks import SlotChecks
 from kv_transfer.memory.slot_memory import SlotMemory, TierUnavailable
 from kv_transfer.memory.store_address import StoreAddress
 from kv_transfer.memory.store_calls import StoreCalls
+from kv_transfer.memory.store_parts import store_parts
 from kv_transfer.tier import (
     AskMeta,
     FetchMeta,
@@ -378,7 +379,9 @@ class HostPool:
             if config.disk_path is not None:
                 self._take_files(memory, config.disk_path)
             if config.store is not None and self._layers:
-                store = BlockStore(config.store, config.store_host, self._identity, memory)
+                layout, rank = self._cache.layout, self._cache.handle.rank
+                parts = store_parts(layout, rank, config.first_layer, config.share, memory)
+                store = BlockStore(config.store, config.store_host, parts, memory)
                 self._store_calls = StoreCalls(store, partial(self._turn_off, Tier.STORE))
             return memory
         return SlotMemory.anonymous(0, len(self._layers), page)

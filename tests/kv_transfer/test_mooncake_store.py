@@ -10,19 +10,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kv_caches import layout
+from kv_caches import latent, layout
 from kv_nodes import KVNode, poll_until
 from mooncake_processes import Mooncake, mooncake, needs_mooncake, python_path, run_client
 from test_transfer_processes import new_node
 
 from kv_transfer.base import HostTier
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.block_header import identity_of
+from kv_transfer.memory.slot_memory import SlotMemory
+from kv_transfer.memory.store_parts import StorePart, store_parts
 from kv_transfer.metadata import KVConnectorOutput
 from kv_transfer.tier import Tier
 from kv_transfer.tiers.host_tier import PooledHostTier
-
-pytestmark = needs_mooncake
 
 SHAPE = layout(num_layers=3)
 ANOTHER_MODEL = msgspec.structs.replace(SHAPE, model_hash="another")
@@ -36,17 +35,41 @@ assert store.remove({key!r}, True) == 0 == store.put({key!r}, bytes(value))
 """
 
 
+def parts_of(shape: KVLayout, rank: int, share: tuple[int, int]) -> list[StorePart]:
+    index, count = share
+    num_layers = len(range(index, shape.num_slots, count))
+    memory = SlotMemory.anonymous(0, num_layers, shape.page_bytes)
+    return store_parts(shape, rank, shape.first_layer_on(0), share, memory)
+
+
 def key_of(name: bytes, share: int) -> str:
-    identity = identity_of(SHAPE, 0, SHAPE.first_layer_on(0), (share, 2))
-    return f"tandem/{identity.hex()[:32]}/{name.hex()}"
+    """Returns the key of the first part of what a process of two has."""
+    return parts_of(SHAPE, 0, (share, 2))[0].key(name)
+
+
+def prefixes(shape: KVLayout, num_processes: int, rank: int = 0) -> set[str]:
+    shares = [(i, num_processes) for i in range(num_processes)]
+    return {part.prefix for share in shares for part in parts_of(shape, rank, share)}
+
+
+def test_parts_are_the_same_whatever_processes_and_ranks_have_them() -> None:
+    shape = layout(num_layers=19)
+    assert [prefixes(shape, count) == prefixes(shape, 1) for count in (2, 4, 8)] == [True] * 3
+    assert not prefixes(shape, 3) & prefixes(shape, 1)
+    of_all = [part.places for part in parts_of(shape, 0, (1, 2))]
+    assert of_all == [(0, 4, 8), (1, 5), (2, 6), (3, 7)], "layers 1, 9 and 17; 3 and 11; ..."
+    assert prefixes(latent(tp_size=4), 1, rank=3) == prefixes(latent(tp_size=2), 2)
+    few_heads = [layout(tp_size=tp_size, num_kv_heads=2) for tp_size in (1, 2, 4)]
+    assert prefixes(few_heads[2], 1, rank=3) == prefixes(few_heads[1], 1, rank=1)
+    assert not prefixes(few_heads[1], 1) & prefixes(few_heads[0], 1), "a rank has fewer heads"
 
 
 class Node:
     """A node with a host tier and the store behind it."""
 
-    def __init__(self, store: Mooncake, shape: KVLayout = SHAPE) -> None:
+    def __init__(self, store: Mooncake, shape: KVLayout = SHAPE, num_processes: int = 2) -> None:
         self.kv: KVNode = new_node(
-            "prefill", shape, host_tier_bytes=4 * shape.block_bytes, num_processes=2,
+            "prefill", shape, host_tier_bytes=4 * shape.block_bytes, num_processes=num_processes,
             store_tier_url=store.url,
         )  # fmt: skip
         assert isinstance(self.kv.connector.host_tier, PooledHostTier)
@@ -97,8 +120,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]
 def make_node(store: Mooncake) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
-    def make(shape: KVLayout = SHAPE) -> Node:
-        nodes.append(Node(store, shape))
+    def make(shape: KVLayout = SHAPE, num_processes: int = 2) -> Node:
+        nodes.append(Node(store, shape, num_processes))
         return nodes[-1]
 
     yield make
@@ -108,9 +131,9 @@ def make_node(store: Mooncake) -> Iterator[Callable[..., Node]]:
 
 def fill(node: Node, names: list[bytes]) -> None:
     """Has blocks computed by a node and given to the store: again, until it is connected."""
-    words = node.kv.caches[0].words
-    for i in range(len(names)):
-        words[:, i] = 7 + i
+    for cache in node.kv.caches:
+        for i in range(len(names)):
+            cache.pages[:, i] = 7 + i
     while node.counter("put") < len(names):
         node.tier.forget_all()
         node.store(*names)
@@ -120,18 +143,19 @@ def fill(node: Node, names: list[bytes]) -> None:
         assert node.counter("put") >= put
 
 
+@needs_mooncake
 def test_nodes_share_blocks_and_what_is_damaged_or_gone_is_a_miss(
     store: Mooncake, make_node: Callable[..., Node]
 ) -> None:
     first = make_node()
     fill(first, NAMES)
     first.kv.close()
-    other, stranger = make_node(), make_node(ANOTHER_MODEL)
+    other, stranger = make_node(num_processes=1), make_node(ANOTHER_MODEL)
     other.poll_until(lambda: other.ask(*NAMES) == 3)
     assert other.ask(NAMES[0], b"n" * 32, NAMES[1]) == 1
-    words = other.kv.caches[0].words
+    pages = other.kv.caches[0].pages
     assert other.load(*NAMES)
-    assert [(words[:, 5 + i] == 7 + i).all() for i in range(3)] == [True] * 3
+    assert [(pages[:, 5 + i] == 7 + i).all() for i in range(3)] == [True] * 3
     assert (other.counter("fetched"), other.counter("missed")) == (3, 0)
 
     other.tier.forget_all()
@@ -146,6 +170,7 @@ def test_nodes_share_blocks_and_what_is_damaged_or_gone_is_a_miss(
     assert stranger.ask(*NAMES) == 0, "another model's blocks are others"
 
 
+@needs_mooncake
 def test_its_death_is_a_miss_and_it_may_come_back(
     store: Mooncake, make_node: Callable[..., Node]
 ) -> None:
@@ -176,3 +201,15 @@ def test_its_death_is_a_miss_and_it_may_come_back(
 
     while not is_taken():
         pass
+
+
+@needs_mooncake
+def test_nodes_of_unlike_ranks_share_latents(make_node: Callable[..., Node]) -> None:
+    first = make_node(latent(tp_size=2))
+    fill(first, NAMES)
+    first.kv.close()
+    other = make_node(latent(tp_size=1), num_processes=1)
+    other.poll_until(lambda: other.ask(*NAMES) == 3)
+    pages = other.kv.caches[0].pages
+    assert other.load(*NAMES)
+    assert [(pages[:, 5 + i] == 7 + i).all() for i in range(3)] == [True] * 3

@@ -22,6 +22,7 @@ from engine.speed.profile import (
 from planner.__main__ import main, shipped_profiles
 from planner.errors import MetricsError, NoPlan, TraceError, TrafficError
 from planner.evaluation import Evaluator, Forecast, Nodes, Objectives
+from planner.kv_store import store_sentence
 from planner.live_metrics import profile_of
 from planner.search import Plan, Search
 from planner.traffic.described import Description, read_lengths
@@ -241,7 +242,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     picture = tmp_path / "plan.svg"
     assert main([*ASKED, "--json", "--price", "3", "--plot", str(picture)]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["profile"]["is_example"] and "somebody else" in said["recommendation"][-1]
+    assert said["profile"]["is_example"] and "another's measurement" in said["recommendation"][-1]
     best = said["outcomes"][0]
     assert best["meets"] and best["label"] == "recommended"
     hourly = 3 * (said["prefill"] + said["decode"])
@@ -303,3 +304,24 @@ def test_the_percentile_of_the_objectives(capsys: pytest.CaptureFixture[str]) ->
 def test_wrong_questions(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("share", "rate", "said"),
+    [
+        (0.0, 9.0, "a KV store has nothing to give"),
+        (0.5, 0.0, "would pay if it gave a node more than 10.0 GB/s"),
+        (0.5, 9.0, "A KV store of 9 GB/s a node does not pay"),
+        (0.5, 30.0, "gives KV in 1/3.0 of the time"),
+    ],
+)
+def test_a_store_pays_where_it_is_sooner_than_computing(
+    share: float, rate: float, said: str
+) -> None:
+    profile = msgspec.structs.replace(
+        HAND,
+        kv_bytes_per_token=100_000.0,
+        prefill=(PrefillPoint(1, 1000, 0.1), PrefillPoint(10, 1000, 0.1)),
+    )
+    assert said in store_sentence(profile, share, rate)
+    assert store_sentence(HAND, share, rate) == "", "nothing is known of its KV"
