@@ -148,7 +148,7 @@ PLANNER_ORDER = [
     {"errors"},
     {"simulation"},
     {"traffic"},
-    {"evaluation", "live_metrics"},
+    {"evaluation", "live_metrics", "kv_store"},
     {"search"},
     {"report"},
     {"plot"},
