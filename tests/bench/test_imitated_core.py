@@ -50,7 +50,7 @@ def test_steps_end_at_fixed_times_however_late_they_are_looked_at(core: Imitated
         1,
     )
     assert core.ends_at == pytest.approx(10.02)
-    [third] = outputs(core, 10.02)
+    [third] = outputs(core, 10.021)
     assert third.finish_reason == "length"
     assert core.ends_at is None
 
@@ -60,10 +60,10 @@ def test_who_comes_in_the_midst_of_a_step_joins_the_next(core: ImitatedCore) -> 
         core.handle(request(name, 9, do_remote_prefill=True), at)
         core.handle(SupplyFirstToken(name, 5), at)
         core.step(at)
-    assert [one.request_id for one in outputs(core, 10.01)] == ["a"]
-    assert [one.request_id for one in outputs(core, 10.02)] == ["a", "b"]
-    core.handle(AbortRequests(["a"]), 10.021)
-    assert [one.request_id for one in outputs(core, 10.03)] == ["b"]
+    assert [one.request_id for one in outputs(core, 10.011)] == ["a"]
+    assert [one.request_id for one in outputs(core, 10.021)] == ["a", "b"]
+    core.handle(AbortRequests(["a"]), 10.022)
+    assert [one.request_id for one in outputs(core, 10.031)] == ["b"]
 
 
 def test_prompts_for_a_peer_are_computed_one_after_the_other(core: ImitatedCore) -> None:
@@ -71,11 +71,11 @@ def test_prompts_for_a_peer_are_computed_one_after_the_other(core: ImitatedCore)
         core.handle(request(name, 1, do_remote_decode=True), 10.0)
     core.step(10.0)
     assert core.stats(10.0).num_waiting_tokens == 100
-    done = core.step(10.05)
+    done = core.step(10.051)
     [first] = done.outputs
     assert (first.request_id, first.finish_reason, first.queue_s) == ("a", "length", 0.0)
     assert [one.ok for one in done.kv_results] == [True]
-    [second] = outputs(core, 10.1)
+    [second] = outputs(core, 10.11)
     assert second.request_id == "b" and second.queue_s == pytest.approx(0.05)
 
 
@@ -83,9 +83,9 @@ def test_a_prompt_that_no_peer_computes_runs_on_here(core: ImitatedCore) -> None
     core.handle(request("a", do_remote_prefill=True), 10.0)
     core.handle(PrefillLocally("a"), 10.0)
     core.step(10.0)
-    [first] = outputs(core, 10.05)
+    [first] = outputs(core, 10.051)
     assert (first.num_cached_tokens, first.finish_reason) == (0, "")
-    assert len(outputs(core, 10.06)) == 1
+    assert len(outputs(core, 10.061)) == 1
 
 
 def test_nodes_are_imitated_and_routers_are_not() -> None:
