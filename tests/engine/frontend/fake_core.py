@@ -12,6 +12,14 @@ from engine.contracts.messages import (
     FromEngineCore,
     ToEngineCore,
 )
+from engine.frontend.output_delivery import Delivered
+
+
+class NoHistory:
+    """Takes the place of `StepHistory`."""
+
+    def delivered(self, delivered: Delivered) -> None:
+        """Forgets it."""
 
 
 class FakeCore:
@@ -29,7 +37,7 @@ class FakeCore:
         self.say = on_message
         self.die = on_dead
         self.sent: list[ToEngineCore] = []
-        self.history = None
+        self.history = NoHistory()
         self.say(EngineReady(num_blocks=7))
 
     def send(self, message: ToEngineCore) -> None:
