@@ -9,7 +9,7 @@
 #
 # Seen on 2026-11-28 with Python 3.11, torch 2.13 (CPU); takes minutes, as the package compiles a kernel when imported:
 #     exclude: ['lm_head']
-#     experts.down_proj: BF16, self_attn.q_proj.weight: F8_E4M3
+#     experts.down_proj: BF16 q_proj.weight: F8_E4M3
 #
 # Ends with 0 while that is so, with 1 when it has changed.
 set -euo pipefail
