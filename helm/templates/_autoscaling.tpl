@@ -149,7 +149,7 @@ pods:
 {{- end -}}{{- end -}}
 {{- end -}}
 {{- if and $ratio (hasKey $prefill "replicas") -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "prefill.ratio and prefill.replicas both say how many prefill pods there are: leave one out") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "prefill.ratio and prefill.replicas both say how many prefill pods there are: leave one out (an entry of models with replicas of its own sets ratio to \"\")") -}}
 {{- end -}}
 {{- if and $ratio (not $prefill.enabled) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "prefill.ratio is set, but prefill.enabled is false: set it to true") -}}

@@ -83,3 +83,18 @@
 {{- if $claims -}}{{- $_ := set $resources "claims" $claims -}}{{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}
+
+{{/* Requests above limits, which the API refuses pod by pod: found, name, resources (as the pod has them) */}}
+{{- define "tandem.mistakes.resources" -}}
+{{- $found := .found -}}
+{{- $name := .name -}}
+{{- $limits := .resources.limits | default dict -}}
+{{- range $kind, $asked := .resources.requests | default dict -}}
+{{- if and (hasKey $limits $kind) (has $kind (list "cpu" "memory" "ephemeral-storage")) -}}
+{{- $limit := get $limits $kind -}}
+{{- if gt (include "tandem.quantity" (dict "text" $asked "scale" 1000.0) | int64) (include "tandem.quantity" (dict "text" $limit "scale" 1000.0) | int64) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.resources ask for %v of %s, more than their limit of %v: raise %s.resources.limits.%s" $name $asked $kind $limit $name $kind)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -131,6 +131,7 @@
 {{- include "tandem.mistakes.kvTiers" (dict "found" $found "name" $name "of" $tier) -}}
 {{- include "tandem.mistakes.adapters" (dict "root" .root "found" $found "name" $name "of" $tier) -}}
 {{- $scope := dict "root" .root "component" $name "of" $tier "part" (ternary "leader" "" (gt (int $tier.parallelism.hosts) 1)) -}}
+{{- include "tandem.mistakes.resources" (dict "found" $found "name" $name "resources" (include "tandem.tierResources" $scope | fromYaml)) -}}
 {{- include "tandem.mistakes.twice" (dict "found" $found "name" $name "env" (include "tandem.tierEnv" $scope) "mounts" (include "tandem.tierMounts" $scope) "volumes" (include "tandem.tierVolumes" $scope)) -}}
 {{- $flags := include "tandem.tierArgs" $scope -}}
 {{- include "tandem.mistakes.extras" (dict "root" .root "found" $found "name" $name "of" $tier "own" "engine" "flags" $flags) -}}
@@ -296,6 +297,7 @@
 {{- end -}}
 {{- end -}}
 {{- include "tandem.mistakes.pod" (dict "found" $found "name" "router" "of" $router) -}}
+{{- include "tandem.mistakes.resources" (dict "found" $found "name" "router" "resources" (default dict $router.resources)) -}}
 {{- $scope := dict "root" .root "component" "router" "of" $router "part" "" -}}
 {{- include "tandem.mistakes.twice" (dict "found" $found "name" "router" "env" (include "tandem.routerEnv" $scope) "mounts" (include "tandem.routerMounts" $scope) "volumes" (include "tandem.routerVolumes" $scope)) -}}
 {{- $flags := include "tandem.routerArgs" $scope -}}

@@ -170,6 +170,17 @@ def test_cpus_and_memory_follow_the_ranks() -> None:
     assert found["requests"]["memory"] == f"{32 * 1024 + 7 * 8 * 1024}Mi"
 
 
+def test_requests_above_limits_are_refused_before_the_api_does() -> None:
+    over = {
+        "decode": {"parallelism": {"tensor": 8}, "resources": {"requests": {"memory": "256Gi"}}}
+    }
+    with pytest.raises(HelmError, match=r"raise decode\.resources\.limits\.memory"):
+        render(over)
+    render(over, {"decode": {"resources": {"limits": {"memory": "256Gi"}}}})
+    with pytest.raises(HelmError, match=r"raise router\.resources\.limits\.memory"):
+        render({"router": {"resources": {"requests": {"memory": "2Gi"}}}})
+
+
 def test_what_ranks_add_may_be_taken_away() -> None:
     for nothing in (None, {"requests": None, "limits": None}):
         over = {"parallelism": {"tensor": 8}, "resourcesPerRank": nothing}
