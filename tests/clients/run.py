@@ -45,7 +45,11 @@ AT_ONCE = 2
 """Clients that run at a time: half of what they do is importing themselves, on one core."""
 
 START_S = 120.0
-CLIENT_S = 300.0
+CLIENT_S = 600.0
+"""Two minutes are enough where a client has a core to itself; CI installs and tests meanwhile."""
+STOP_S = 60.0
+LAST_LINES = 60
+"""A failure is followed by so many of the cluster."""
 
 
 class Cluster:
@@ -76,7 +80,17 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def last_lines(self) -> str:
+        """Returns what it has printed last, and whether it has ended."""
+        code = self._process.poll()
+        end = "" if code is None else f"the cluster ended with {code}\n"
+        return "".join(self._lines[-LAST_LINES:]) + end
 
     def _read(self) -> None:
         """Takes all that it prints, so that it never waits for us."""
@@ -105,11 +119,7 @@ def run_client(environment: Path, name: str, url: str) -> bool:
     if not words:
         print(f"skipped {name}: there is no npm here, or it could not install the client")
         return True
-    try:
-        done = subprocess.run([*words, url], capture_output=True, text=True, timeout=CLIENT_S)
-        said, is_good = done.stdout + done.stderr, done.returncode == 0
-    except subprocess.TimeoutExpired:
-        said, is_good = f"no end after {CLIENT_S:.0f} s", False
+    said, is_good = run_to_end([*words, url])
     seconds = time.monotonic() - started_at
     print(f"{'passed' if is_good else 'FAILED'} {name} in {environment.name}, {seconds:.1f} s")
     if not is_good:
@@ -120,11 +130,21 @@ def run_client(environment: Path, name: str, url: str) -> bool:
 def run_agents(environments: Path) -> bool:
     """Runs coding agents against a scripted node, and prints how each went."""
     words = [sys.executable, str(HERE / "agent_turns.py"), str(environments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=CLIENT_S)
-    print(done.stdout, end="")
-    if done.returncode:
-        print(done.stderr)
-    return done.returncode == 0
+    said, is_good = run_to_end(words)
+    print(said, end="")
+    return is_good
+
+
+def run_to_end(words: list[str]) -> tuple[str, bool]:
+    """Returns what a program has printed, and whether it ended in time and without a failure."""
+    with tempfile.TemporaryFile("w+", errors="replace") as out:
+        try:
+            code = subprocess.run(words, stdout=out, stderr=out, timeout=CLIENT_S).returncode
+            end = ""
+        except subprocess.TimeoutExpired:
+            code, end = 1, f"no end after {CLIENT_S:.0f} s\n"
+        out.seek(0)
+        return out.read() + end, code == 0
 
 
 def main() -> int:
@@ -142,6 +162,8 @@ def main() -> int:
                 for name in names
             ]
             results = [each.result() for each in running]
+            if not all(results):
+                print(f"the cluster's last lines:\n{cluster.last_lines()}")
     seconds = time.monotonic() - started_at
     print(f"{sum(results)} of {len(results)} clients without a failure, {seconds:.0f} s")
     return 0 if all(results) else 1
