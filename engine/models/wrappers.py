@@ -28,6 +28,7 @@ series of measurements (Intern-S2)."""
 _PREFIXES = {
     "thinker.model.": "model.",
     "thinker.lm_head.": "lm_head.",
+    "language_model.model.blocks.": "model.layers.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",

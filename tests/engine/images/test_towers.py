@@ -7,19 +7,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.images.vision_spec import VisionSpec
 from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_tower
 from engine.models.loader import load_weights
 from engine.models.vision.tower import VisionTower
+from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from tests.engine.images.test_vision_parity import config_of
 from tests.engine.images.vision_checkpoints import Picture, loaded, picture, save_checkpoint
 from tests.engine.images.vision_families import FAMILIES
+from tests.engine.models.rank_process import make_paged_model
 
 GRIDS = [(2, 1), (1, 11), (5, 3), (9, 6)]
 
@@ -97,6 +101,17 @@ KIMI_PUBLISHED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_towers_travel_to_other_processes(kind: str, tmp_path: Path) -> None:
+    family = FAMILIES[kind]
+    config = family.make_config()
+    config.architectures = [family.model.__name__]
+    config.save_pretrained(tmp_path)
+    vision = load_model_config(tmp_path, load_format="dummy").vision
+    assert vision is not None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(vision), type=VisionSpec) == vision
+
+
 def test_kimi_as_it_is_published(tmp_path: Path) -> None:
     """Its fields have other names than in transformers, and its processor a form of its own."""
     config = FAMILIES["kimi"].make_config().to_dict()
@@ -110,6 +125,18 @@ def test_kimi_as_it_is_published(tmp_path: Path) -> None:
     assert (vision.depth, vision.hidden_size, vision.num_heads) == (27, 1152, 16)
     assert (vision.pixels.max_patches, vision.pixels.longest_edge) == (65_536, 7168)
     assert vision.pixels.mean == (0.5, 0.5, 0.5)
+
+
+def test_kimi_as_transformers_writes_it(tmp_path: Path) -> None:
+    """It calls layers of the text part blocks, and has some parts of the tower elsewhere."""
+    published, saved = tmp_path / "published", tmp_path / "saved"
+    folders = [save_checkpoint("kimi", published), save_checkpoint("kimi", saved, renames=False)]
+    one, prompt = picture("kimi", 3, 2, 1), [5, 7, 9, 11]
+    towers = [tower_of(config_of(folder)).encode(one.pixels) for folder in folders]
+    assert torch.equal(*towers)
+    group = ParallelGroup(0, 1)
+    logits = [make_paged_model(folder, group).prefill([prompt], 1000)[0] for folder in folders]
+    assert torch.equal(*logits)
 
 
 def test_processors_as_transformers_5_writes_them(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from tests.engine.images.vision_families import END, FAMILIES, IMAGE, MAX_LEN, S
 __all__ = ["END", "IMAGE", "MAX_LEN", "START", "VOCAB"]
 
 
-def save_checkpoint(kind: str, folder: Path) -> Path:
-    """Saves random weights, large enough that attention and positions matter."""
+def save_checkpoint(kind: str, folder: Path, *, renames: bool = True) -> Path:
+    """Saves random weights, large enough that attention and positions matter. `renames`: tensors
+    have the names that are published, not those of transformers."""
     family = FAMILIES[kind]
     torch.manual_seed(5)
     model = family.model(family.make_config())
@@ -31,7 +32,7 @@ def save_checkpoint(kind: str, folder: Path) -> Path:
             is_vector = parameter.dim() == 1
             parameter.copy_(1.0 + 0.2 * noise if is_vector else 0.15 * noise)
     model.save_pretrained(folder)
-    if family.renamed:
+    if family.renamed and renames:
         tensors = load_file(folder / "model.safetensors")
         for expression, name in family.renamed:
             tensors = {re.sub(expression, name, own): it for own, it in tensors.items()}
