@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import grpc
 
@@ -127,10 +128,12 @@ class PrefillClient:
         num_groups = 1 + len(peer.groups) if peer is not None and peer.names_group else 0
         events = PrefillEvents(request.prefill_spec, self._vocab_size, num_groups)
         try:
-            async for message in call:
-                event = events.read(readable(message))
-                if event is not None:
-                    yield event
+            # Closed, because it and the call hold each other while it is not at its end.
+            async with aclosing(aiter(call)) as messages:
+                async for message in messages:
+                    event = events.read(readable(message))
+                    if event is not None:
+                        yield event
         except grpc.aio.AioRpcError as error:
             request.calls.end(_name(error))
             raise self._disappointed(node, _name(error), f"{address}: {error.details()}") from None

@@ -444,7 +444,7 @@ class FakeChoice:
 
     record: RequestRecord
 
-    def told(self, output: RequestOutput) -> RequestOutput:
+    def checked(self, output: RequestOutput) -> RequestOutput:
         return output
 
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 
+import grpc
 import pytest
 
+from decode_node.disagg.prefill_events import KVTaken
 from tests.decode_node.decode_fakes import FakeCall, FakeRequest, until
+from tests.decode_node.test_prefill_client import (
+    REQUEST,
+    params,
+    prefill_client,
+    prefill_node,
+)
 from tests.decode_node.test_proxy import Bench
 from tests.edge.left_behind import garbage_is_kept, left_behind
 
@@ -91,3 +101,30 @@ async def test_nothing_waits_for_the_collector(
         await once()
         await once()
         assert not left_behind()
+
+
+async def test_a_call_that_is_left_holds_no_prompt() -> None:
+    """Each is left behind its last event, before the status that follows."""
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        await client.handshake(address)
+
+        async def once() -> None:
+            async with aclosing(client.prefill(address, REQUEST, params())) as stream:
+                async for event in stream:
+                    if isinstance(event, KVTaken):
+                        break
+            servicer.requests.clear()
+
+        await once()
+        gc.disable()
+        try:
+            before = num_calls()
+            await once()
+            await once()
+            assert num_calls() == before
+        finally:
+            gc.enable()
+
+
+def num_calls() -> int:
+    return sum(isinstance(one, grpc.aio.UnaryStreamCall) for one in gc.get_objects())
