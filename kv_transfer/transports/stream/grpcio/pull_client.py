@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
+
 import grpc
 import grpc.aio
 
@@ -27,8 +31,11 @@ class GrpcPullClient(PullClient):
             PULL_PATH, request_serializer=pb.PullRequest.SerializeToString
         )
         try:
-            async for message in call(request, metadata=self._credentials.metadata()):
-                _give(message, sink)
+            answers = call(request, metadata=self._credentials.metadata())
+            # Closed, because it and the call hold each other while it is not at its end.
+            async with aclosing(cast("AsyncGenerator[bytes, None]", aiter(answers))) as messages:
+                async for message in messages:
+                    _give(message, sink)
         except grpc.aio.AioRpcError as error:
             raise refusal(address, error.code(), error.details() or "") from error
 
