@@ -63,7 +63,8 @@ class Delivery:
 
     1. `begin`  the request has room
     2. `give`   each output, in the midst of the engine's call
-    3. `ended`  is done behind the last, or with what went wrong; from then on nothing is given
+    3. `until_ended` returns behind the last, or raises what went wrong; from then on nothing is
+                given
     """
 
     def __init__(self, request: GenerationRequest, choices: Sequence[Choice], take: Take) -> None:
@@ -75,7 +76,8 @@ class Delivery:
         self._num_prompt_tokens = len(request.spec.prompt_token_ids)
         self._num_running = len(names)
         self._take = take
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._has_ended = False
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self, claim: Claim, on_end: OnEnd) -> None:
         self._claim = claim
@@ -83,7 +85,7 @@ class Delivery:
 
     def give(self, output: RequestOutput | Exception) -> None:
         """Takes an output in the midst of others': what goes wrong is this request's alone."""
-        if self.ended.done():
+        if self._has_ended:
             return
         try:
             if isinstance(output, Exception):
@@ -98,10 +100,20 @@ class Delivery:
                 self._num_running -= 1
             self._take(choice, choice.checked(output))
         except Exception as error:
-            self.ended.set_exception(error)
+            self._has_ended = True
+            self._end.set_exception(error)
         else:
             if not self._num_running:
-                self.ended.set_result(None)
+                self._has_ended = True
+                self._end.set_result(None)
+
+    async def until_ended(self) -> None:
+        """Is awaited once. Raises what `give` has met."""
+        try:
+            await self._end
+        finally:
+            self._has_ended = True
+            del self._end  # Its error holds the frames that it has passed, which hold this.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,9 +134,12 @@ class EventStreamResponse(Response):
                 else:
                     await writer.end(last)
                     return
-        if not isinstance(refusal, HttpError):
-            raise refusal
-        await send_error(send, refusal, body=self._form.error_body(refusal))
+        try:
+            if not isinstance(refusal, HttpError):
+                raise refusal
+            await send_error(send, refusal, body=self._form.error_body(refusal))
+        finally:
+            del refusal  # It holds this frame, which must not hold it.
 
     def _signs(self) -> Signs:
         return Signs(self._liveness.keepalive_s, head=STREAM_HEADERS)

@@ -61,14 +61,14 @@ OnEnd = Callable[[RequestRecord, RequestOutput], None]
 
 
 class Recipient(Protocol):
-    """Takes the outputs of one request. `begin` comes first; `ended` is done behind the last
-    output, or with what went wrong."""
+    """Takes the outputs of one request. `begin` comes first; `until_ended` returns behind the last
+    output, or raises what went wrong."""
 
     prefill: PrefillRecord
-    ended: asyncio.Future[None]
 
     def begin(self, claim: Claim, on_end: OnEnd) -> None: ...
     def give(self, output: RequestOutput | Exception) -> None: ...
+    async def until_ended(self) -> None: ...
 
 
 class Engine(RemoteEngine, Protocol):
@@ -191,7 +191,7 @@ class DisaggProxy:
                 task = asyncio.create_task(remote.run(params))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            await recipient.ended
+            await recipient.until_ended()
         finally:
             self.open.leave()
             if task is not None:

@@ -129,11 +129,27 @@ async def refused(client: Client) -> None:
     await client.hang_up()
 
 
+async def failed_in_its_midst(client: Client) -> None:
+    """The engine cannot go on with it: streamed and whole, with a token before and without."""
+    reader = await client.connect()
+    engine = client.node.engine
+
+    def fail(fake: FakeRequest) -> None:
+        engine.produce(fake, 1, finish_reason="error", error="this cannot be")
+
+    engine.on_generate = fail
+    for is_stream in (True, False):
+        client.ask(stream=is_stream)
+        await reader.readuntil(b"this cannot be")
+    engine.on_generate = engine.produce_all
+    await client.hang_up()
+
+
 @pytest.mark.parametrize(
     "way",
     [left_in_a_stream, left_in_a_chat, left_in_a_journaled_stream, left_before_the_first_token,
      left_without_a_stream, answered_again_and_again, answered_by_two_nodes,
-     answered_to_an_old_client, refused],
+     answered_to_an_old_client, refused, failed_in_its_midst],
 )  # fmt: skip
 async def test_nothing_waits_for_the_collector(way: Callable[[Client], Awaitable[None]]) -> None:
     async with http_node(auto=False) as node, live(node) as url:
