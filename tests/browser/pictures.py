@@ -43,7 +43,7 @@ async def _open(page: Page, url: str, scheme: str, width: int, height: int, scal
     await page.prefer(color_scheme=scheme)
     await page.screen(width, height, scale)
     await page.open(f"{url}/status")
-    await page.until("document.querySelectorAll('#list li').length > 5")
+    await page.until("document.querySelectorAll('#list li').length >= 5")
 
 
 def _image(png: bytes) -> Image.Image:
