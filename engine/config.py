@@ -86,6 +86,7 @@ class ModelConfig:
             `num_kv_heads` heads, and see all tokens.
         quantization: How weights are quantised; None: they are plain.
         vision: The tower that sees images; None: there is none that is here.
+        vision_fault: What of its tower is not here; empty: nothing.
     """
 
     path: str
@@ -108,6 +109,7 @@ class ModelConfig:
     served_aliases: tuple[str, ...] = ()
     wrapper: str = ""
     vision: VisionSpec | None = None
+    vision_fault: str = ""
 
     @property
     def served_names(self) -> tuple[str, ...]:

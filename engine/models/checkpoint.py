@@ -185,7 +185,8 @@ def load_model_config(
         place, values = file.quantization
         schemes = read_quantization(folder, values, quantization, place)
         layer_heads = kind.read_heads(file)
-        vision = read_vision(folder, wrapper, whole, _text_sizes(file, cast(DenseSpec, spec)))
+        text = _text_sizes(file, cast(DenseSpec, spec))
+        vision, vision_fault = read_vision(folder, wrapper, whole, text)
     if weights is not None:
         check_fused_layers(folder, schemes, weights.tensors)
     names = _names(served_model_name or "") or [_name_of(folder.resolve())]
@@ -209,6 +210,7 @@ def load_model_config(
         spec=msgspec.to_builtins(spec),
         quantization=schemes,
         vision=vision,
+        vision_fault=vision_fault,
     )
     found = PENDING if hashes_later else model_hash_of(config)
     return replace(config, model_hash=found, kv_layers=spec.kv_layers(config))

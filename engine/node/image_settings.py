@@ -48,6 +48,10 @@ class ImageSettings(BaseSettings):
 
     def image_config(self, model: ModelConfig, kv_role: KVRole | None) -> ImageConfig:
         """Returns what the engine does with images. Raises `CheckpointError`."""
+        if model.vision_fault and self.max_images:
+            raise CheckpointError(
+                model.path, model.vision_fault, "start with --max-images 0: its text part is served"
+            )
         wants = self.image_encoder == "on"
         if model.vision is None or self.max_images == 0:
             if wants:

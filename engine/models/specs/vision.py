@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.images.vision_spec import VisionSpec
+from engine.models.specs.base import UnsupportedField
 from engine.models.specs.towers.fields import TextSizes, TowerFile
 from engine.models.specs.towers.glm import glm4v
 from engine.models.specs.towers.kimi import moonvit
@@ -33,17 +34,18 @@ TOWERS: dict[str, Callable[[TowerFile], VisionSpec]] = {
 
 def read_vision(
     folder: Path, architecture: str, whole: Mapping[str, Any], text: TextSizes
-) -> VisionSpec | None:
-    """Returns the tower of a whole model; None: it has none that is here.
+) -> tuple[VisionSpec | None, str]:
+    """Returns the tower of a whole model; None: it has none that is here. Then what is not here of
+    a tower whose kind is: the text part can be served all the same.
 
     Args:
         architecture: Of the whole model.
         whole: What its config.json says.
-
-    Raises:
-        UnsupportedField: A field asks for what tandem does not have.
     """
     reader = TOWERS.get(architecture)
     if reader is None or "vision_config" not in whole:
-        return None
-    return reader(TowerFile(folder, whole, text))
+        return None, ""
+    try:
+        return reader(TowerFile(folder, whole, text)), ""
+    except UnsupportedField as refusal:
+        return None, f"asks for {refusal.what} ({refusal.field}), which tandem does not have"

@@ -1,5 +1,5 @@
 """Each tower makes of an image what transformers' makes of it, on grids of odd sizes, and reads
-what is published: every tensor has one place, and fields that are not here are refused."""
+what is published: every tensor has one place, and fields that are not here leave the text part."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.images.image_config import ImageConfig
 from engine.images.vision_spec import VisionSpec
 from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_tower
 from engine.models.loader import load_weights
 from engine.models.vision.tower import VisionTower
+from engine.node.image_settings import ImageSettings
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from tests.engine.images.test_vision_parity import config_of
@@ -79,7 +81,7 @@ def changed(folder: Path, target: Path, **vision: Any) -> Path:
         ("gemma3", "image_size", 169),
     ],
 )
-def test_towers_of_another_kind_are_refused(
+def test_of_towers_of_another_kind_the_text_part_is_served(
     kind: str, field: str, value: object, tmp_path: Path
 ) -> None:
     family = FAMILIES[kind]
@@ -87,8 +89,11 @@ def test_towers_of_another_kind_are_refused(
     config.architectures = [family.model.__name__]
     config.save_pretrained(tmp_path)
     changed(tmp_path, tmp_path, **{field: value})
-    with pytest.raises(CheckpointError, match=f"vision_config.{field}"):
-        load_model_config(tmp_path, load_format="dummy")
+    model = load_model_config(tmp_path, load_format="dummy")
+    with pytest.raises(CheckpointError, match=rf"vision_config.{field}.*--max-images 0"):
+        ImageSettings().image_config(model, None)
+    assert model.vision is None
+    assert ImageSettings(max_images=0).image_config(model, None) == ImageConfig()
 
 
 KIMI_PUBLISHED = {
