@@ -361,7 +361,8 @@ async def test_the_trace_and_resumed_output_reach_the_prefill_node() -> None:
         finally:
             await client.close()
         (metadata,) = servicer.metadata
-        assert metadata["traceparent"] == f"00-{trace.trace_id}-{trace.span_id}-01"
+        (call,) = request.calls.spans(0.0)
+        assert metadata["traceparent"] == f"00-{trace.trace_id}-{call.span_id}-01"
         assert metadata["tracestate"] == "vendor=1"
         (sent,) = servicer.requests
         assert decode_spec(sent.spec, list(sent.prompt_token_ids)) == request.spec
