@@ -127,7 +127,10 @@ compiled for that."""
 NO_SCALES = {"k_scale": None, "v_scale": None}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-HEAD_SIZES = {80: ((128, 128),), 90: ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))}
+HEAD_SIZES = {
+    80: ((128, 128),),
+    90: ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512)),
+}
 """Widths of keys and values by capability. Above 64 all up to 128 are padded to 128, as 80 is; 128
 takes the most shared memory."""
 
@@ -811,8 +814,9 @@ def attention_cases(capability: int) -> Iterator[Case]:
         more = (*few, (8192, 2**20, 16)) if vary else few if is_fp8 else ()
         for max_rows, total_rows, block_size in ((8192, 2**20, 128), *more):
             prefill = prefill_tuning.prefill_tuning(
-                max_rows, total_rows, 8192, head_dim, DTYPES[dtype], block_size
-            )
+                max_rows, total_rows, 8192, head_dim, DTYPES[dtype], block_size,
+                by_warpgroups=capability >= 90 and not is_fp8,
+            )  # fmt: skip
             described = capability >= 90 and block_size % prefill.tile == 0 and prefill.tile >= 64
             described &= head_dim == value_dim
             box = f"[1, {prefill.tile}, {shape['BLOCK_DIM']}]"

@@ -31,10 +31,8 @@ def decode_tuning(num_units: int, head_dim: int, dtype: torch.dtype) -> DecodeTu
         return DecodeTuning(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
     if row_bytes > 256:
         return DecodeTuning(tile=32, num_warps=4, num_stages=5, programs_per_sm=2)
-    if num_units <= 8 and row_bytes <= 128:
-        return DecodeTuning(tile=128, num_warps=8, num_stages=2, programs_per_sm=1)
     if num_units <= 16 and row_bytes <= 128:
-        return DecodeTuning(tile=64, num_warps=4, num_stages=2, programs_per_sm=2)
+        return DecodeTuning(tile=64, num_warps=4, num_stages=4, programs_per_sm=3)
     if num_units <= 16:
         return DecodeTuning(tile=64, num_warps=4, num_stages=5, programs_per_sm=1)
     if num_units <= 128:

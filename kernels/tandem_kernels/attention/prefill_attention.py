@@ -39,7 +39,7 @@ from tandem_kernels.attention.prefill_parts import (
 )
 from tandem_kernels.attention.prefill_tuning import PrefillTuning, prefill_tuning
 from tandem_kernels.attention.soft_cap import soft_capped
-from tandem_kernels.device import supports_pdl
+from tandem_kernels.device import has_warpgroup_mma, supports_pdl
 
 LOG2_E = 1.4426950408889634
 
@@ -373,6 +373,7 @@ def tuning_of(
         q.dtype,
         sizes.block_size,
         metadata.window,
+        by_warpgroups=has_warpgroup_mma(q.device) and kv_cache.dtype == q.dtype,
     )
 
 

@@ -39,15 +39,21 @@ def prefill_tuning(
     dtype: torch.dtype,
     block_size: int,
     window: int | None = None,
+    *,
+    by_warpgroups: bool = False,
 ) -> PrefillTuning:
     """Choose by rows, which are query tokens times the query heads of a KV head.
 
     `max_rows` are those of the longest request, `total_rows` those of all requests and KV heads.
-    `max_context`: tokens of the longest context, as far as a window shows them.
+    `max_context`: tokens of the longest context, as far as a window shows them. `by_warpgroups`:
+    four warps multiply together, and there is room for 192 KiB: on Hopper, of a cache in the
+    queries' type.
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     is_few = total_rows <= _FEW_ROWS
     if row_bytes > 512:
+        if by_warpgroups and dtype.itemsize == 2 and max_rows > 16:
+            return PrefillTuning(rows=64, tile=32, num_warps=8, num_stages=2)
         return PrefillTuning(rows=16 if max_rows <= 16 else 32, tile=16, num_warps=4, num_stages=2)
     if max_rows <= 16:
         return PrefillTuning(rows=16, tile=32, num_warps=4, num_stages=3, in_parts=True)
