@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from rich.console import Console
 
-from cli.openai_client import ApiError, ChatStream, first_model, without_v1
+from cli.openai_client import ApiError, ChatStream, first_model, unreachable, without_v1
 from cli.timeline import timeline_table
 from edge.command_line import parse_settings
 
@@ -102,6 +102,8 @@ async def _chat(settings: ChatSettings, console: Console) -> None:
                     await conversation.say(line)
                 except ApiError as error:
                     console.print(f"[red]{error}[/]")
+                except aiohttp.ClientConnectionError as error:
+                    console.print(f"[red]{unreachable(error)}[/]")
 
 
 def _read_line() -> str | None:
@@ -118,6 +120,6 @@ def main(args: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except (ApiError, aiohttp.ClientError) as error:
-        print(f"{settings.url}: {error}", file=sys.stderr)
+        print(f"{settings.url}: {unreachable(error)}", file=sys.stderr)
         return 1
     return 0

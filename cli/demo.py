@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cli.chat import ChatSettings, Conversation, client_session
 from cli.local_cluster.cluster import UpSettings
-from cli.local_cluster.node_args import NodeArgs, read_args
+from cli.local_cluster.node_args import NodeArgs, UsageError, read_args
 from cli.local_cluster.supervisor import ServiceFailed
 from cli.openai_client import ApiError, first_model
 from cli.up import StopRequest, running_cluster
@@ -47,6 +47,7 @@ async def _run(console: Console, node_args: NodeArgs, stop_request: StopRequest)
 
 
 async def _until_stopped(console: Console, node_args: NodeArgs) -> int:
+    await node_args.check()
     stop_request = StopRequest.from_signals()
     stop_wanted = asyncio.create_task(stop_request.stop.wait())
     demo = asyncio.create_task(_run(console, node_args, stop_request))
@@ -67,6 +68,9 @@ def main(args: list[str]) -> int:
     _, node_args = read_args(["--", *(arg for arg in args if arg != "--")])
     try:
         return asyncio.run(_until_stopped(Console(), node_args))
+    except UsageError as error:
+        print(f"tandem demo: {error}", file=sys.stderr)
+        return 2
     except (ServiceFailed, DeviceError, ApiError) as error:
         print(error, file=sys.stderr)
         return 1

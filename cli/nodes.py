@@ -13,7 +13,7 @@ import msgspec
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
-from cli.openai_client import ApiError, error_message, without_v1
+from cli.openai_client import ApiError, error_message, unreachable, without_v1
 from edge.command_line import parse_settings
 
 _TIMEOUT_S = 30.0
@@ -91,7 +91,7 @@ def main(args: list[str]) -> int:
     try:
         nodes = asyncio.run(ask(settings))
     except (ApiError, aiohttp.ClientError, TimeoutError) as error:
-        print(f"{settings.url}: {error or 'no answer'}", file=sys.stderr)
+        print(f"{settings.url}: {unreachable(error)}", file=sys.stderr)
         return 1
     if settings.action == "list":
         print(_table(nodes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,6 +55,17 @@ def error_message(body: str) -> str:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return body[:500]
+
+
+def unreachable(error: Exception) -> str:
+    """Returns what is wrong with a server that could not be asked, and what to do where none
+    answers."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        # asyncio puts an address where the kernel's words would be; resolvers' errors are below 0.
+        why = os.strerror(number) if number > 0 else error.os_error.strerror or error.os_error
+        return f"nothing answers there ({why}); `tandem up` starts a cluster, --url names another"
+    return str(error) or "no answer in time"
 
 
 def without_v1(url: str) -> str:

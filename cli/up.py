@@ -138,7 +138,7 @@ def main(args: list[str]) -> int:
         return 2
     except (ServiceFailed, DeviceError, CannotStartError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2 if settings.check else 1
     return 0
 
 
@@ -147,4 +147,7 @@ async def _checked_up(settings: UpSettings, node_args: NodeArgs, console: Consol
     await node_args.check(settings.switchable > 0)
     check_architecture(settings.model)
     check_memory(settings)
+    if settings.check:
+        print(settings.model_dump_json(indent=2))
+        return
     await _up(settings, node_args, console)

@@ -77,6 +77,11 @@ class UpSettings(BaseSettings):
         description="Keys that clients of the router must show, comma separated. Empty: none.",
     )
     verbose: bool = Field(default=False, description="Show what the processes log.")
+    check: bool = Field(
+        default=False,
+        description="Check the settings, the flags of nodes, the checkpoint and the memory, print "
+        "the settings and exit, without starting anything. Exit code 2 if something is wrong.",
+    )
 
     @property
     def num_nodes(self) -> int:

@@ -73,6 +73,23 @@ async def test_a_server_that_names_no_model_is_told_of(
     )
 
 
+def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat.main(["--url", "http://127.0.0.1:1"]) == 1
+    said = capsys.readouterr().err
+    assert "nothing answers there" in said and "`tandem up`" in said and "ssl" not in said
+
+
+async def test_the_conversation_outlives_a_router_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = iter(["hello", None])
+    monkeypatch.setattr(chat, "_read_line", lambda: next(lines))
+    shown = io.StringIO()
+    settings = ChatSettings(url="http://127.0.0.1:1", model="m")
+    await chat._chat(settings, Console(file=shown, width=200))
+    assert shown.getvalue().count("nothing answers there") == 1
+
+
 async def test_the_conversation_goes_on_behind_an_answer_that_broke_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -56,4 +56,7 @@ def test_what_is_no_command_is_said_before_anything_is_asked(
 
 def test_a_router_that_is_not_there_is_said(capsys: Captured) -> None:
     assert main(["--url", "http://127.0.0.1:1"]) == 1
-    assert "http://127.0.0.1:1: " in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "http://127.0.0.1:1: nothing answers there (Connection refused); `tandem up` starts a "
+        "cluster, --url names another\n"
+    )

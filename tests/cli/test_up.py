@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 import cli.local_cluster.memory_check
+import cli.up
 from cli.__main__ import main as tandem
 from cli.local_cluster.cluster import UpSettings
 from cli.local_cluster.memory_check import TooLarge, check_memory
@@ -68,6 +70,24 @@ def test_an_unknown_flag_is_one_line_with_the_nearest_known_one(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("tandem up: there is no ")
     assert all(word in line for word in words)
+
+
+def test_a_check_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.up, "running_cluster", Mock(side_effect=AssertionError))
+    assert tandem(["up", "--check", "--decode", "2"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["decode"] == 2 and not said.err
+    (tmp_path / "config.json").write_text('{"architectures": ["Nonesuch"]}')
+    assert tandem(["up", str(tmp_path), "--check"]) == 2
+    assert "Nonesuch" in capsys.readouterr().err
+
+
+def test_the_demo_checks_flags_of_nodes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tandem(["demo", "--blok-size", "32"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("tandem demo: there is no --blok-size; did you mean --block-size?")
 
 
 async def test_flags_of_nodes_are_checked_before_anything_starts() -> None:
