@@ -35,12 +35,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "installing tandem (about a minute) ..."
+	@echo "installing tandem (minutes: torch is large) ..."
 	$(PIP) install --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	@echo "installing tandem and its development tools (about a minute) ..."
+	@echo "installing tandem and its development tools (minutes: torch is large) ..."
 	$(PIP) install --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 

@@ -30,7 +30,8 @@ class NotBuilt(NamedTuple):
 _SAMPLERS = "this sampling method is not built; use temperature, top_p, top_k or min_p"
 _ADAPTERS = "name a loaded adapter as `model` instead"
 _CODE = "code and parameters of extensions are not taken from requests"
-_STRUCTURE = "structured output is not supported by this API"
+# Completions of both kinds declare all names of it.
+_STRUCTURE = "/v1/responses has it as text.format, /v1/messages as output_config.format"
 _CHATS = "only /v1/chat/completions could have it, and it is not built"
 
 NOT_BUILT: dict[str, NotBuilt] = {

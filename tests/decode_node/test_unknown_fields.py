@@ -11,9 +11,12 @@ import pytest
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
 from decode_node.http.ignored_fields import IgnoredFields
+from decode_node.protocol.body import StrictBody
 from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.messages import MessagesRequest
 from decode_node.protocol.not_built import NOT_BUILT
 from decode_node.protocol.parse_body import parse_body
+from decode_node.protocol.responses import ResponsesRequest
 from edge.http.errors import BadRequest
 from tests.decode_node.http_node import http_node
 
@@ -50,6 +53,18 @@ async def test_strict_fields_refuses_them(url: str) -> None:
             assert (error["param"], error["code"]) == (param, "unknown_parameter")
         assert not node.engine.requests
         assert (await node.metrics())[COUNTER] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [(ResponsesRequest, "text.format"), (MessagesRequest, "output_config.format")],
+)
+def test_structured_output_by_another_apis_name_is_led_to_its_own(
+    kind: type[StrictBody], place: str
+) -> None:
+    body = {"input": "hi"} if kind is ResponsesRequest else {"messages": [USER], "max_tokens": 1}
+    with pytest.raises(BadRequest, match=f"response_format is not supported: .*{place}"):
+        parse_body(_json({**body, "response_format": {"type": "json_object"}}), kind)
 
 
 @pytest.mark.parametrize("name", sorted(NOT_BUILT.keys() - ChatCompletionRequest.model_fields))
