@@ -1,4 +1,5 @@
-"""Every architecture is compared with transformers, and stands in docs/models.md."""
+"""Every architecture is compared with transformers, and stands in docs/models.md, or in
+docs/images.md if it sees images."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from engine.models.wrappers import WRAPPERS
 from tests.engine.models.conftest import ROOT
 from tests.engine.models.reference_models import FAMILIES
 
+PAGES = ["models.md", "images.md"]
 COMPARED = {family.architecture for family in FAMILIES.values()}
 ELSEWHERE = {
     "BailingMoeV2ForCausalLM",
@@ -35,8 +37,8 @@ checkpoint, and compare them with it."""
 @pytest.mark.parametrize("name", sorted([*MODELS, *WRAPPERS]))
 def test_an_architecture_is_compared_and_described(name: str) -> None:
     assert name in COMPARED | ELSEWHERE | text_parts()
-    page = Path(ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    described = set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration))`", page))
+    pages = "".join(Path(ROOT / "docs" / page).read_text("utf-8") for page in PAGES)
+    described = set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration))`", pages))
     assert name in described or name.replace("_K25", "K25") in described
 
 
