@@ -94,9 +94,9 @@ async def test_stream(llm: AsyncLLM, oracle: Oracle, monkeypatch: pytest.MonkeyP
     messages: list[list[EngineCoreOutput]] = []
     take = llm._delivery.take
 
-    def seen(outputs: Iterable[EngineCoreOutput]) -> None:
+    def seen(outputs: Iterable[EngineCoreOutput], sent_at: float) -> None:
         messages.append([one for one in outputs if one.request_id == "stream"])
-        take(outputs)
+        take(outputs, sent_at)
 
     monkeypatch.setattr(llm._delivery, "take", seen)
     outputs = [output async for output in llm.generate(make_request("stream", 20))]
