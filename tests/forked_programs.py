@@ -59,7 +59,10 @@ WITHOUT_CHILDREN = {
     "kv_transfer.control.process",
     "tests.bench.check_jobs",
 }
-READ_AT_USE = ("TANDEM_", "PYTEST_CURRENT_TEST", "GRPC_VERBOSITY", "RAY_", "TORCHINDUCTOR_")
+READ_AT_USE = (
+    *("TANDEM_", "PYTEST_CURRENT_TEST", "GRPC_VERBOSITY", "RAY_", "TORCHINDUCTOR_"),
+    *("GLOG_", "NIXL_", "UCX_"),
+)
 """How variables begin that no import of a program looks at. Those of libraries are set by some that
 tests import."""
 STORE = "programs for"
