@@ -60,8 +60,14 @@ WITHOUT_CHILDREN = {
     "tests.bench.check_jobs",
 }
 READ_AT_USE = (
-    *("TANDEM_", "PYTEST_CURRENT_TEST", "GRPC_VERBOSITY", "RAY_", "TORCHINDUCTOR_"),
-    *("GLOG_", "NIXL_", "UCX_"),
+    "GLOG_",
+    "GRPC_VERBOSITY",
+    "NIXL_",
+    "PYTEST_CURRENT_TEST",
+    "RAY_",
+    "TANDEM_",
+    "TORCHINDUCTOR_",
+    "UCX_",
 )
 """How variables begin that no import of a program looks at. Those of libraries are set by some that
 tests import."""

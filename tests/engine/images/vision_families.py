@@ -30,7 +30,7 @@ from transformers import (
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25ForConditionalGeneration
 
-from tests.engine.models.family import LATENT
+from tests.engine.models.family import LATENT, SIZES
 
 VOCAB = 128
 IMAGE, START, END, VIDEO, ROW_END, LAST_ROW_END = 120, 121, 122, 123, 124, 125
@@ -130,18 +130,8 @@ def _in_rows(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
     return {"pixel_values": patches, "image_grid_thw": _grids(pictures, family.patch_size)}
 
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LEN,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
+_TEXT = SIZES | {"vocab_size": VOCAB, "max_position_embeddings": MAX_LEN}
+_TEXT |= dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 _TURNS = {**_MROPE, "mrope_interleaved": True}
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
