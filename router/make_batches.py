@@ -3,8 +3,8 @@ are kept."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -99,14 +99,9 @@ def make_batches(settings: RouterSettings, parts: BatchParts) -> KeptBatches:
         body_limits=settings.body_limits(),
     )
 
-    @asynccontextmanager
-    async def running() -> AsyncIterator[None]:
-        try:
-            sweeping = sweep_forever(store.database, partial(sweep_batches, store))
-            async with running_tasks(room.run(), runs.watch(), sweeping):
-                yield
-        finally:
-            await runs.close()
-            await store.database.close()
+    def running() -> AbstractAsyncContextManager[None]:
+        sweeping = sweep_forever(store.database, partial(sweep_batches, store))
+        works = room.run(), runs.watch(), sweeping
+        return running_tasks(store.database, *works, close=runs.close)
 
     return KeptBatches(routes.routes(), running, runs)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -90,18 +90,10 @@ def make_responses(
     return KeptRoutes(endpoint, routes.routes(), lambda: _running(runs), runs.begin_drain)
 
 
-@asynccontextmanager
-async def _running(runs: BackgroundRuns) -> AsyncIterator[None]:
+def _running(runs: BackgroundRuns) -> AbstractAsyncContextManager[None]:
     from router.responses.expiry import sweep_responses
     from router.store.sweeping import sweep_forever
 
     kept = runs.kept
-    sweeping = sweep_forever(kept.database, partial(sweep_responses, kept))
-    try:
-        async with running_tasks(runs.watch(), sweeping):
-            try:
-                yield
-            finally:
-                await runs.close()
-    finally:
-        await kept.database.close()
+    works = runs.watch(), sweep_forever(kept.database, partial(sweep_responses, kept))
+    return running_tasks(kept.database, *works, drain=runs.drain, close=runs.close)

@@ -13,13 +13,12 @@ _FILES, _PARTS = 100, 32
 
 
 async def sweep_batches(store: BatchStore) -> int:
-    """Removes what there is. Returns how many files and batches it was."""
+    """Removes all such batches and some files. Returns how many there were."""
     database, now = store.database, store.clock()
-    num_dropped = await database.write(lambda one: drop_expired(one, now))
-    while found := await database.read(lambda one: expired_files(one, now, _FILES)):
-        for tenant, name in found:
-            drop = partial(drop_some, tenant=tenant, name=name, max_parts=_PARTS)
-            while not await database.write(drop):
-                pass
-            num_dropped += 1
-    return num_dropped
+    num_batches = await database.write(lambda one: drop_expired(one, now))
+    found = await database.read(lambda one: expired_files(one, now, _FILES))
+    for tenant, name in found:
+        drop = partial(drop_some, tenant=tenant, name=name, max_parts=_PARTS)
+        while not await database.write(drop):
+            pass
+    return num_batches + len(found)

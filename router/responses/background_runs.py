@@ -5,7 +5,8 @@
 3. given up   a row has another owner, or is finished: its run is cancelled, within `_LOOK_S`
 4. taken      of a router that renews no more: answered again, from its row, if nothing can have
               seen events of it; else it ends as failed, and says why
-5. closed     runs have the time that a drain has; what is left is free for other routers at once
+5. drained    runs have the time that a drain has, and none is taken of other routers
+6. closed     what is left is free for other routers at once
 
 Routers compare their clocks by leases: they may differ by less than two thirds of one.
 """
@@ -73,6 +74,7 @@ class BackgroundRuns:
     rng: random.Random = field(default_factory=random.Random)
     owner: str = field(default_factory=lambda: secrets.token_hex(8))
     _drain_until: float = 0.0
+    _is_draining: bool = False
     _runs: dict[tuple[str, str], BackgroundRun] = field(default_factory=dict)
     _tasks: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
 
@@ -140,18 +142,23 @@ class BackgroundRuns:
                 await self._give_up_lost()
                 if now - renewed_at >= lease_s / 3:
                     await self._renew()
-                    await self._take_abandoned()
+                    if not self._is_draining:
+                        await self._take_abandoned()
                     renewed_at = now
 
     def begin_drain(self) -> None:
         """Has the time of a drain run from now on."""
         self._drain_until = time.monotonic() + self.drain_s
 
-    async def close(self) -> None:
-        """Waits for runs while the drain lasts, and leaves the rest to other routers."""
+    async def drain(self) -> None:
+        """Waits for runs while the drain lasts."""
+        self._is_draining = True
         left_s = max(0.0, self._drain_until - time.monotonic())
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=left_s)
+
+    async def close(self) -> None:
+        """Cuts runs off, and leaves them to other routers."""
         left = list(self._tasks.values())
         for task in left:
             task.cancel()

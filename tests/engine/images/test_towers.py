@@ -79,6 +79,12 @@ def changed(folder: Path, target: Path, **vision: Any) -> Path:
         ("kimi", "merge_kernel_size", [1, 2]),
         ("kimi", "pos_emb_width", 6),
         ("gemma3", "image_size", 169),
+        ("gemma3", "num_attention_heads", 0),
+        ("gemma3", "patch_size", 0),
+        ("pixtral", "patch_size", 0),
+        ("glm4v", "patch_size", 0),
+        ("kimi", "patch_size", 0),
+        ("qwen3", "patch_size", 0),
     ],
 )
 def test_of_towers_of_another_kind_the_text_part_is_served(

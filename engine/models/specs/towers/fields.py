@@ -85,9 +85,18 @@ class TowerFile:
     whole: Mapping[str, Any]
     text: TextSizes
 
-    def section(self, kind: type[_Section]) -> _Section:
-        """Returns `vision_config`. Raises `UnsupportedField`."""
-        return self.convert("vision_config", self.whole["vision_config"], kind)
+    def section(self, kind: type[_Section], published: Mapping[str, str] | None = None) -> _Section:
+        """Returns `vision_config`. Raises `UnsupportedField`.
+
+        Args:
+            published: Names that a checkpoint may have for fields of `kind`.
+        """
+        names = published or {}
+        said = {names.get(name, name): value for name, value in self.whole["vision_config"].items()}
+        found = self.convert("vision_config", said, kind)
+        side = getattr(found, "patch_size", None)
+        refuse({"patch_size": side is not None and side < 1}, found)
+        return found
 
     def convert(self, field: str, said: Any, kind: type[_Section]) -> _Section:
         """Returns a part of config.json. Raises `UnsupportedField`."""
@@ -136,9 +145,14 @@ def refuse(faults: Mapping[str, bool], section: Any) -> None:
             raise UnsupportedField(f"vision_config.{name}", f"a vision tower with {value!r}")
 
 
+def is_uneven(size: int, parts: int) -> bool:
+    """Returns whether a size cannot be cut into this many equal parts."""
+    return parts < 1 or size % parts != 0
+
+
 def is_odd_head(hidden_size: int, num_heads: int) -> bool:
     """Returns whether heads cannot turn by rows and columns alike."""
-    return num_heads < 1 or hidden_size % (4 * max(1, num_heads)) != 0
+    return is_uneven(hidden_size, 4 * num_heads)
 
 
 def token_ids(folder: Path, texts: tuple[str, str], default: tuple[int, int]) -> tuple[int, int]:

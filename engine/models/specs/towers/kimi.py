@@ -3,8 +3,6 @@ Kimi-VL (arXiv 2504.07491)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from engine.images.vision_spec import BlockSpec, PatchPositions, PatchRope, PixelSpec, VisionSpec
@@ -68,9 +66,7 @@ class _Media(msgspec.Struct):
 
 def moonvit(file: TowerFile) -> VisionSpec:
     """Returns the tower. Raises `UnsupportedField`."""
-    said: dict[str, Any] = file.whole["vision_config"]
-    named = {_PUBLISHED.get(name, name): value for name, value in said.items()}
-    tower = file.convert("vision_config", named, _Tower)
+    tower = file.section(_Tower, _PUBLISHED)
     faults = {
         "hidden_act": tower.hidden_act != "gelu_pytorch_tanh",
         "num_attention_heads": is_odd_head(tower.hidden_size, tower.num_attention_heads),

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.images.vision_spec import BlockSpec, PatchPositions, PixelSpec, VisionSpec
 from engine.models.specs.base import UnsupportedField
-from engine.models.specs.towers.fields import TowerFile, refuse
+from engine.models.specs.towers.fields import TowerFile, is_uneven, refuse
 
 _LAYER = "vision_tower.encoder.layers.{}"
 _NAMES = {
@@ -54,15 +54,15 @@ class _Tower(msgspec.Struct):
 def siglip(file: TowerFile) -> VisionSpec:
     """Returns the tower. Raises `UnsupportedField`."""
     tower = file.section(_Tower)
-    side = tower.image_size // max(1, tower.patch_size)
+    side = tower.image_size // tower.patch_size
     num_tokens = file.number("mm_tokens_per_image", 256)
     row = math.isqrt(num_tokens)
     refuse(
         {
             "hidden_act": tower.hidden_act != "gelu_pytorch_tanh",
             "num_channels": tower.num_channels != 3,
-            "num_attention_heads": tower.hidden_size % max(1, tower.num_attention_heads) != 0,
-            "image_size": tower.image_size % max(1, tower.patch_size) != 0,
+            "num_attention_heads": is_uneven(tower.hidden_size, tower.num_attention_heads),
+            "image_size": is_uneven(tower.image_size, tower.patch_size),
         },
         tower,
     )
