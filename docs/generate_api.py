@@ -35,14 +35,12 @@ PAGE = Path(__file__).with_name("api.md")
 HEAD = """\
 # HTTP API
 
-`make docs` generates this page from the routes and the types of the request bodies;
-[openapi.json](openapi.json) has the same types for programs. Names and meaning are OpenAI's, and
-vLLM's for what OpenAI does not have.
+`make docs` generates this page; [openapi.json](openapi.json) has the same for programs. Names and
+meaning are OpenAI's, and vLLM's for what OpenAI does not have.
 
 ## Endpoints
 
-**router** and **decode node** say who serves a path. A router passes everything that generates on
-to decode nodes, so clients see no difference; what it does not serve is asked of a node.
+A router passes everything that generates on to decode nodes, so clients see no difference.
 
 | path | router | decode node | meaning |
 |---|---|---|---|
@@ -66,8 +64,7 @@ What fails later is an event with the same error object, and then the stream end
 event (`[DONE]`, `message_stop`, `response.completed`). A stream that began with a comment has no
 `x-tandem-prefill-node`.
 
-Answers in one piece (`"stream": false`) are sent when they are complete; a proxy in between has to
-wait for them ([proxies](proxies.md)). Every stream says `X-Accel-Buffering: no`.
+Answers in one piece (`"stream": false`) are sent when they are complete ([proxies](proxies.md)).
 """
 
 STATE = """
@@ -94,26 +91,24 @@ long = client.responses.retrieve(long.id)  # until long.status is completed, inc
   outputs. `instructions` are those of the request alone. `item_reference` may name any item of the
   tenant.
 - **Conversations** give their items to a response, and have its items when it is complete. One
-  response at a time: another one is a 409 `conversation_locked`. A response of a conversation is
-  gone on with by `conversation`, not by `previous_response_id`. Deleting a conversation leaves its
-  responses, and the other way round.
+  response at a time: another one is a 409 `conversation_locked`. Go on with `conversation`, not
+  `previous_response_id`. Deleting a conversation leaves its responses, and the other way round.
 - **`background`** answers at once with status `queued`; the work goes on without a connection, with
   the rates and priority of its tenant. Refusals for want of room (429, 503) are tried again for 10
   minutes. With `"stream": true` its events can be had from any router, at any time, from any one
   on: `GET /v1/responses/{id}?stream=true&starting_after=N`. `cancel` ends the work on the nodes,
   and a stream of it ends without a last event.
 - **Routers that end**: what was answered as kept is there after kill -9. A router that stops works
-  on background responses for `--drain-timeout-s`. Those of a router that is gone are another one's
-  after `--response-lease-s`: it answers them again, up to three times. One that was streamed and
-  had begun ends as `failed`, since its clients have seen words that another answer would not have.
+  on background responses for `--drain-timeout-s`; another one answers those of a router that is
+  gone after `--response-lease-s`, up to three times. A stream that had begun ends as `failed`.
 - **Time and room**: a response or conversation expires `--response-ttl-s` after its last use, and
   is used by every response that goes on from it. A tenant keeps at most
   `--response-store-mib-per-tenant`; then requests that would keep another are a 429
   `insufficient_quota`. Items count as sent, events compressed. History and input together may be as
   large as a request (`--max-body-bytes`).
 - **Walls**: what belongs to another tenant is not found (404). Deleting a response removes its row,
-  items and events; a response that went on from it stays, and can itself not be gone on from (400
-  `previous_response_not_found`, as for an id that does not exist).
+  items and events; one that went on from it stays, and cannot be gone on from (400
+  `previous_response_not_found`).
 - **A database that does not answer** makes requests that need it a 503 `response_store_unavailable`
   before anything is computed; others do not notice.
 
