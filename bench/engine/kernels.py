@@ -3,6 +3,7 @@
     python -m bench.engine.kernels [--only "decode attention"]
     python -m bench.engine.kernels --only layered --name kernels-layered
     python -m bench.engine.kernels --only sparse --name kernels-sparse
+    python -m bench.engine.kernels --only states --name kernels-states
 
 The floor of a call is the larger of its unavoidable bytes over this device's copy bandwidth and
 its FLOPs over this device's matrix rate, both measured at the start of the run. Calls run back to
@@ -29,6 +30,7 @@ from bench.engine.timing.kernel_cases import (
 )
 from bench.engine.timing.layered_cases import layered_attention_cases
 from bench.engine.timing.sparse_cases import sparse_cases
+from bench.engine.timing.state_cases import state_cases
 from bench.record import write_result
 
 FAMILIES = [
@@ -37,6 +39,7 @@ FAMILIES = [
     prefill_attention_cases,
     layered_attention_cases,
     sparse_cases,
+    state_cases,
     elementwise_cases,
     sampling_cases,
     batch_cases,

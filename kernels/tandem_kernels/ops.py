@@ -29,6 +29,7 @@ from tandem_kernels.reference import (
     int8,
     latent,
     lora,
+    mamba,
     ngrams,
     quantised_experts,
     ragged,
@@ -120,6 +121,9 @@ softplus_and_mul = Op(elementwise.softplus_and_mul, "elementwise.sigmoid_and_mul
 causal_conv = Op(delta_rule.causal_conv, "linear_attention.causal_conv")
 gated_delta_rule = Op(delta_rule.gated_delta_rule, "linear_attention.delta_rule")
 gated_rms_norm = Op(delta_rule.gated_rms_norm, "linear_attention.gated_rms_norm")
+mamba_scan = Op(mamba.mamba_scan, "linear_attention.mamba_scan")
+gated_square_sums = Op(mamba.gated_square_sums, "linear_attention.gated_group_norm")
+gated_group_norm = Op(mamba.gated_group_norm, "linear_attention.gated_group_norm")
 route_tokens = Op(experts.route_tokens, "experts.route_tokens")
 normed_router = Op(experts.normed_router, "experts.normed_router")
 sum_pairs = Op(experts.sum_pairs, "experts.expert_sums")

@@ -89,7 +89,10 @@ from tandem_kernels.linear_attention import (
     delta_chunks,
     delta_rule,
     delta_tuning,
+    gated_group_norm,
     gated_rms_norm,
+    mamba_chunks,
+    mamba_scan,
 )
 from tandem_kernels.lora import (
     lora_expand,
@@ -1252,9 +1255,11 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     overlap = {"OVERLAP": capability >= 90}
     taps = {"WIDTH": 4, "WIDTHS": 4, "CHANNELS": causal_conv.CHANNELS}
     for tile in (1, causal_conv.TILE):
-        constants = {**taps, "TILE": tile, "OVERLAP": tile == 1 and capability >= 90}
-        kept = {**types, "states": "*bf16"}
-        yield Case(causal_conv.causal_conv_kernel, f"{tile}", kept, constants)
+        kept = {**types, **named("*bf16", "states", "bias")}
+        for has_bias in (False, True):
+            constants = {**taps, "TILE": tile, "OVERLAP": tile == 1 and capability >= 90}
+            constants |= {"ACTIVATES": has_bias, **({} if has_bias else {"bias": None})}
+            yield Case(causal_conv.causal_conv_kernel, f"{tile} {has_bias}", kept, constants)
     for count in (1, 256):
         decode = delta_tuning.decode_tuning(count)
         part, warps = {"VALUES": decode.values, **overlap}, {"num_warps": decode.num_warps}
@@ -1276,6 +1281,34 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     for shared in (1, 128):
         gated = {"BLOCK": 1024, "SHARED": shared, "SOFTPLUS": shared > 1, **overlap}
         yield Case(sigmoid_and_mul.gate_and_mul_kernel, f"shared={shared}", types, gated)
+
+
+def mamba_cases(capability: int) -> Iterator[Case]:
+    names = "a_log", "dt_bias", "skip", "states", "pieces", "decays", "sizes", "means"
+    types = {**named("*fp32", *names), **named("*i32", "blocks", "query_start_loc", "seq_lens")}
+    types |= named("*bf16", "mixed", "steps", "befores", "out", "x", "gate", "weight")
+    types["eps"] = "fp32"
+    overlap = {"OVERLAP": capability >= 90}
+    shape = {"NUM_HEADS": 64, "NUM_GROUPS": 8, "SIZE": 128, "HEAD_DIM": 64, "BLOCK_SIZE": 128}
+    for count in (1, 256):
+        decode = delta_tuning.decode_tuning(count)
+        part, warps = {"VALUES": decode.values, **overlap}, {"num_warps": decode.num_warps}
+        yield Case(mamba_scan.mamba_scan_kernel, f"{count}", types, {**shape, **part}, warps)
+    prompts = mamba_chunks.TUNING
+    tile = {"CHUNK": prompts.chunk, "PRECISION": "tf32", "BLOCK_DIM": 64}
+    warps = {"num_warps": prompts.piece_warps}
+    yield Case(mamba_chunks.mamba_piece_kernel, "", types, {**shape, **tile}, warps)
+    passed = {"NUM_HEADS": 64, "NUMBERS": 8192, "CHUNK": prompts.chunk}
+    elements = {"ELEMENTS": mamba_chunks.ELEMENTS}
+    yield Case(mamba_chunks.mamba_pass_kernel, "", types, {**passed, **elements})
+    heads = {"HEADS": mamba_chunks.heads_at_once(8, prompts.heads), "READERS": prompts.readers}
+    warps = {"num_warps": prompts.warps, "num_stages": prompts.stages}
+    yield Case(mamba_chunks.mamba_chunk_kernel, "", types, {**shape, **tile, **heads}, warps)
+    for label, absent in (("", ("means",)), ("sums", ("means", "weight")), ("shared", ())):
+        constants = {"GROUPS": 8, "WIDTH": 512, "TILE": 512, "ONLY_SUMS": label == "sums"}
+        constants |= {**dict.fromkeys(absent), **overlap}
+        found = {**types, "out": "*fp32"} if label == "sums" else types
+        yield Case(gated_group_norm.gated_group_norm_kernel, label, found, constants)
 
 
 def batch_cases(capability: int) -> Iterator[Case]:
@@ -1594,6 +1627,7 @@ def compile_all(capability: int) -> None:
         sparse_cases,
         ragged_cases,
         linear_attention_cases,
+        mamba_cases,
         batch_cases,
         lora_cases,
         sampling_cases,

@@ -88,9 +88,17 @@ def in_pages(states: Tensor) -> Tensor:
 
 
 def causal_conv(
-    op: Op, batch: Batch, sizes: Sizes, dtype: torch.dtype, device: str = "cpu"
+    op: Op,
+    batch: Batch,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    has_bias: bool = False,
+    activates: bool = True,
 ) -> None:
     """Rows of the input lie apart, as a slice's do, and so do the blocks."""
+    bias = torch.randn(sizes.channels, device=device).to(dtype) if has_bias else None
     metadata = batch.metadata(device)
     num_tokens, width = sum(batch.lengths), sizes.kernel
     wide = torch.randn(num_tokens, sizes.channels + 8, device=device).to(dtype)
@@ -101,7 +109,7 @@ def causal_conv(
     states = pages.to(dtype)[:, : shape[1] * shape[2]].view(shape)
     states.copy_(spoiled(states.clone(), batch, metadata.blocks))
     before = states.clone()
-    out = op(x, weight, states, metadata)
+    out = op(x, weight, states, metadata, bias, activates)
     expected_states = before.clone()
     for r, first in batch.spans():
         block = int(metadata.blocks[r])
@@ -110,7 +118,9 @@ def causal_conv(
         expected_states[block] = inputs[-(width - 1) :].t().to(dtype)
         for i in range(batch.lengths[r]):
             total = (inputs[i : i + width] * weight.double().t()).sum(0)
-            error = relative_error(out[first + i], total / (1 + (-total).exp()))
+            total += 0 if bias is None else bias.double()
+            expected = total / (1 + (-total).exp()) if activates else total
+            error = relative_error(out[first + i], expected)
             assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
     torch.testing.assert_close(states, expected_states, rtol=0, atol=0, equal_nan=True)
 

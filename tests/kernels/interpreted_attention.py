@@ -10,6 +10,7 @@ import fp8_checks
 import fp8_latent_checks as fp8_latents
 import kernel_checks as check
 import kernel_oracle as oracle
+import mamba_checks
 import pytest
 import torch
 from interpreted_fixtures import (  # noqa: F401
@@ -285,6 +286,9 @@ def test_convolution_of_linear_attention(dtype: torch.dtype) -> None:
         for width in (3, 4):
             sizes = delta_checks.Sizes(kernel=width)
             delta_checks.causal_conv(ops.causal_conv.kernel, batch, sizes, dtype)
+    short, op = delta_checks.Batch((1, 5), (3, 0)), ops.causal_conv.kernel
+    delta_checks.causal_conv(op, short, delta_checks.Sizes(), dtype, has_bias=True)
+    delta_checks.causal_conv(op, short, delta_checks.Sizes(), dtype, activates=False)
 
 
 @dtypes
@@ -296,6 +300,18 @@ def test_delta_rule(dtype: torch.dtype) -> None:
     delta_checks.repeated_tokens(op, SMALL, dtype)
     short = delta_checks.Batch((1, 5), (3, 0), num_decodes=1)
     delta_checks.gated_delta_rule(op, short, SMALL, dtype, fixed_order=True)
+
+
+@dtypes
+def test_mamba_scan(dtype: torch.dtype) -> None:
+    op, batch = ops.mamba_scan.kernel, delta_checks.Batch((1, 0, 130, 3), (9, 0, 2, 0), 2)
+    sizes = mamba_checks.Sizes(heads=3, groups=1, size=24, head_dim=40)
+    mamba_checks.mamba_scan(op, batch, sizes, dtype)
+    short = delta_checks.Batch((1, 5), (3, 0), num_decodes=1)
+    mamba_checks.mamba_scan(op, short, mamba_checks.Sizes(), dtype, fixed_order=True)
+    norms = ops.gated_group_norm.kernel, ops.gated_square_sums.kernel
+    mamba_checks.gated_group_norm(*norms, 3, (2, 24), dtype)
+    mamba_checks.gated_group_norm(*norms, 2, (1, 1100), dtype)
 
 
 def test_gates_of_linear_attention() -> None:

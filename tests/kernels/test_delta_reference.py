@@ -21,7 +21,11 @@ def _seeded() -> None:
 @batches
 @pytest.mark.parametrize("kernel", [2, 4])
 def test_causal_conv(dtype: torch.dtype, batch: check.Batch, kernel: int) -> None:
-    check.causal_conv(ops.causal_conv, batch, check.Sizes(kernel=kernel), dtype)
+    sizes, is_plain = check.Sizes(kernel=kernel), kernel == 2
+    check.causal_conv(ops.causal_conv, batch, sizes, dtype)
+    check.causal_conv(
+        ops.causal_conv, batch, sizes, dtype, has_bias=not is_plain, activates=not is_plain
+    )
 
 
 @dtypes

@@ -29,7 +29,10 @@ def _seeded() -> None:
 @batches
 @pytest.mark.parametrize("kernel", [2, 3, 4, 8])
 def test_causal_conv(dtype: torch.dtype, batch: check.Batch, kernel: int) -> None:
-    check.causal_conv(ops.causal_conv, batch, check.Sizes(kernel=kernel), dtype, "cuda")
+    sizes, op = check.Sizes(kernel=kernel), ops.causal_conv
+    check.causal_conv(op, batch, sizes, dtype, "cuda")
+    check.causal_conv(op, batch, sizes, dtype, "cuda", has_bias=True)
+    check.causal_conv(op, batch, sizes, dtype, "cuda", activates=False)
 
 
 @dtypes

@@ -1,5 +1,5 @@
-"""The short convolution in front of linear attention, over tokens and what a request kept of the
-last ones.
+"""The short convolution in front of layers that keep a state, over tokens and what a request kept
+of the last ones.
 
 Tokens of a request are cut into tiles. Only its first tile reads what was kept, and the same
 program replaces it, with the last inputs of all tiles: no other program touches it.
@@ -50,6 +50,7 @@ def _input(
 def causal_conv_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     states: tl.tensor,
     blocks: tl.tensor,
     query_start_loc: tl.tensor,
@@ -63,6 +64,7 @@ def causal_conv_kernel(
     WIDTHS: tl.constexpr,
     TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Computes, in program (i, j), the i-th tile of tokens for channels j * CHANNELS and on."""
@@ -94,9 +96,12 @@ def causal_conv_kernel(
         place = (token - (WIDTH - 1) + tap)[:, None]
         value = _input(inputs[None, :], kept[None, :], place, goes_on, x_stride, real, WIDTH)
         total += value.to(tl.float32) * factor[None, :]
-    activated = total / (1.0 + tl.exp(-total))
+    if bias is not None:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATES:
+        total = total / (1.0 + tl.exp(-total))
     to = out + (start + token).to(tl.int64)[:, None] * num_channels + channel[None, :]
-    tl.store(to, activated.to(out.dtype.element_ty), mask=real)
+    tl.store(to, total.to(out.dtype.element_ty), mask=real)
 
     if first == 0:
         last = (num_tokens - (WIDTH - 1) + tl.arange(0, WIDTHS))[:, None]
@@ -108,7 +113,14 @@ def causal_conv_kernel(
         tl.store(kept[None, :] + column, newest.to(states.dtype.element_ty), mask=is_kept)
 
 
-def causal_conv(x: Tensor, weight: Tensor, states: Tensor, metadata: StateMetadata) -> Tensor:
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    bias: Tensor | None = None,
+    activates: bool = True,
+) -> Tensor:
     """See `reference.delta_rule.causal_conv`. Rows of padding are anything."""
     num_tokens, num_channels = x.shape
     out = torch.empty((num_tokens, num_channels), dtype=x.dtype, device=x.device)
@@ -123,6 +135,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, metadata: StateMetada
     causal_conv_kernel[(tiles, triton.cdiv(num_channels, CHANNELS))](
         x,
         weight,
+        bias,
         states,
         metadata.blocks,
         metadata.query_start_loc,
@@ -136,6 +149,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, metadata: StateMetada
         WIDTHS=triton.next_power_of_2(width - 1),
         TILE=tile,
         CHANNELS=CHANNELS,
+        ACTIVATES=activates,
         OVERLAP=overlap,
         num_warps=4,
         **({"launch_pdl": True} if overlap else {}),

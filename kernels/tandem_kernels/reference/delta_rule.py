@@ -16,8 +16,15 @@ L2_EPS = 1e-6
 """Added to the sum of squares when queries and keys are normalised."""
 
 
-def causal_conv(x: Tensor, weight: Tensor, states: Tensor, metadata: StateMetadata) -> Tensor:
-    """Convolve each channel over its last K inputs, then apply SiLU.
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    bias: Tensor | None = None,
+    activates: bool = True,
+) -> Tensor:
+    """Convolve each channel over its last K inputs.
 
     Args:
         x: [T, C].
@@ -25,17 +32,20 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, metadata: StateMetada
         states: [N, C, K - 1], the last inputs of each block's request, oldest first; those of
             `metadata.blocks` are replaced.
         metadata: Whose tokens these are.
+        bias: [C], added to the sum; None: nothing is.
+        activates: SiLU of the sum is returned.
 
     Returns:
         [T, C]. Rows of padding are zero.
     """
     out = torch.zeros_like(x)
     width = weight.shape[1]
-    for start, stop, block, goes_on in _requests(metadata):
+    for start, stop, block, goes_on in requests_of(metadata):
         before = states[block] if goes_on else torch.zeros_like(states[block])
         inputs = torch.cat((before, x[start:stop].t().to(states.dtype)), dim=1)
         wide = F.conv1d(inputs.float()[None], weight.float()[:, None], groups=weight.shape[0])
-        out[start:stop] = silu(wide[0].t()).to(x.dtype)
+        sums = wide[0].t() if bias is None else wide[0].t() + bias.float()
+        out[start:stop] = (silu(sums) if activates else sums).to(x.dtype)
         states[block] = inputs[:, inputs.shape[1] - (width - 1) :]
     return out
 
@@ -71,7 +81,7 @@ def gated_delta_rule(
     q, k, v = split_heads(mixed.float(), states)
     decay, rate = decay_and_rate(gates, a_log, dt_bias)
     out = torch.zeros(v.shape)
-    requests = list(_requests(metadata))
+    requests = list(requests_of(metadata))
     if not requests:
         return out.to(mixed.dtype)
     starts, stops, blocks = (torch.tensor([r[i] for r in requests]) for i in range(3))
@@ -132,7 +142,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
-def _requests(metadata: StateMetadata) -> list[tuple[int, int, int, bool]]:
+def requests_of(metadata: StateMetadata) -> list[tuple[int, int, int, bool]]:
     """Returns (first token, behind the last one, block, whether it has a state) of each request."""
     bounds = metadata.query_start_loc.tolist()
     columns = metadata.seq_lens.tolist(), metadata.blocks.tolist()
