@@ -20,8 +20,10 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
@@ -32,9 +34,58 @@ from bench.record import write_result
 from engine.config import EngineConfig
 from engine.sched.counters import PrefillRate
 from engine.speed.offline_engine import offline_engine
+from kv_transfer.tier import FetchTimes, HostTierEvent, LoadTimes, Tier, TierEvent
 from kv_transfer.tiers.host_tier import PooledHostTier
 
 _CONNECT_LIMIT_S = 60.0
+
+
+class Phases:
+    """Divides the times to first tokens by what was waited for last: the store's answer, bytes from
+    it, checksums of the last of them, copies to the GPU of the last of them, the step."""
+
+    def __init__(self, tier: PooledHostTier) -> None:
+        self.of_prompts: dict[str, list[float]] = {}
+        """In milliseconds."""
+        self._times: list[FetchTimes | LoadTimes] = []
+        self._loads: list[float] = []
+        self._apply, self._load = tier.apply, tier.load
+        tier.apply = self._applied  # type: ignore[method-assign]
+        tier.load = self._loaded  # type: ignore[method-assign]
+
+    def _applied(self, event: TierEvent) -> None:
+        if isinstance(event, HostTierEvent) and event.times is not None:
+            self._times.append(event.times)
+        self._apply(event)
+
+    def _loaded(self, names: Sequence[bytes], blocks: list[int], behind: Tier = Tier.DISK) -> int:
+        self._loads.append(time.monotonic())
+        return self._load(names, blocks, behind)
+
+    def begin(self) -> None:
+        self._times.clear()
+        self._loads.clear()
+
+    def end(self, began: float, first_token_ms: float) -> None:
+        """Records a prompt whose KV came from the store."""
+        fetches = [one for one in self._times if isinstance(one, FetchTimes)]
+        copies = [one.ended for one in self._times if isinstance(one, LoadTimes)]
+        marks = [
+            began, self._loads[0], max(one.got for one in fetches),
+            max(one.ended for one in fetches), max(copies), began + first_token_ms / 1e3,
+        ]  # fmt: skip
+        names = "ask", "get", "check of the last", "copy of the last", "step"
+        for name, start, stop in zip(names, marks, marks[1:], strict=False):
+            self.of_prompts.setdefault(name, []).append(1e3 * (stop - start))
+        for name, value in (
+            ("calls of get, summed", sum(one.get_s for one in fetches)),
+            ("calls of check, summed", sum(one.check_s for one in fetches)),
+        ):
+            self.of_prompts.setdefault(name, []).append(1e3 * value)
+
+    def figures(self) -> dict[str, float]:
+        """Returns medians."""
+        return {name: round(median(found), 2) for name, found in self.of_prompts.items()}
 
 
 class StoreBench(Bench):
@@ -86,19 +137,26 @@ def measure(bench: StoreBench, plan: Plan) -> dict[str, object]:
         seconds, put = time.monotonic() - at, bench.num_put - put
     bench.clock.rates.clear()
     loaded: list[float] = []
+    assert isinstance(bench.tier, PooledHostTier)
+    phases = Phases(bench.tier)
     with progress("from the store"):
         for turn in range(plan.rounds):
             for index in range(1, plan.prompts):
                 bench.reset()
+                phases.begin()
+                began = time.monotonic()
                 loaded.append(bench.first_token_ms(index))
+                phases.end(began, loaded[-1])
             if turn == 0:
                 loaded.clear()  # Rates are not known before it.
+                phases.of_prompts.clear()
                 bench.clock.rates.clear()
                 before = bench.num_from_store
     share = (bench.num_from_store - before) / (len(loaded) * plan.prefix)
     return {
         "prefix tokens": plan.prefix,
         "first token, ms": {"computed": distribution(computed), "store": distribution(loaded)},
+        "of that, p50 in ms": phases.figures(),
         "share of prefix tokens that came from the store": round(share, 3),
         "GB/s, store to GPU": distribution(bench.clock.rates),
         "GB/s given to the store while prompts are computed": round(

@@ -7,24 +7,30 @@ nodes of one model share and which outlives them. A share is one value or severa
 1. `BlockStore`   takes an address; nothing is connected
 2. `connect`      a child process tries it first: while a master does not answer, the library's
                   setup holds the interpreter's lock (0.3.13), which would stop this process
-3. `find`, `read`, `write`   raise `StoreAway` without a connection. The library connects again by
+3. `find`, `get`, `write`   raise `StoreAway` without a connection. The library connects again by
                   itself when its master is back
+   `check`        compares what `get` has brought, and says so in the slots' records
 4. `close`
+
+One connection receives with one thread of the library, so there are several, each for one `get` at
+a time.
 
 A value is written once: a second put of the same key has the same bytes, and moves none. What
 the store evicts, and what the death of one of its processes takes along, is a miss. A block counts
 only if the header and all checksums are right.
 
-Everything here blocks, for half a minute where a process of the store is frozen; reads and writes
-may be called from a thread each.
+Everything here blocks, for half a minute where a process of the store is frozen. `write` may be
+called from one thread, `find`, `get` and `check` from several.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -36,8 +42,11 @@ from kv_transfer.memory.store_address import StoreAddress
 from kv_transfer.memory.store_environment import set_defaults
 from kv_transfer.memory.store_parts import StorePart
 
-MOST_AT_ONCE = 16
-"""Blocks in one call."""
+_MOST_AT_ONCE = 16
+"""Blocks in one call; `get` takes fewer, since what it has brought is checked meanwhile."""
+_MOST_IN_GET = 8
+_AREAS = 3
+"""Calls of `get` by connection whose headers are kept: those of one, and of what is checked."""
 _CONNECT_TIMEOUT_S = 20.0
 """Half of it is the import of the library on a busy host."""
 _TRY = """
@@ -69,22 +78,31 @@ class BlockStore:
         self._parts = parts
         self._memory = memory
         longest = max(part.headers.num_bytes for part in parts)
-        shape = 2, MOST_AT_ONCE * len(parts), longest
+        shape = 1 + _AREAS * address.connections, _MOST_AT_ONCE * len(parts), longest
         self._texts = np.zeros(shape, np.uint8)
-        """Headers that are read, and those that are written: at most one call of each at a time."""
-        self._client: Any = None
+        """Headers: those that are written, and those of each call that reads."""
+        self._areas = SimpleQueue[int]()
+        for area in range(1, shape[0]):
+            self._areas.put(area)
+        self._clients: list[Any] = []
+        self._idle = SimpleQueue[Any]()
+        """Clients that no `get` uses."""
         self._replicas: Any = None
         self.num_damaged = 0
         """Values that were not what they should be, since the start."""
 
     @property
     def is_connected(self) -> bool:
-        return self._client is not None
+        return bool(self._clients)
+
+    @property
+    def num_connections(self) -> int:
+        return self._address.connections
 
     def connect(self) -> None:
         """Raises `StoreAway`, `StoreMissing`."""
         address = self._address
-        if self._client is not None:
+        if self._clients:
             return
         given = (self._host, address.metadata, address.protocol, address.devices, address.master)
         try:
@@ -103,17 +121,25 @@ class BlockStore:
         set_defaults()
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-        client = MooncakeDistributedStore()
         host, metadata, *rest = given
-        if client.setup(host, metadata, 0, 0, *rest) != 0:
-            raise StoreAway(f"{address.master} cannot be reached")
-        for array in (self._memory.data, self._texts):
-            if array.size and client.register_buffer(array.ctypes.data, array.nbytes) != 0:
+        clients = list[Any]()
+        try:
+            for _ in range(self.num_connections):
+                clients.append(client := MooncakeDistributedStore())
+                if client.setup(host, metadata, 0, 0, *rest) != 0:
+                    raise StoreAway(f"{address.master} cannot be reached")
+                for array in (self._memory.data, self._texts):
+                    if array.size and client.register_buffer(array.ctypes.data, array.nbytes) != 0:
+                        raise StoreMissing("Mooncake cannot register the host tier's memory")
+        except KVTransferError:
+            for client in clients:
                 client.close()
-                raise StoreMissing("Mooncake cannot register the host tier's memory")
+            raise
         self._replicas = ReplicateConfig()
         self._replicas.replica_num = address.replicas
-        self._client = client
+        for client in clients:
+            self._idle.put(client)
+        self._clients = clients
 
     def find(self, names: Sequence[bytes]) -> int:
         """Returns how many blocks, from the first on, are there without a gap."""
@@ -130,32 +156,46 @@ class BlockStore:
                 count += 1
         return count
 
-    def read(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
-        """Reads blocks into slots, whose records then say so. Returns the slots of those that are
-        missing or not what they should be."""
-        failed, memory = list[int](), self._memory
-        for some in _batches(list(zip(names, slots, strict=True))):
-            for _, slot in some:
-                memory.clear(slot)
-            values = self._values(some, self._texts[0])
-            results = self._connected().batch_get_into_multi_buffers(
+    def get(self, some: Sequence[tuple[bytes, int]]) -> Brought:
+        """Reads blocks, by hash, into slots, of one of `pieces`. `check` must follow."""
+        self._connected()
+        for _, slot in some:
+            self._memory.clear(slot)
+        area, client = self._areas.get(), self._idle.get()
+        try:
+            values = self._values(some, self._texts[area])
+            began = time.monotonic()
+            results = client.batch_get_into_multi_buffers(
                 [one.key for one in values], *_places(values)
             )
-            sums: dict[int, dict[int, int]] = {slot: {} for _, slot in some}
-            for one, result in zip(values, results, strict=True):
-                if result < 0:
-                    continue
-                found = {place: memory.checksum(one.slot, place) for place in one.part.places}
-                if one.part.headers.read(one.text.tobytes()) == (one.name, list(found.values())):
-                    sums[one.slot] |= found
-                    continue
-                self.num_damaged += 1
-                self._connected().remove(one.key, True)
-            for name, slot in some:
-                if len(sums[slot]) == memory.num_layers:
-                    memory.put(slot, name, [sums[slot][i] for i in range(memory.num_layers)])
-                else:
-                    failed.append(slot)
+            return Brought(some, area, values, results, began, time.monotonic())
+        except BaseException:
+            self._areas.put(area)
+            raise
+        finally:
+            self._idle.put(client)
+
+    def check(self, brought: Brought) -> list[int]:
+        """Compares checksums. Has the records of slots say which blocks are there, and returns the
+        slots of those that are missing or not what they should be."""
+        memory = self._memory
+        sums: dict[int, dict[int, int]] = {slot: {} for _, slot in brought.blocks}
+        for one, result in zip(brought.values, brought.results, strict=True):
+            if result < 0:
+                continue
+            found = {place: memory.checksum(one.slot, place) for place in one.part.places}
+            if one.part.headers.read(one.text.tobytes()) == (one.name, list(found.values())):
+                sums[one.slot] |= found
+                continue
+            self.num_damaged += 1
+            self._connected().remove(one.key, True)
+        self._areas.put(brought.area)
+        failed = list[int]()
+        for name, slot in brought.blocks:
+            if len(sums[slot]) == memory.num_layers:
+                memory.put(slot, name, [sums[slot][i] for i in range(memory.num_layers)])
+            else:
+                failed.append(slot)
         return failed
 
     def write(self, slots: Sequence[int]) -> list[int]:
@@ -165,7 +205,7 @@ class BlockStore:
         failed = {slot for name, slot in named if name is None}
         whole = [(name, slot) for name, slot in named if name is not None]
         for some in _batches(whole):
-            values = self._values(some, self._texts[1])
+            values = self._values(some, self._texts[0])
             for one in values:
                 known = memory.known_checksums(one.slot)
                 header = one.part.headers.make(one.name, [known[i] for i in one.part.places])
@@ -179,14 +219,14 @@ class BlockStore:
 
     def close(self) -> None:
         """Lets the connection go; not while a call is under way."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        for client in self._clients:
+            client.close()
+        self._clients = []
 
     def _connected(self) -> Any:
-        if self._client is None:
+        if not self._clients:
             raise StoreAway(f"{self._address.master} was not reached yet")
-        return self._client
+        return self._clients[0]
 
     def _values(
         self, some: Sequence[tuple[bytes, int]], texts: npt.NDArray[np.uint8]
@@ -200,6 +240,19 @@ class BlockStore:
                 pages = [first + place * memory.page_bytes for place in part.places]
                 found.append(_Value(part, name, slot, text, pages, memory.page_bytes))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """Holds what a call of `get` has read, from `began` to `ended`, in CLOCK_MONOTONIC seconds; its
+    headers are in `area`."""
+
+    blocks: Sequence[tuple[bytes, int]]
+    area: int
+    values: Sequence[_Value]
+    results: Sequence[int]
+    began: float
+    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +278,11 @@ def _places(values: Sequence[_Value]) -> tuple[list[list[int]], list[list[int]]]
     return where, sizes
 
 
-def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(items), MOST_AT_ONCE):
-        yield items[start : start + MOST_AT_ONCE]
+def pieces(names: Sequence[bytes], slots: Sequence[int]) -> list[Sequence[tuple[bytes, int]]]:
+    """Cuts blocks, and where they come, into what `get` takes."""
+    return list(_batches(list(zip(names, slots, strict=True)), _MOST_IN_GET))
+
+
+def _batches(items: Sequence[Any], size: int = _MOST_AT_ONCE) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

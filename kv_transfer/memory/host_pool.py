@@ -47,6 +47,7 @@ from kv_transfer.tier import (
     FetchMeta,
     ForgetMeta,
     HostTierEvent,
+    JobTimes,
     LoadBegun,
     LoadMeta,
     LoadTimes,
@@ -277,10 +278,10 @@ class HostPool:
         self._end(meta, failed)
 
     async def _fetch_from_store(self, meta: FetchMeta) -> None:
-        store, failed = self._store_calls, meta.slots
-        if store is not None:
-            failed = await store.read(meta.names, meta.slots)
-        self._end(meta, failed)
+        times, failed = None, meta.slots
+        if self._store_calls is not None:
+            failed, times = await self._store_calls.read(meta.names, meta.slots)
+        self._end(meta, failed, times)
 
     async def _put(self, meta: PutMeta) -> None:
         store = self._store_calls
@@ -317,13 +318,13 @@ class HostPool:
         if not job.cancelled() and (error := job.exception()) is not None:
             self._cache.copies.on_error(error)
 
-    def _end(self, meta: TierJob, damaged: list[int], times: LoadTimes | None = None) -> None:
+    def _end(self, meta: TierJob, damaged: list[int], times: JobTimes | None = None) -> None:
         """Answers; what is damaged is forgotten."""
         for slot in damaged:
             self._memory.clear(slot)
         self._answer(meta, damaged, times)
 
-    def _answer(self, meta: TierJob, damaged: list[int], times: LoadTimes | None = None) -> None:
+    def _answer(self, meta: TierJob, damaged: list[int], times: JobTimes | None = None) -> None:
         self._emit(HostTierEvent(meta.job, self._config.process, damaged, times))
 
     def _mark(self, meta: LoadMeta, place: int, layer: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 from urllib.parse import parse_qsl, urlsplit
 
 _PROTOCOLS = ("tcp", "rdma")
-_FIELDS = ("protocol", "devices", "metadata", "replicas")
+_CONNECTIONS = 2
+_MOST = 8
+_FIELDS = ("protocol", "devices", "metadata", "replicas", "connections")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class StoreAddress:
         devices: Of rdma, comma separated; empty: all.
         metadata: The metadata server of the store's engines; `P2PHANDSHAKE`: they need none.
         replicas: Copies of each block.
+        connections: Of each transfer process: as many threads receive.
     """
 
     master: str
@@ -27,6 +31,7 @@ class StoreAddress:
     devices: str = ""
     metadata: str = "P2PHANDSHAKE"
     replicas: int = 1
+    connections: int = _CONNECTIONS
 
     @classmethod
     def parse(cls, url: str) -> Self:
@@ -37,13 +42,8 @@ class StoreAddress:
         if parts.path not in ("", "/"):
             raise ValueError(f"it has a path, {parts.path}")
         given = dict(parse_qsl(parts.query, keep_blank_values=True))
-        if unknown := given.keys() - {"protocol", "devices", "metadata", "replicas"}:
-            raise ValueError(
-                f"{sorted(unknown)[0]} is none of protocol, devices, metadata, replicas"
-            )
-        replicas = given.get("replicas", "1")
-        if not replicas.isdecimal() or not 1 <= int(replicas) <= 8:
-            raise ValueError("replicas is a number of copies, 1 to 8")
+        if unknown := given.keys() - set(_FIELDS):
+            raise ValueError(f"{sorted(unknown)[0]} is none of {', '.join(_FIELDS)}")
         if given.get("protocol", "tcp") not in _PROTOCOLS:
             raise ValueError(f"protocol is one of {', '.join(_PROTOCOLS)}")
         return cls(
@@ -51,5 +51,13 @@ class StoreAddress:
             given.get("protocol", "tcp"),
             given.get("devices", ""),
             given.get("metadata", "P2PHANDSHAKE"),
-            int(replicas),
+            _count(given, "replicas", 1),
+            _count(given, "connections", _CONNECTIONS),
         )
+
+
+def _count(given: Mapping[str, str], name: str, default: int) -> int:
+    text = given.get(name, str(default))
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise ValueError(f"{name} is a number, 1 to {_MOST}")
+    return int(text)

@@ -1,4 +1,9 @@
-"""Calls of the store tier beside the event loop: reads in one thread, writes in another.
+"""Calls of the store tier beside the event loop: a thread for each connection that reads, one that
+compares what they have brought, and one that writes.
+
+    read    piece 0  get ──▶ check
+            piece 1  get ──────▶ check         (another connection)
+            piece 2            get ──▶ check
 
 A call may hang for half a minute where a process of the store is frozen. So a connection that is
 not there is made in the writers' thread and not waited for, and the threads do not keep this
@@ -10,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from kv_transfer.errors import KVTransferError
-from kv_transfer.memory.block_store import BlockStore, StoreAway, StoreMissing
+from kv_transfer.memory.block_store import BlockStore, StoreAway, StoreMissing, pieces
+from kv_transfer.tier import FetchTimes
 
 T = TypeVar("T")
 
@@ -31,7 +38,8 @@ class StoreCalls:
     def __init__(self, store: BlockStore, lost: Callable[[str], None]) -> None:
         self._store = store
         self._lost = lost
-        self._reads, self._writes = _Thread("store reads"), _Thread("store writes")
+        self._reads = _Threads("store reads", store.num_connections)
+        self._checks, self._writes = _Threads("store checks"), _Threads("store writes")
         self._connecting = asyncio.get_running_loop().create_task(self._connect())
 
     async def _connect(self) -> None:
@@ -55,15 +63,32 @@ class StoreCalls:
         """Returns 0 where the store cannot be asked."""
         return await self._or(0, self._reads, self._store.find, names)
 
-    async def read(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
+    async def read(
+        self, names: Sequence[bytes], slots: Sequence[int]
+    ) -> tuple[list[int], FetchTimes]:
         """Returns the slots whose blocks did not come."""
-        return await self._or(list(slots), self._reads, self._store.read, names, slots)
+        times = FetchTimes(time.monotonic())
+        cut = pieces(names, slots)
+        found = await asyncio.gather(*(self._read_piece(piece, times) for piece in cut))
+        times.ended = time.monotonic()
+        return [slot for failed in found for slot in failed], times
+
+    async def _read_piece(self, piece: Sequence[tuple[bytes, int]], times: FetchTimes) -> list[int]:
+        brought = await self._or(None, self._reads, self._store.get, piece)
+        if brought is None:
+            return [slot for _, slot in piece]
+        times.got = max(times.got, brought.ended)
+        times.get_s += brought.ended - brought.began
+        began = time.monotonic()
+        failed = await self._or(None, self._checks, self._store.check, brought)
+        times.check_s += time.monotonic() - began
+        return [slot for _, slot in piece] if failed is None else failed
 
     async def write(self, slots: Sequence[int]) -> list[int]:
         """Returns the slots whose blocks the store did not take."""
         return await self._or(list(slots), self._writes, self._store.write, slots)
 
-    async def _or(self, missed: T, thread: _Thread, call: Callable[..., T], *args: Any) -> T:
+    async def _or(self, missed: T, thread: _Threads, call: Callable[..., T], *args: Any) -> T:
         if not self._store.is_connected:
             return missed
         try:
@@ -74,19 +99,22 @@ class StoreCalls:
     def close(self) -> None:
         """Ends; a call that hangs is left alone."""
         self._connecting.cancel()
-        if self._reads.is_idle and self._writes.is_idle:
+        all_threads = (self._reads, self._checks, self._writes)
+        if all(threads.is_idle for threads in all_threads):
             self._store.close()
-        for thread in (self._reads, self._writes):
-            thread.end()
+        for threads in all_threads:
+            threads.end()
 
 
-class _Thread:
-    """Runs calls one after the other, in a thread that the interpreter does not wait for."""
+class _Threads:
+    """Runs calls in their order, in `count` threads that the interpreter does not wait for."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, count: int = 1) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_open = 0
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=self._run, name=name, daemon=True).start()
 
     @property
     def is_idle(self) -> bool:
@@ -119,7 +147,8 @@ class _Thread:
         return await done
 
     def end(self) -> None:
-        self._calls.put(None)
+        for _ in range(self._count):
+            self._calls.put(None)
 
     def _run(self) -> None:
         while (work := self._calls.get()) is not None:

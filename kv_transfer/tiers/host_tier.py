@@ -40,6 +40,7 @@ from kv_transfer.tier import (
     TierOff,
 )
 from kv_transfer.tiers.disk_index import DiskIndex
+from kv_transfer.tiers.load_pieces import LoadPieces
 from kv_transfer.tiers.slot_table import SlotTable
 from kv_transfer.tiers.store_index import StoreIndex
 from kv_transfer.tiers.tier_jobs import Send, TierJobs
@@ -81,6 +82,7 @@ class PooledHostTier(HostTier):
         self.has_store = has_store
         self.store_index = StoreIndex(num_processes, send) if has_store else None
         self._jobs = TierJobs(num_processes, send, self._conclude)
+        self._pieces = LoadPieces(self._jobs.new_number)
         self._finished: dict[int, bool] = {}
         self._failed: dict[int, LoadTicket] = {}
         """Loads that failed, and that a step may still wait for."""
@@ -185,22 +187,17 @@ class PooledHostTier(HostTier):
 
     def load(self, names: Sequence[bytes], blocks: list[int], behind: Tier = Tier.DISK) -> int:
         job = self._jobs.new_number()
-        stored = self._slots.stored
-        self._slots.pin(stored[name] for name in names if name in stored)
-        fetched = [name for name in names if name not in stored]
-        fresh: dict[bytes, int] = {}
-        for name in fetched:
-            slot = self._slots.take()
-            assert slot is not None, "num_found has counted the slots"
-            fresh[name] = slot
-        self._slots.pin(fresh.values())
-        slots = [fresh[name] if name in fresh else stored[name] for name in names]
-        load = LoadMeta(job, blocks, slots)
-        if not fetched:
-            self._begin_load(load, list(names))
-            return job
-        self._filling.update(fetched)
-        self._jobs.begin(FetchMeta(job, fetched, list(fresh.values()), behind), list(names), load)
+        fresh = self._slots.take_for(names)
+        self._filling.update(fresh)
+        slots = [fresh[n] if n in fresh else self._slots.stored[n] for n in names]
+        for number, cut in self._pieces.cut(job, len(names), behind):
+            load, some = LoadMeta(number, blocks[cut], slots[cut]), list(names[cut])
+            fetched = [name for name in some if name in fresh]
+            if fetched:
+                fetch = FetchMeta(number, fetched, [fresh[name] for name in fetched], behind)
+                self._jobs.begin(fetch, some, load)
+            else:
+                self._begin_load(load, some, behind)
         return job
 
     def ticket(self, job: int) -> LoadTicket | None:
@@ -214,7 +211,7 @@ class PooledHostTier(HostTier):
                 self._release_marks(ticket)
 
     def give_up(self, job: int) -> bool:
-        return self._jobs.give_up(job)
+        return self._jobs.give_up(self._pieces.of(job))
 
     def take_reads(self) -> list[tuple[int, float]]:
         return self.disk.take_reads()
@@ -300,8 +297,8 @@ class PooledHostTier(HostTier):
 
     # Inside -----------------------------------------------------------------------------------
 
-    def _begin_load(self, load: LoadMeta, names: list[bytes]) -> None:
-        if self._places:
+    def _begin_load(self, load: LoadMeta, names: list[bytes], behind: Tier) -> None:
+        if self._places and behind is not Tier.STORE:
             # Not the job's number: a load behind a fetch begins after jobs that are younger.
             ticket = LoadTicket(self._places.pop(), self._jobs.new_number())
             load = LoadMeta(load.job, load.blocks, load.slots, ticket)
@@ -326,7 +323,7 @@ class PooledHostTier(HostTier):
                 if is_right and job.load is not None and not job.is_given_up:
                     if behind is Tier.DISK:
                         self.disk.took(len(names), time.monotonic() - job.begun_at)
-                    self._begin_load(job.load, job.names)
+                    self._begin_load(job.load, job.names, behind)
                     return
                 self._unpin(job, job.load.slots if job.load is not None else [])
             case SpillMeta():
@@ -343,7 +340,8 @@ class PooledHostTier(HostTier):
                 elif ticket is not None:
                     self._failed[number] = ticket
                 self._unpin(job, slots)
-        self._finished[number] = is_right
+        if (ended := self._pieces.ended(number, is_right=is_right)) is not None:
+            self._finished[ended[0]] = ended[1]
         self._reconcile()
         self._spill_ahead()
         self._give_ahead()

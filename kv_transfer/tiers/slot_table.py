@@ -67,6 +67,19 @@ class SlotTable:
                 return slot
         return None
 
+    def take_for(self, names: Sequence[bytes]) -> dict[bytes, int]:
+        """Takes a slot for each of these that is not stored, and pins those of all of them. There
+        must be room (`num_with_room`)."""
+        self.pin(self.stored[name] for name in names if name in self.stored)
+        fresh: dict[bytes, int] = {}
+        for name in names:
+            if name not in self.stored:
+                slot = self.take()
+                assert slot is not None, "room was counted"
+                fresh[name] = slot
+        self.pin(fresh.values())
+        return fresh
+
     def next_to_go(self, count: int) -> list[tuple[bytes, int]]:
         """Returns those of the first `count` blocks that `take` would displace."""
         first = islice(self.stored.items(), count)

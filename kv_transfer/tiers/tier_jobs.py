@@ -5,7 +5,7 @@ begin ──▶ sent ── all have answered, or are gone ──▶ `conclude` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kv_transfer.tier import (
     FetchMeta,
@@ -98,11 +98,15 @@ class TierJobs:
         command = self._jobs[number].command if number in self._jobs else None
         return command.ticket if isinstance(command, LoadMeta) else None
 
-    def give_up(self, number: int) -> bool:
-        task = self._jobs.get(number)
-        if task is None or not isinstance(task.command, FetchMeta):
+    def give_up(self, numbers: Sequence[int]) -> bool:
+        """Gives up fetches, so that nothing is loaded after them. Returns False, and changes
+        nothing, if one of these is no fetch (any more)."""
+        tasks = [self._jobs[number] for number in numbers if number in self._jobs]
+        fetches = [task for task in tasks if isinstance(task.command, FetchMeta)]
+        if len(fetches) < len(numbers):
             return False
-        task.is_given_up = True
+        for task in fetches:
+            task.is_given_up = True
         return True
 
     def leftovers(self) -> list[str]:

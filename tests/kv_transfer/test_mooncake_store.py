@@ -69,7 +69,7 @@ class Node:
 
     def __init__(self, store: Mooncake, shape: KVLayout = SHAPE, num_processes: int = 2) -> None:
         self.kv: KVNode = new_node(
-            "prefill", shape, host_tier_bytes=4 * shape.block_bytes, num_processes=num_processes,
+            "prefill", shape, host_tier_bytes=24 * shape.block_bytes, num_processes=num_processes,
             store_tier_url=store.url,
         )  # fmt: skip
         assert isinstance(self.kv.connector.host_tier, PooledHostTier)
@@ -205,11 +205,14 @@ def test_its_death_is_a_miss_and_it_may_come_back(
 
 @needs_mooncake
 def test_nodes_of_unlike_ranks_share_latents(make_node: Callable[..., Node]) -> None:
+    """As many blocks as come in several pieces, each by several calls."""
+    names = [b"%032d" % i for i in range(20)]
     first = make_node(latent(tp_size=2))
-    fill(first, NAMES)
+    fill(first, names)
     first.kv.close()
     other = make_node(latent(tp_size=1), num_processes=1)
-    other.poll_until(lambda: other.ask(*NAMES) == 3)
+    other.poll_until(lambda: other.ask(*names) == len(names))
     pages = other.kv.caches[0].pages
-    assert other.load(*NAMES)
-    assert [(pages[:, 5 + i] == 7 + i).all() for i in range(3)] == [True] * 3
+    assert other.load(*names)
+    assert [(pages[:, 5 + i] == 7 + i).all() for i in range(20)] == [True] * 20
+    assert other.counter("fetched") == 20

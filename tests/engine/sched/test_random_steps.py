@@ -19,6 +19,7 @@ from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sched.departures.prefix_offers import _Offer
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
+from kv_transfer.tiers import load_pieces
 from tests.engine.sched.factories import (
     make_config,
     make_order,
@@ -290,8 +291,10 @@ def test_the_tiers_are_used_in_every_way() -> None:
     assert totals["disk_tier_evicted_blocks"] > 0, totals
 
 
-def test_the_store_is_used_in_every_way() -> None:
+@pytest.mark.parametrize("piece", [2, 16])
+def test_the_store_is_used_in_every_way(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines come and go, and what one computed another finds; blocks go missing meanwhile."""
+    monkeypatch.setattr(load_pieces, "_MOST_BLOCKS", piece)
     config = make_config(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64)
     totals, store = Counter[str](), new_store()
     for seed in range(8):

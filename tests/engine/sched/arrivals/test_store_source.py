@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from engine.contracts.request import RequestStatus
 from engine.sched.arrivals import store_source
-from kv_transfer.tier import AskMeta, FetchMeta
+from kv_transfer.tier import AskMeta, FetchMeta, LoadMeta
+from kv_transfer.tiers import load_pieces
 from tests.engine.sched.factories import make_config, make_request
 from tests.engine.sched.memory_host_tier import Store, new_store
 from tests.engine.sched.step_machine import Client, StepMachine
@@ -68,6 +71,68 @@ def test_a_block_that_one_process_lacks_ends_the_prefix(store: Store) -> None:
     assert client.tokens == client.expected
     assert 0 < machine.scheduler.stats().prompt_tokens_from_store < NUM_LOADABLE
     machine.check_all_done()
+
+
+def test_what_was_read_moves_on_while_more_is_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_pieces, "_MOST_BLOCKS", 2)
+    machine = machine_with(store)
+    client = ask(machine, "again")
+    assert machine.host is not None
+    jobs = machine.host._jobs
+    until(machine, lambda: not any(isinstance(job, AskMeta) for _, job in jobs))
+    asked = [job for process, job in jobs if process == 0 and isinstance(job, FetchMeta)]
+    assert [len(job.names) for job in asked] == [2, 2, 1]
+    until(machine, lambda: any(isinstance(job, LoadMeta) for _, job in jobs))
+    assert any(isinstance(job, FetchMeta) for _, job in jobs), "read meanwhile"
+    (load,) = machine.scheduler.remote.store._loads
+    assert not machine.host.tier.give_up(load), "its blocks are written to"
+    assert not client.tokens
+    machine.finish()
+    assert client.tokens == client.expected and client.num_cached_tokens == NUM_LOADABLE
+    machine.check_all_done()
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_a_piece_that_lacks_a_block_fails_the_whole(
+    store: Store, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_pieces, "_MOST_BLOCKS", 2)
+    machine = machine_with(store)
+    client = ask(machine, "again")
+    assert machine.host is not None
+    jobs = machine.host._jobs
+    until(machine, lambda: not any(isinstance(job, AskMeta) for _, job in jobs))
+    del store[1][list(store[1])[lost]]
+    machine.finish()
+    assert client.tokens == client.expected
+    assert client.num_cached_tokens == lost * 4, "what came before it is in host memory"
+    assert machine.host.tier.counters["store_tier_missed_blocks"] == 1
+    machine.check_all_done()
+
+
+def test_pieces_are_given_up_as_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_pieces, "_MOST_BLOCKS", 2)
+    machine = machine_with(store)
+    client = ask(machine, "again")
+    assert machine.host is not None
+    jobs = machine.host._jobs
+    until(machine, lambda: not any(isinstance(job, AskMeta) for _, job in jobs))
+    monkeypatch.setattr(store_source, "_READ_LIMIT_S", -1.0)
+    machine.schedule()
+    machine.finish()
+    assert client.tokens == client.expected and client.num_cached_tokens == 0
+    assert machine.host.tier.counters["host_tier_loaded_blocks"] == 0
+    machine.check_all_done()
+
+
+def until(machine: StepMachine, is_so: Callable[[], bool]) -> None:
+    """Lets transfer processes do their jobs one by one."""
+    assert machine.host is not None
+    while not is_so():
+        machine.host.advance()
+        machine.poll_connector()
 
 
 def ask(machine: StepMachine, name: str) -> Client:
