@@ -14,9 +14,6 @@ the host gave the process no time counts as well.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -26,6 +23,8 @@ from itertools import accumulate
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from edge.kernel_timer import KernelTimer
+
 TICK_S = 0.01
 BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5,
@@ -34,22 +33,6 @@ NAME = "tandem_event_loop_lateness_seconds"
 
 _MOST_AT_ONCE = 1000
 """Ticks that are counted one by one; of more, the first are beyond all bounds."""
-_CLOCK_MONOTONIC = 1
-_ABSOLUTE = 1
-_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-    @classmethod
-    def of(cls, seconds: float) -> _Timespec:
-        whole = int(seconds)
-        return cls(whole, int((seconds - whole) * 1e9))
-
-
-class _Timer(ctypes.Structure):
-    _fields_ = (("interval", _Timespec), ("first", _Timespec))
 
 
 class LoopLateness(Collector):
@@ -66,22 +49,20 @@ class LoopLateness(Collector):
     def watch(self) -> Iterator[None]:
         """Counts ticks of the running loop. Raises OSError where no descriptor is left."""
         loop = asyncio.get_running_loop()
+        timer = KernelTimer()
         self._due_at = time.monotonic()
-        timer = _start_timer(self._due_at + self._tick_s, self._tick_s)
-        loop.add_reader(timer, self._read, timer)
+        timer.set(self._due_at + self._tick_s, self._tick_s)
+        loop.add_reader(timer.fileno(), self._read, timer)
         try:
             yield
         finally:
-            loop.remove_reader(timer)
-            os.close(timer)
+            loop.remove_reader(timer.fileno())
+            timer.close()
 
-    def _read(self, timer: int) -> None:
-        try:
-            count = int.from_bytes(os.read(timer, 8), sys.byteorder)
-        except BlockingIOError:
-            return
-        self._due_at += count * self._tick_s
-        self.took(count, time.monotonic() - self._due_at)
+    def _read(self, timer: KernelTimer) -> None:
+        if count := timer.read():
+            self._due_at += count * self._tick_s
+            self.took(count, time.monotonic() - self._due_at)
 
     def took(self, count: int, late_s: float) -> None:
         """Counts ticks that were read at once, the last of them late by `late_s`."""
@@ -101,17 +82,3 @@ class LoopLateness(Collector):
         family = HistogramMetricFamily(NAME, text)
         family.add_metric([], list(self.cumulative().items()), self.total_s)
         yield family
-
-
-def _start_timer(first_at: float, interval_s: float) -> int:
-    """Returns a timer that can be read once something is due. Raises OSError."""
-    library = ctypes.CDLL(None, use_errno=True)
-    timer: int = library.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
-    if timer < 0:
-        raise OSError(ctypes.get_errno(), "no timer can be made")
-    spec = _Timer(_Timespec.of(interval_s), _Timespec.of(first_at))
-    if library.timerfd_settime(timer, _ABSOLUTE, ctypes.byref(spec), None):
-        error = OSError(ctypes.get_errno(), "a timer cannot be set")
-        os.close(timer)
-        raise error
-    return timer

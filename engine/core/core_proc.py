@@ -21,6 +21,7 @@ import time
 import msgspec
 import zmq
 
+from edge.kernel_timer import KernelTimer
 from edge.logs.setup import setup_logging
 from edge.program import settle
 from engine.contracts.crash_facts import EngineFacts, chain_of
@@ -101,6 +102,9 @@ class EngineCoreProc:
         self._stats = SchedulerStats()
         self._stats_sent_at = 0.0
         self._poller = zmq.Poller()
+        self._step_timer = KernelTimer()
+        """Ends the wait for sockets when a step that is held back is due."""
+        self._step_timer_at: float | None = None
         self._connector_checked_at = 0.0
         self._peer: KVPeer | None = None
         """The peer as the node server knows it."""
@@ -171,8 +175,11 @@ class EngineCoreProc:
         while True:
             if self._signs is not None:
                 self._signs.give(CORE_PLACE)
+            self._set_step_timer(core.next_step_at)
             ready = dict(self._poller.poll(self._timeout_ms(core)))
             woken_at = time.monotonic()
+            if self._step_timer.fileno() in ready:
+                self._step_timer.read()
             if termination in ready:
                 return
             if self._client in ready and not self._handle_messages(core):
@@ -191,7 +198,8 @@ class EngineCoreProc:
 
     def _poll_sources(self, core: EngineCore, termination: int) -> list[PollSource]:
         executor = self._executor.poll_sources
-        return [self._client, *executor, core.connector.fileno(), termination]
+        own = self._client, self._step_timer.fileno()
+        return [*own, *executor, core.connector.fileno(), termination]
 
     def _ready(self, core: EngineCore) -> EngineReady:
         self._peer = core.connector.peer_info
@@ -221,9 +229,19 @@ class EngineCoreProc:
         self._config, self._stats = core.config, SchedulerStats()
         self._send(RoleSwitched(call_id, self._ready(core)))
 
+    def _set_step_timer(self, at: float | None) -> None:
+        """Sets it to CLOCK_MONOTONIC seconds; None: no step is held back."""
+        if at == self._step_timer_at:
+            return
+        self._step_timer_at = at
+        if at is None:
+            self._step_timer.stop()
+        else:
+            self._step_timer.set(at)
+
     def _timeout_ms(self, core: EngineCore) -> int:
-        """Milliseconds until something must be looked at without being asked. A step that is held
-        back goes out early rather than late."""
+        """Milliseconds until something must be looked at without being asked, but for a step that
+        is held back."""
         now = time.monotonic()
         until = min(
             now + SIGN_INTERVAL_S,
@@ -233,10 +251,7 @@ class EngineCoreProc:
         )
         if self._executor.deadline is not None:
             until = min(until, self._executor.deadline)
-        timeout_ms = max(0, int((until - now) * 1000) + 1)
-        if core.next_step_at is not None:
-            timeout_ms = min(timeout_ms, max(0, int((core.next_step_at - now) * 1000)))
-        return timeout_ms
+        return max(0, int((until - now) * 1000) + 1)
 
     def _check_connector(self, core: EngineCore) -> None:
         now = time.monotonic()

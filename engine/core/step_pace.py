@@ -45,8 +45,8 @@ _FEWEST_NEEDS = 16
 _SPARE_S = 0.0002
 _MOST_LEAD = 0.7
 """Holding a step back gains little where more than this part of the one in front were lead."""
-_RESOLUTION_S = 0.001
-"""A wait for several sockets ends at whole milliseconds."""
+_RESOLUTION_S = 0.0001
+"""Less is not worth a wait, whose end takes as long."""
 _RECENT_S = 1.0
 """A request that came so recently may be followed by another."""
 

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import grpc
@@ -153,23 +154,36 @@ class NodeStatus:
         except TimeoutError:
             return
 
-    def _tokens_per_block(self) -> int:
-        """Returns the tokens a block holds on average, when every group of layers takes blocks from
-        the pool.
-        """
-        num_blocks = self._engine.ready.num_blocks
-        groups = self._engine.config.kv_layout.groups
-        return max(1, tokens_that_fit(groups, num_blocks) // max(1, num_blocks))
+    @cached_property
+    def _lasting(self) -> node_pb2.NodeLoad:
+        """The part of all reports of this life. A report goes with each event of each prompt, and
+        working the layout out anew took longer than all else that a first token waits for here.
 
-    def load(self) -> node_pb2.NodeLoad:
-        """Returns a report. Newer ones have greater `sequence`."""
-        self._sequence += 1
-        config, stats, work = self._config, self._engine.stats, self.work
-        total = stats.num_total_blocks or self._engine.ready.num_blocks
+        A block holds so many tokens on average, when every group of layers takes blocks from the
+        pool.
+        """
+        config, num_blocks = self._config, self._engine.ready.num_blocks
+        layout = config.kv_layout
         return node_pb2.NodeLoad(
             node_id=config.engine_id,
             role=self._role,
             epoch=config.epoch,
+            block_size=max(1, tokens_that_fit(layout.groups, num_blocks) // max(1, num_blocks)),
+            model_name=config.model.served_model_name,
+            model_aliases=config.model.served_aliases,
+            fingerprint=fingerprint(layout),
+            max_model_len=config.model.max_model_len,
+            version=_VERSION,
+            host_name=_HOST,
+            kv_bytes_per_token=pull_bytes_per_token(layout),
+        )
+
+    def load(self) -> node_pb2.NodeLoad:
+        """Returns a report. Newer ones have greater `sequence`."""
+        self._sequence += 1
+        stats, work = self._engine.stats, self.work
+        total = stats.num_total_blocks or self._engine.ready.num_blocks
+        load = node_pb2.NodeLoad(
             sequence=self._sequence,
             draining=work.draining or work.drained,
             drained=work.drained and not work.draining,
@@ -179,23 +193,16 @@ class NodeStatus:
             num_idle_requests=stats.num_idle_class,
             num_free_blocks=stats.num_free_blocks if stats.num_total_blocks else total,
             num_total_blocks=total,
-            block_size=self._tokens_per_block(),
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             slack_tokens_per_s=stats.slack_tokens_per_s,
             seconds_since_progress=self.seconds_since_progress(),
             num_transfers=stats.num_waiting_for_remote_kvs + stats.num_delayed_frees,
-            model_name=config.model.served_model_name,
-            model_aliases=config.model.served_aliases,
-            fingerprint=fingerprint(config.kv_layout),
             serves_prefixes=self.serves_prefixes,
             http_port=self.switch.http_port,
-            max_model_len=config.model.max_model_len,
             adapters=[
                 node_pb2.Adapter(name=one.name, digest=one.digest)
                 for one in self.adapters.known.values()
             ],
-            version=_VERSION,
-            host_name=_HOST,
             prompt_tokens_computed=stats.prompt_tokens_computed,
             prompt_tokens_cached=stats.prompt_tokens_cached,
             prompt_tokens_from_host=stats.prompt_tokens_from_host,
@@ -208,7 +215,6 @@ class NodeStatus:
             num_drafts=stats.drafts.num_drafts,
             num_accepted_per_pos=stats.drafts.num_accepted_per_pos[:_MAX_PLACES],
             kv_paths=self.kv_paths(),
-            kv_bytes_per_token=pull_bytes_per_token(config.kv_layout),
             groups=[
                 node_pb2.GroupLoad(
                     num_waiting_requests=one.num_waiting,
@@ -219,6 +225,8 @@ class NodeStatus:
                 for one in stats.groups
             ],
         )
+        load.MergeFrom(self._lasting)
+        return load
 
     def set_drained(self, is_drained: bool) -> bool:
         """Takes the node out of use, or back. Returns whether that changes anything."""

@@ -108,7 +108,7 @@ def test_behind_prompts_a_shorter_one_may_come() -> None:
 
 
 def test_what_is_nearly_due_goes_out(learned: Engine) -> None:
-    learned.now += STEP_S - 0.0017 - 0.0009
+    learned.now += STEP_S - 0.0017 - 0.00009
     assert learned.wait_s == 0
 
 

@@ -282,8 +282,7 @@ class Run:
         while device.now < self.case.seconds:
             held_until = float("inf")
             if core.next_step_at is not None:
-                # A wait for sockets ends at whole milliseconds, rounded down.
-                held_until = core.next_step_at - (core.next_step_at - device.now) % 0.001
+                held_until = core.next_step_at
             comes_at = self._events[0][0] if self._events else float("inf")
             device.now = max(device.now, min(held_until, comes_at, device.next_result_at))
             while self._events and self._events[0][0] <= device.now:

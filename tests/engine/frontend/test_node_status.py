@@ -85,6 +85,20 @@ async def channel(status: NodeStatus) -> AsyncIterator[grpc.aio.Channel]:
     await server.stop()
 
 
+def test_what_a_report_says_of_the_layout_is_worked_out_once(
+    engine: StillEngine, status: NodeStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports go with each event of each prompt, in front of its first token."""
+    first = status.load()
+    monkeypatch.delattr(type(engine.config), "kv_layout")
+    second = status.load()
+    assert second.sequence == first.sequence + 1
+    second.sequence = first.sequence
+    assert second == first
+    assert first.fingerprint
+    assert first.kv_bytes_per_token > 0
+
+
 def test_a_report_says_what_the_engine_does(engine: StillEngine, status: NodeStatus) -> None:
     engine.stats = SchedulerStats(
         num_running=2,
