@@ -1,16 +1,16 @@
 """Keeps Python's collector of reference cycles from stopping all streams at once.
 
 What is there once the router has been built stays for ever, so it need not be looked at; the rest
-is collected in small bites (10,000 young objects took 4.5 ms), and old objects rarely. Requests
-leave few cycles.
+is collected in small bites (10,000 young objects took 4.5 ms, 2,000 still 0.9, for which tokens of
+all streams waited), and old objects rarely. Requests leave few cycles.
 """
 
 from __future__ import annotations
 
 from edge import program
 
-_YOUNG = 2_000
-_MIDDLE = 100
+_YOUNG = 100
+_MIDDLE = 2_000
 _OLD = 50
 
 

@@ -1,16 +1,21 @@
-"""Does the work on long bodies beside the event loop, one piece after the other.
+"""Does the work on requests so that it holds up nothing else in the event loop.
 
-A thread of its own takes turns with the event loop every few milliseconds. Many threads would take
-turns with each other first: so there is one, and long bodies wait for each other, and for none
-else does anything take longer.
+`run`    long bodies: beside the event loop, one piece after the other. A thread of its own takes
+         turns with the event loop every few milliseconds. Many threads would take turns with each
+         other first: so there is one, and long bodies wait for each other
+`pause`  all others: in pieces of a few hundred microseconds, of which each turn of the event loop
+         has one, whatever number of requests is there. Between two of them it reads and passes on
+         what has come, tokens of running answers above all
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 LONG_BODY = 16 << 10
 """Bytes. Work on what is shorter is over sooner than a thread begins."""
@@ -27,6 +32,52 @@ async def run(is_long: bool, work: Callable[[], _Result]) -> _Result:
 
 
 async def pause() -> None:
-    """Lets the event loop serve all else that is there, tokens of running answers above all. What
-    is done to a request in one go should be over in a few hundred microseconds."""
-    await asyncio.sleep(0)
+    """Returns in a later turn of the event loop, which has no other piece."""
+    loop = asyncio.get_running_loop()
+    turns = _turns.get(loop)
+    if turns is None:
+        turns = _turns[loop] = _Turns()
+    await turns.wait(loop)
+
+
+class _Turns:
+    """The turns of one event loop, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        """Says that the next turn has its piece."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Returns when it is the caller's turn."""
+        if self._is_taken:
+            await self._wait_in_line(loop.create_future())
+        else:
+            self._is_taken = True
+            try:
+                await asyncio.sleep(0)
+            except BaseException:
+                self._pass_on()
+                raise
+        self._pass_on()
+
+    async def _wait_in_line(self, turn: asyncio.Future[None]) -> None:
+        self._waiting.append(turn)
+        try:
+            await turn
+        except BaseException:
+            if not turn.cancel() and not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Gives the turn behind this one to the next in line."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()

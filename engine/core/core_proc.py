@@ -69,9 +69,6 @@ _STATS_INTERVAL_S = 0.1
 """While busy. An engine that becomes idle reports at once."""
 _REPORT_TIMEOUT_S = 5.0
 _LONG_TURN_S = 0.002
-_YOUNG, _MIDDLE = 100, 1250
-"""A collection of garbage looks at all token ids of young prompts: 500 young objects of a decode
-node were those of 16 prompts of 2000 tokens, and took 2.5 to 6 ms."""
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +167,7 @@ class EngineCoreProc:
         termination = termination_fd()
         for source in self._poll_sources(core, termination):
             self._poller.register(source, zmq.POLLIN)
-        settle(_YOUNG, _MIDDLE)
+        settle()
         self._send(self._ready(core))
         while True:
             if self._signs is not None:

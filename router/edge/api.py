@@ -160,6 +160,7 @@ class ProxyEndpoint:
         name, tenant, table = record.trace.request_id, _tenant(scope), self.models.table
         with lease_of(scope, self.body_limits) as lease:
             body = await read_json_body(headers, receive, self.body_limits, lease)
+            await long_work.pause()
             is_long = len(body) > long_work.LONG_BODY
             path, route = scope["path"], table.route
             read = partial(read_request_info, path, name, headers, body, tenant, route)
