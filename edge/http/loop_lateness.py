@@ -23,7 +23,7 @@ from itertools import accumulate
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from edge.kernel_timer import KernelTimer
+from edge.http.kernel_timer import KernelTimer
 
 TICK_S = 0.01
 BOUNDS_S = (
