@@ -174,8 +174,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         )
         call = _Call(work, record, reads_group=self._is_placed_by_engine(request))
         try:
-            if not call.reads_group:
-                yield self._accepted(0)
             async with aclosing(self._serve(call)) as events:
                 async for event in events:
                     if event.WhichOneof("event") == "failed":
@@ -188,12 +186,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._tell(call)
 
     async def _serve(self, call: _Call) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """Yields the events after acceptance."""
+        """Yields the events, the first once the engine has the prompt, which waits for nothing."""
         work = call.work
         self._status.work.num_computing += 1
         is_computing = True
         try:
             stream = self._engine.generate(work)
+            if not call.reads_group:
+                yield self._accepted(0)
             async for output in stream:
                 if output.is_replay:
                     continue

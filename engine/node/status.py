@@ -159,8 +159,8 @@ class NodeStatus:
         """The part of all reports of this life. A report goes with each event of each prompt, and
         working the layout out anew took longer than all else that a first token waits for here.
 
-        A block holds so many tokens on average, when every group of layers takes blocks from the
-        pool.
+        `block_size` is the tokens a block holds on average, when every group of layers takes blocks
+        from the pool.
         """
         config, num_blocks = self._config, self._engine.ready.num_blocks
         layout = config.kv_layout

@@ -22,7 +22,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer
 from kv_transfer.transfer_id import group_of_transfer
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
-from tandem_pb import prefill_pb2
+from tandem_pb import node_pb2, prefill_pb2
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
 from tests.prefill_node.prefill_fakes import (
     TIMEOUT_S,
@@ -109,6 +109,23 @@ async def test_the_usual_way() -> None:
         await until(lambda: node.servicer.open.count == 0, "the call has ended")
         assert not prompt.aborted
         assert node.outcomes() == {"done": 1}
+
+
+async def test_the_engine_has_a_prompt_before_its_caller_has_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prompt waits for no message."""
+    async with served_prefill() as node:
+        report, had_prompt = node.status.load, list[bool]()
+
+        def load() -> node_pb2.NodeLoad:
+            had_prompt.append(bool(node.engine.prompts))
+            return report()
+
+        monkeypatch.setattr(node.status, "load", load)
+        call, _ = await accepted(node)
+        call.cancel()
+    assert had_prompt == [True]
 
 
 async def test_the_node_tells_which_prompts_it_has_computed() -> None:
