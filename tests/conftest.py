@@ -100,12 +100,24 @@ def pytest_configure() -> None:
     gc.unfreeze = _unfreeze
 
 
+SET_FOR_LIBRARIES = "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL", "GLOG_minloglevel"
+"""Variables that transports and stores set in their process before they load a library. What one
+test has set would hold for all behind it."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Starts programs as forks of what is imported already, but for tests of the start itself."""
+    """Starts programs as forks of what is imported already, but for tests of the start itself, and
+    takes back what a test has set for libraries."""
     is_real = item.get_closest_marker("real_start") is not None
-    with forked_programs.real_starts() if is_real else contextlib.nullcontext():
-        return (yield)
+    before = {name: os.environ[name] for name in SET_FOR_LIBRARIES if name in os.environ}
+    try:
+        with forked_programs.real_starts() if is_real else contextlib.nullcontext():
+            return (yield)
+    finally:
+        for name in SET_FOR_LIBRARIES:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

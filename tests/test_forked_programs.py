@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kv_transfer.memory import store_environment
+from kv_transfer.transports.nixl import environment
 from tests import forked_programs
 from tests.processes import descendants, is_alive, is_store
 
@@ -93,3 +95,14 @@ def test_another_network_needs_a_real_start(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(forked_programs, "_own_network", "net:[1]")
     monkeypatch.setattr(forked_programs, "_own_store", lambda: pytest.fail("a fork"))
     assert run("--version").returncode == 0
+
+
+@pytest.mark.parametrize("host", ["of the first test", "of the second"])
+def test_what_is_set_for_libraries_ends_with_the_test(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "network_devices", lambda hosts: list(hosts))
+    environment.set_defaults([host])
+    store_environment.set_defaults()
+    assert os.environ["UCX_NET_DEVICES"] == host
+    assert os.environ["GLOG_minloglevel"] == "2"
