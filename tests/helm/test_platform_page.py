@@ -165,9 +165,11 @@ def test_versions_are_those_of_chart_and_images() -> None:
     lock = (ROOT / "requirements" / "image-engine.lock").read_text(encoding="utf-8")
     runtime = re.search(r"^nvidia-cuda-runtime==(\d+\.\d+)\.", lock, re.MULTILINE)
     assert runtime and f"CUDA {runtime[1]}" in rows["NVIDIA driver"][1]
-    operations = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    assert f"KEDA ({rows['KEDA'][0]} or newer" in operations
-    assert f"{rows['LeaderWorkerSet'][0]} or newer" in operations
+    for page in ("operations.md", "kubernetes.md"):
+        for version in re.findall(
+            r"(KEDA|LeaderWorkerSet)\W+(\d[\d.]+\d)", (ROOT / "docs" / page).read_text("utf-8")
+        ):
+            assert version[1] in " ".join(rows[version[0]]), f"{page}: {version}"
 
 
 def test_drains_for_spot_hosts_fit_the_shortest_notice() -> None:
