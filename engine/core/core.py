@@ -104,7 +104,11 @@ class EngineCore:
         scheduler, is_late = self.scheduler, config.device.allows("late-steps")
         if self._batch_queue_size == 2 and is_late and not isinstance(scheduler, GroupScheduler):
             prefill = scheduler.remote.prefill
-            self.pace = StepPace(lambda: scheduler.last_shape, lambda: prefill.num_started > 0)
+            self.pace = StepPace(
+                lambda: scheduler.last_shape,
+                lambda: prefill.num_started > 0,
+                lambda: prefill.lacks_token,
+            )
 
     def _even_out(self, config: EngineConfig) -> None:
         """Lets chunks of a prompt take the same time where a stage waits for the next one's."""
@@ -155,6 +159,8 @@ class EngineCore:
         events = self.connector.get_finished()
         if events is not None:
             self._add(self.scheduler.update_from_connector(events))
+            if self.pace is not None and events.finished_recving:
+                self.pace.kv_came(self._clock())
         self._fill_batch_queue()
         if stranded := self.scheduler.admission.take_stranded():
             ended = self.scheduler.abort_requests(stranded)

@@ -14,6 +14,9 @@ So the second step is held back while something may come, until
               processes, of late timers, and by which the expectation was wrong
 2. paced      steps are held back while something may come: requests came a moment ago, KV is on its
               way, or prompts are computed, behind which a shorter one need not wait
+3. awaited    the KV of a prompt came a moment ago and its first token is due: the lead is no longer
+              than what most steps need. Of the few steps that wait so, some come a little late, for
+              a request that need not wait for one more
 -  at once    nothing may come; steps like this one are not known; most of the step would be lead;
               two steps in flight are not what workers have (pipeline stages, one step at a time)
 
@@ -49,6 +52,8 @@ _RESOLUTION_S = 0.0001
 """Less is not worth a wait, whose end takes as long."""
 _RECENT_S = 1.0
 """A request that came so recently may be followed by another."""
+_TOKEN_S = 0.005
+"""A first token that takes longer behind its KV is not awaited."""
 
 
 class StepForecast:
@@ -97,7 +102,8 @@ class _Flight:
 class StepPace:
     """Paces the steps of one engine, of which two may be in flight. All times are CLOCK_MONOTONIC
     seconds. `shape_of_last`: gives that of the step that was decided last; `may_join`: says whether
-    something waits for KV.
+    something waits for KV; `lacks_token`: whether something has its KV and waits for its first
+    token.
 
     Attributes:
         num_held: Steps that were held back.
@@ -105,16 +111,20 @@ class StepPace:
     """
 
     def __init__(
-        self, shape_of_last: Callable[[], StepShape], may_join: Callable[[], bool]
+        self,
+        shape_of_last: Callable[[], StepShape],
+        may_join: Callable[[], bool],
+        lacks_token: Callable[[], bool] = lambda: False,
     ) -> None:
         self._shape_of_last = shape_of_last
         self._may_join = may_join
+        self._lacks_token = lacks_token
         self.num_held = self.num_late = 0
         self._forecast = StepForecast()
         self._flights: deque[_Flight] = deque()
         self._needs: deque[float] = deque(maxlen=_NUM_NEEDS)
         self._host_s = self._total_host_s = 0.0
-        self._ended_at = self._came_at = float("-inf")
+        self._ended_at = self._came_at = self._kv_came_at = float("-inf")
         self._held: _Plan | None = None
         """The plan by which the next step is held back."""
 
@@ -129,6 +139,10 @@ class StepPace:
         """Records that a request came."""
         self._came_at = now
 
+    def kv_came(self, now: float) -> None:
+        """Records that all KV of a prompt is here."""
+        self._kv_came_at = now
+
     def issue_at(self, now: float) -> float:
         """Returns when to issue the next step; `now`: at once."""
         if len(self._flights) != 1:
@@ -139,6 +153,9 @@ class StepPace:
             return now
         if now - self._came_at > _RECENT_S and not (shape.prompt_work or self._may_join()):
             return now
+        if now - self._kv_came_at < _TOKEN_S and self._lacks_token():
+            usual_s = min(lead_s, statistics.median(self._needs))
+            plan = plan._replace(issue_at=max(now, plan.ends_at - usual_s))
         if plan.issue_at - now < _RESOLUTION_S:
             return now
         self.num_held += self._held is None

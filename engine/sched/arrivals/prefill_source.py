@@ -70,6 +70,11 @@ class PrefillSource:
         """Returns the number of requests that wait for KV outside of the waiting queue."""
         return self._arrivals.num_started_of(self)
 
+    @property
+    def lacks_token(self) -> bool:
+        """Returns whether a prompt's KV is here and its first token is not."""
+        return self._arrivals.any_in(ArrivalState.HERE)
+
     def _of(self, request: Request) -> Pull | None:
         arrival = self._arrivals.get(request.request_id)
         return arrival if isinstance(arrival, Pull) else None

@@ -34,12 +34,13 @@ class Engine:
 
     shape: StepShape = DECODES
     may_join: bool = True
+    lacks_token: bool = False
     now: float = 100.0
     host_s: float = 0.0
     pace: StepPace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pace = StepPace(lambda: self.shape, lambda: self.may_join)
+        self.pace = StepPace(lambda: self.shape, lambda: self.may_join, lambda: self.lacks_token)
         self.issue()
 
     def issue(self) -> None:
@@ -150,6 +151,35 @@ def test_one_bad_step_is_forgotten(learned: Engine) -> None:
     assert learned.pace.lead_s == pytest.approx(0.0017)
 
 
+def test_a_first_token_is_awaited_until_most_steps_would_be_late(learned: Engine) -> None:
+    """One step needed 2 ms more than the others, and the lead is for that one."""
+    learned.issue()
+    learned.end(STEP_S, AHEAD_S - 0.002)
+    usual_s, lead_s = 0.0015, learned.pace.lead_s
+    assert lead_s == pytest.approx(0.0037)
+    learned.now += STEP_S - lead_s - 0.001
+    learned.pace.kv_came(learned.now)
+    assert learned.wait_s == pytest.approx(0.001), "its first token is here"
+    learned.lacks_token = True
+    assert learned.wait_s == pytest.approx(0.001 + lead_s - usual_s)
+    learned.now += learned.wait_s
+    learned.issue()
+    learned.end(usual_s)
+    learned.end(STEP_S, AHEAD_S - STEP_S + usual_s)
+    assert learned.pace.lead_s == pytest.approx(lead_s), "the wait was no loss"
+
+
+def test_a_first_token_is_not_awaited_for_long(learned: Engine) -> None:
+    learned.issue()
+    learned.end(STEP_S, AHEAD_S - 0.002)
+    learned.lacks_token = True
+    learned.pace.kv_came(learned.now)
+    learned.now += 0.0049
+    assert learned.wait_s == pytest.approx(STEP_S - 0.0049 - 0.0015)
+    learned.now += 0.0002
+    assert learned.wait_s == pytest.approx(STEP_S - 0.0051 - learned.pace.lead_s)
+
+
 def test_a_forecast_is_that_of_steps_alike() -> None:
     forecast = StepForecast()
     for seconds in (0.010, 0.011, 0.012, 0.030):
@@ -197,6 +227,14 @@ def test_the_device_is_as_busy_as_with_steps_that_go_out_at_once(
     early, paced = run(replace(case, paced=False)).result(), run(case).result()
     assert paced.idle < early.idle + 0.005
     assert paced.steps_per_s > 0.99 * early.steps_per_s
+
+
+def test_who_is_awaited_joins_sooner_and_costs_nothing() -> None:
+    case = Case(name="awaited", num_steady=16, rate=10, seconds=8.0)
+    before, after = run(case).result(), run(replace(case, kv_before_s=0.0009)).result()
+    assert after.join_steps_mean < before.join_steps_mean - 0.05
+    assert after.idle < before.idle + 0.0005
+    assert after.steps_per_s > 0.999 * before.steps_per_s
 
 
 class CpuDevice(VirtualDevice):

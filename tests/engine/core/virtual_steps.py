@@ -4,7 +4,8 @@
 The engine core, its scheduler and `StepPace` are those of an engine; workers are made up, in
 virtual time: a device whose steps take what a profile says (`planner/profiles`), give or take some
 percent, a host that needs time to start each, and messages that need time on their way. Requests
-join at random moments, as those do whose KV has come: what is left to compute is one token.
+join at random moments, as those do whose KV has come: what is left to compute is one token. Their
+KV may have come before, behind which the core awaits their first token.
 
     python tests/engine/core/virtual_steps.py        some seconds
 """
@@ -32,8 +33,10 @@ from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.core.core import EngineCore
+from engine.core.step_pace import StepPace
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
+from engine.sched.scheduler import Scheduler
 from engine.speed.profile import load_profile
 from planner.simulation.step_times import MeasuredTimes, Part
 
@@ -209,7 +212,8 @@ class VirtualDevice(Executor):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Requests come `rate` times a second, with `num_prompt` tokens to compute, and get
-    `num_output` tokens; `num_steady` run from the beginning to the end."""
+    `num_output` tokens; `num_steady` run from the beginning to the end. `kv_before_s`: their KV is
+    here for so long, and the core knows."""
 
     name: str
     paced: bool = True
@@ -218,6 +222,7 @@ class Case:
     num_prompt: int = 1
     num_output: int = 150
     seconds: float = 8.0
+    kv_before_s: float = 0.0
     machine: Machine = Machine()
     seed: int = 1
 
@@ -257,6 +262,7 @@ class Run:
     core: EngineCore = field(init=False)
     _events: list[tuple[float, int, str]] = field(default_factory=list)
     _came_at: dict[str, float] = field(default_factory=dict)
+    _with_kv: set[str] = field(default_factory=set)
     joins_s: list[float] = field(default_factory=list)
     num_held: int = 0
     """Steps that were held back."""
@@ -270,11 +276,20 @@ class Run:
         self.core = EngineCore(config_of(case), device, lambda *_: None, clock=lambda: device.now)
         if not case.paced:
             self.core.pace = None
+        elif case.kv_before_s:
+            scheduler = self.core.scheduler
+            assert isinstance(scheduler, Scheduler)
+            self.core.pace = StepPace(
+                lambda: scheduler.last_shape, lambda: False, lambda: bool(self._with_kv)
+            )
         serial = itertools.count()
         self._events = [(0.0, next(serial), f"steady-{i}") for i in range(case.num_steady)]
         at_s = 0.5
         while case.rate and (at_s := at_s + rng.expovariate(case.rate)) < case.seconds:
-            self._events.append((at_s, next(serial), f"joiner-{len(self._events)}"))
+            name = f"joiner-{len(self._events)}"
+            self._events.append((at_s, next(serial), name))
+            if case.kv_before_s:
+                self._events.append((at_s - case.kv_before_s, next(serial), f"kv-{name}"))
         heapq.heapify(self._events)
 
     def run(self) -> None:
@@ -286,12 +301,22 @@ class Run:
             comes_at = self._events[0][0] if self._events else float("inf")
             device.now = max(device.now, min(held_until, comes_at, device.next_result_at))
             while self._events and self._events[0][0] <= device.now:
-                self._add(heapq.heappop(self._events)[2])
+                self._take(heapq.heappop(self._events)[2])
             for output in core.step().outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
                 came_at = self._came_at.pop(output.request_id, None)
                 if came_at is not None and output.request_id.startswith("joiner"):
                     self.joins_s.append(device.now - came_at)
+
+    def _take(self, name: str) -> None:
+        pace = self.core.pace
+        if name.startswith("kv-"):
+            self._with_kv.add(name.removeprefix("kv-"))
+            if pace is not None:
+                pace.kv_came(self.device.now)
+        else:
+            self._with_kv.discard(name)
+            self._add(name)
 
     def _add(self, name: str) -> None:
         case, number = self.case, int(name.rpartition("-")[2])
@@ -329,6 +354,9 @@ def run(case: Case) -> Run:
 CASES: dict[str, Callable[[str], Case]] = {
     "decode, 100 rows": lambda name: Case(name=name),
     "decode, 16 rows": lambda name: Case(name=name, num_steady=16, rate=5),
+    "the same, KV 0.9 ms before": lambda name: Case(
+        name=name, num_steady=16, rate=5, kv_before_s=0.0009
+    ),
     "steps that differ by 10 %": lambda name: Case(name=name, machine=Machine(jitter=0.1)),
     "a slow host": lambda name: Case(name=name, machine=Machine(host_s=(0.002, 0.006))),
     "steps of 1 ms": lambda name: Case(name=name, machine=Machine(speed=8)),

@@ -325,6 +325,7 @@ class StepMachine:
         assert len(with_blocks) == arrivals.num_with_blocks
         assert {request.request_id for request in arrivals.ready} == in_state[ArrivalState.READY]
         assert arrivals.num_started == len(found) - len(queued) - len(early)
+        assert scheduler._remote.prefill.lacks_token == bool(in_state[ArrivalState.HERE])
         started = Counter(one.source for name, one in found.items() if name not in queued)
         assert +arrivals._num_of == started
         named = {one.transfer_id for one in found.values() if isinstance(one, TransferArrival)}
