@@ -32,7 +32,7 @@ from engine.batch.row_states import RowStates
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs
-from tandem_kernels.batch.state_metadata import StateMetadata
+from tandem_kernels.batch.state_metadata import PendingTokens, StateMetadata
 
 _NO_ROW = -1
 _ALIGNED_INTS = 4
@@ -50,6 +50,8 @@ class BatchOrder:
     num_decodes: int
     num_sampled: int
     decode_query_len: int = 1
+    has_pending: bool = False
+    """Whether states of decodes have not taken in all tokens before: see `state_metadata`."""
     has_exact_lens: bool = True
     """Whether `seq_lens` are exact; upper bounds, if rows may have had drafts in earlier steps."""
 
@@ -96,6 +98,7 @@ def order_batch(
         num_decodes=num_decodes,
         num_sampled=num_decodes + len(ending),
         decode_query_len=decode_query_len,
+        has_pending=states.num_taken is not None and num_decodes > 0,
         has_exact_lens=not states.has_drafts,
     )
 
@@ -171,14 +174,25 @@ class InputBatch:
             block_tables=self.block_tables[:count],
         )
 
-    def state_metadata(self) -> StateMetadata:
-        """Returns the batch as layers see it that keep a state of each request."""
+    def state_metadata(self, num_taken: torch.Tensor | None = None, most: int = 1) -> StateMetadata:
+        """Returns the batch as layers see it that keep a state of each request. `num_taken` and
+        `most`: see `PendingTokens`; None: the engine does not draft."""
+        pending = None
+        if num_taken is not None:
+            pending = PendingTokens(self.idx_mapping, num_taken, most)
         return StateMetadata(
             blocks=self.block_tables[:, 0],
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
             num_decodes=self.order.num_decodes,
+            decode_query_len=self.order.decode_query_len,
+            pending=pending,
         )
+
+    def update_rows(self, token_ids: torch.Tensor, rows: RowTables) -> None:
+        """Brings rows up to date with what was chosen, [R, W] int64: see `ops.post_update`."""
+        order = self.order
+        ops.post_update(self.idx_mapping, self.query_start_loc, token_ids, rows, order.num_decodes)
 
     def places(self) -> Places:
         """Returns where the step chooses tokens."""

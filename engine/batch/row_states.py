@@ -25,6 +25,7 @@ import torch
 
 from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, StagedWriteTensor
+from engine.config import EngineConfig
 from engine.contracts.scheduler_output import NewRequestData
 from tandem_kernels.batch.batch_tables import RowTables
 
@@ -43,6 +44,7 @@ class RowStates:
         device: torch.device,
         *,
         has_drafts: bool = False,
+        has_states: bool = False,
     ) -> None:
         rows = max_num_reqs
         self.has_drafts = has_drafts
@@ -52,6 +54,10 @@ class RowStates:
         self.token_ids = StagedWriteTensor((rows, max_model_len), np.int32, device)
         self.num_computed = StagedWriteTensor((rows,), np.int32, device)
         self.total_len = StagedWriteTensor((rows,), np.int32, device)
+        self.num_taken: StagedWriteTensor | None = None
+        """Where states take drafts in later than they are computed: see `state_metadata`."""
+        if has_drafts and has_states:
+            self.num_taken = StagedWriteTensor((rows,), np.int32, device)
         # Owned by the host: fixed while the row is live.
         self.max_len = HostBackedTensor(rows, np.int32, device)
         # Host only.
@@ -62,12 +68,25 @@ class RowStates:
         """Once all given steps have run. Exact where no row ever has drafts; with them an upper
         bound of rows that decode. Sizes things, decides nothing on a token."""
 
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device) -> RowStates:
+        """Returns the rows of an engine."""
+        return cls(
+            config.scheduler.max_num_seqs,
+            config.model.max_model_len,
+            device,
+            has_drafts=config.decode_query_len > 1,
+            has_states=any(group.is_state for group in config.kv_layout.groups),
+        )
+
     def add_request(self, new: NewRequestData) -> None:
         """Raises `RowError` when the row is not free."""
         self._check(new.row, live=False)
         tokens = np.frombuffer(new.prefill_token_ids, "<i4")
         self.token_ids.stage_write(new.row, new.first_token, tokens)
         self.num_computed.stage_value(new.row, new.num_computed_tokens)
+        if self.num_taken is not None:
+            self.num_taken.stage_value(new.row, new.num_computed_tokens)
         self.total_len.stage_value(new.row, new.prefill_len)
         self.prefill_len_np[new.row] = new.prefill_len
         self.max_len.write(new.row, new.max_len)
@@ -78,7 +97,8 @@ class RowStates:
     @property
     def carried(self) -> list[CarriedTensor]:
         """Returns the arrays that are carried over before a step."""
-        return [self.token_ids, self.num_computed, self.total_len, self.max_len]
+        of_states = [] if self.num_taken is None else [self.num_taken]
+        return [self.token_ids, self.num_computed, self.total_len, self.max_len, *of_states]
 
     def remove_request(self, row: int) -> None:
         """Raises `RowError` when nothing has the row."""
@@ -118,6 +138,7 @@ class RowStates:
             block_table=block_tables.tensor,
             block_size=block_tables.block_size,
             max_drafts=block_tables.max_drafts,
+            num_taken=None if self.num_taken is None else self.num_taken.tensor,
         )
 
     def _check(self, row: int, live: bool) -> None:

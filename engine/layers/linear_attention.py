@@ -24,7 +24,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
-from tandem_kernels.batch.state_metadata import StateMetadata
+from tandem_kernels.batch.state_metadata import KeptInputs, StateMetadata
 
 _STATE_BYTES = 4
 """States are kept in float32: they are sums over the whole sequence."""
@@ -67,6 +67,7 @@ class GatedDeltaNet(nn.Module):
     Args:
         eps: Of the norm of what is read.
         norm: Of what is added; None: none.
+        drafting: Rows, and tokens of a decode at most, in an engine that drafts.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class GatedDeltaNet(nn.Module):
         shard: Shard,
         *,
         norm: RMSNorm | None = None,
+        drafting: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.sizes = sizes
@@ -100,19 +102,34 @@ class GatedDeltaNet(nn.Module):
         self.o_proj = RowParallelLinear(
             sizes.value_heads * sizes.value_dim, hidden_size, shard.at("out_proj")
         )
+        self.kept: KeptInputs | None = None
+        if drafting is not None:
+            gated = 2 * self.value_heads
+            self.kept = KeptInputs.allocate(*drafting, self.channels, gated, self.conv_weight)
 
     def forward(
         self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: StateInputs
     ) -> None:
         """Attends for the normed `x`: [T, H]; `kv_cache`: [N, bytes of a page] uint8."""
-        metadata = inputs.metadata
+        metadata, kept = inputs.metadata, self.kept
         states, last_inputs = self.views(kv_cache, x.dtype)
         projected = self.in_proj(x)
         mixed = ops.causal_conv(
-            projected[:, : self.channels], self.conv_weight, last_inputs, metadata
+            projected[:, : self.channels],
+            self.conv_weight,
+            last_inputs,
+            metadata,
+            kept=kept and kept.convolved,
         )
         read = ops.gated_delta_rule(
-            mixed, self.gate_proj(x), self.a_log, self.dt_bias, states, metadata, self.fixed_order
+            mixed,
+            self.gate_proj(x),
+            self.a_log,
+            self.dt_bias,
+            states,
+            metadata,
+            self.fixed_order,
+            kept and kept.gates,
         )
         normed = ops.gated_rms_norm(read, projected[:, self.channels :], self.norm_weight, self.eps)
         self.o_proj.add_to(stream, normed, self.norm)

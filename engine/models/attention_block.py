@@ -83,9 +83,10 @@ def _indexer_sizes(spec: DenseSpec, index: int, rope: int) -> IndexerSizes | Non
 
 
 def linear_attention_block(
-    spec: DenseSpec, linear: LinearSpec, shard: Shard, norm: RMSNorm | None
+    config: EngineConfig, spec: DenseSpec, linear: LinearSpec, shard: Shard, norm: RMSNorm | None
 ) -> GatedDeltaNet:
     """Returns the block of a layer that keeps a state, not yet loaded."""
+    drafting = config.scheduler.max_num_seqs, config.decode_query_len
     sizes = DeltaSizes(
         key_heads=linear.key_heads,
         value_heads=linear.value_heads,
@@ -94,4 +95,11 @@ def linear_attention_block(
         kernel=linear.kernel,
         is_split=linear.is_split,
     )
-    return GatedDeltaNet(spec.hidden_size, sizes, spec.rms_norm_eps, shard, norm=norm)
+    return GatedDeltaNet(
+        spec.hidden_size,
+        sizes,
+        spec.rms_norm_eps,
+        shard,
+        norm=norm,
+        drafting=drafting if config.decode_query_len > 1 else None,
+    )

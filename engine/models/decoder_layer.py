@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
         after = norm(spec.norms.after_attention)
         if spec.linear is not None and index in spec.linear.layers:
             self.self_attn = linear_attention_block(
-                spec, spec.linear, shard.at("linear_attn"), after
+                config, spec, spec.linear, shard.at("linear_attn"), after
             )
         else:
             self.self_attn = attention_block(config, spec, index, shard.at("self_attn"), after)

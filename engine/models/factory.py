@@ -15,7 +15,6 @@ from engine.layers.methods.weight_format import Dequantised
 from engine.layers.shard import Shard
 from engine.models.base import CausalLM
 from engine.models.decoder import Decoder
-from engine.models.errors import CheckpointError
 from engine.models.quantization.fused_layers import mixed_schemes
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
@@ -32,18 +31,12 @@ def create_model(
     """Returns one rank's share, allocated on `device`, not yet loaded.
 
     Raises:
-        CheckpointError: This many ranks cannot share the model, it cannot take drafts, or parts of
-            a GEMM are quantised differently.
+        CheckpointError: This many ranks cannot share the model, or parts of a GEMM are quantised
+            differently.
     """
     model, device = config.model, torch.device(device)
     spec = spec_of(model)
     spec.check_parallel(model, config.parallel)
-    if config.decode_query_len > 1 and any(group.is_state for group in config.kv_layout.groups):
-        raise CheckpointError(
-            model.path,
-            "has layers that keep one state of all tokens, which a wrong draft would spoil",
-            "start it without --speculative-config",
-        )
     dtype = getattr(torch, model.dtype)
     gemms = GemmPolicy.choose(config.device, device, place.tp.size, dtype)
     shard = Shard(place, dtype, device, gemms, model.quantization)

@@ -264,6 +264,8 @@ class CudaGraphManager:
             return self.dispatch(num_reqs, order.decode_query_len, samples)
         if order.num_decode_tokens > order.num_decodes:
             return None  # A recorded step with prompts chooses one token for each request.
+        if order.has_pending:
+            return None  # To it all requests are prompts, whose states have all tokens before.
         if order.num_sampled < num_reqs or not is_recordable(order) or is_eager(order):
             return None
         return self.dispatch_prompts(num_reqs, int(order.query_lens.sum()), samples)

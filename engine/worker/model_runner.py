@@ -94,8 +94,7 @@ class ModelRunner:
         self._config, self._model = config, model
         self._connector, self._device = connector, device
         self._decode_query_len = self._query_len = config.decode_query_len
-        has_drafts = config.decode_query_len > 1
-        self.states = RowStates(rows, max_model_len, device, has_drafts=has_drafts)
+        self.states = RowStates.of(config, device)
         self._groups = config.kv_layout.groups
         self._block_tables = [
             BlockTables(rows, max_model_len, group.block_size, device, config.decode_query_len - 1)
@@ -359,7 +358,7 @@ class ModelRunner:
         places, logits = batch.places(), self._model.compute_choices(hidden)
         chosen = self.sampler.draw(logits, places.idx_mapping, places.seq_lens)
         token_ids = places.accept(chosen)
-        ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
+        batch.update_rows(token_ids, self._row_tables[0])
         self._graph_tokens[key] = token_ids
 
     def _forward(
@@ -370,7 +369,8 @@ class ModelRunner:
         self.adapters.apply_to(batch)
         by_group = self._input_buffers.by_group(batch)
         ends = keeps and attends_ends(batch, self._recorded_tokens)
-        groups = group_inputs(self._groups, by_group, self._attention, keeps_ends=ends)
+        given = self._groups, by_group, self._attention, self._row_tables[0]
+        groups = group_inputs(*given, keeps_ends=ends)
         network = self._network
         positions, images = self._images.inputs(batch, self.states)
         taps = Taps(network.taps) if network is not None and network.taps else None
@@ -398,7 +398,7 @@ class ModelRunner:
         token_ids = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self._device)
         if sampled is not None:
             token_ids[: batch.order.num_sampled] = sampled.token_ids
-        ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
+        batch.update_rows(token_ids, self._row_tables[0])
 
     def _draft(
         self, order: BatchOrder, sampled: SamplerOutput | None, num_drafts: int | None

@@ -59,8 +59,24 @@ _LAYER = {
     "torch_dtype": "float32",
     "eos_token_id": EOS,
 }
+_TARGETS: dict[str, dict[str, Any]] = {
+    "attention": {**_LAYER, "num_hidden_layers": 3, "num_nextn_predict_layers": 1},
+    "states": {
+        **_LAYER,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 4,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 4,
+        "linear_conv_kernel_dim": 4,
+        "mtp_num_hidden_layers": 1,
+    },
+}
+"""What drafters draft for, by what most of its layers keep."""
+TARGETS = tuple(_TARGETS)
 _CONFIGS: dict[str, dict[str, Any]] = {
-    "target": {**_LAYER, "num_hidden_layers": 3, "num_nextn_predict_layers": 1},
     "draft_model": {**_LAYER, "num_hidden_layers": 1},
     "eagle": {**_LAYER, "num_hidden_layers": 1},
     "eagle3": {
@@ -256,9 +272,9 @@ class PlantedAnswers:
         return found
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: Path, target: str = TARGETS[0]) -> None:
     """Writes what the engines read: config files, and the tokenizer that grammars need."""
-    for kind, config in _CONFIGS.items():
+    for kind, config in {"target": _TARGETS[target], **_CONFIGS}.items():
         (folder / kind).mkdir()
         (folder / kind / "config.json").write_text(json.dumps(config))
     save_tokenizer(folder / "target", VOCAB)

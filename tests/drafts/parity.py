@@ -41,6 +41,7 @@ import torch
 from bench.record import RESULTS, write_result
 from engine.contracts.messages import EngineCoreRequest
 from tests.drafts.draft_engines import (
+    TARGETS,
     Engine,
     Node,
     Pair,
@@ -219,12 +220,14 @@ def nodes_of(
     return made
 
 
-def measure_method(method: str, query_lens: list[int], limits: Limits) -> Found:
+def measure_method(
+    method: str, query_lens: list[int], limits: Limits, target: str = TARGETS[0]
+) -> Found:
     """Runs rounds on one node and through P/D until there are enough."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_models(folder)
+        write_models(folder, target)
         of_prefill = speculative_config(folder, method, 1) if method in _WITH_LAYERS else None
         prefill = prefill_engine(folder, of_prefill)
         expected = Expected(folder, limits)

@@ -1250,6 +1250,7 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     names = ("x", "weight", "out", "gate", "mixed", "gates", "changes", "reads")
     types = {**named("*bf16", *names), **named("*fp32", "a_log", "dt_bias", "states")}
     types |= {**named("*i32", "blocks", "query_start_loc", "seq_lens"), "scale": "fp32"}
+    types |= {**named("*i32", "rows", "num_taken"), "kept": "*bf16", "kept_gates": "*bf16"}
     types["eps"] = "fp32"
     shape = {"NUM_KEYS": 16, "NUM_VALUES": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_KEY": 128}
     overlap = {"OVERLAP": capability >= 90}
@@ -1260,10 +1261,14 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
             constants = {**taps, "TILE": tile, "OVERLAP": tile == 1 and capability >= 90}
             constants |= {"ACTIVATES": has_bias, **({} if has_bias else {"bias": None})}
             yield Case(causal_conv.causal_conv_kernel, f"{tile} {has_bias}", kept, constants)
-    for count in (1, 256):
+    constants = {**taps, "PENDING": 4, "TILE": 8, "bias": None, "ACTIVATES": True, **overlap}
+    yield Case(causal_conv.pending_conv_kernel, "4", {**types, "states": "*bf16"}, constants)
+    for count, pending in ((1, 0), (256, 0), (1, 4), (256, 4)):
         decode = delta_tuning.decode_tuning(count)
         part, warps = {"VALUES": decode.values, **overlap}, {"num_warps": decode.num_warps}
-        yield Case(delta_rule.delta_rule_kernel, f"{count}", types, {**shape, **part}, warps)
+        part["PENDING"] = pending
+        name = f"{count}" + f", {pending} pending" * (pending > 0)
+        yield Case(delta_rule.delta_rule_kernel, name, types, {**shape, **part}, warps)
     chunk = {**shape, "CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
     solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
     warps = {"num_warps": delta_tuning.CHUNK_WARPS}
@@ -1315,6 +1320,7 @@ def batch_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*i32", "idx_mapping", "query_start_loc", "token_ids", "num_computed"),
         **named("*i32", "row_max_len", "max_len", "block_table", "out_input_ids", "total_len"),
+        **named("*i32", "num_taken"),
         **named("*i64", "out_positions", "out_slot_mapping", "sampled", "drafts"),
         **named("*i32", "out_seq_lens", "out_block_tables", "row_ids", "starts", "cu_lens"),
     }
@@ -1325,9 +1331,11 @@ def batch_cases(capability: int) -> Iterator[Case]:
         {"BLOCK_SIZE": 64, "CHUNK": batch_prep.CHUNK},
     )
     requests = {"REQUESTS": batch_prep.REQUESTS_PER_PROGRAM}
-    for width in (1, 4):
+    for width, has_states in ((1, False), (4, False), (4, True)):
         advanced = {**requests, "WIDTH": width, "OVERLAP": capability >= 90}
-        yield Case(batch_prep.post_update_kernel, f"{width}", types, advanced)
+        advanced["HAS_STATES"] = has_states
+        name = f"{width}" + ", states" * has_states
+        yield Case(batch_prep.post_update_kernel, name, types, advanced)
     yield Case(
         batch_prep.write_drafts_kernel,
         "",

@@ -11,6 +11,7 @@ import fp8_latent_checks as fp8_latents
 import kernel_checks as check
 import kernel_oracle as oracle
 import mamba_checks
+import pending_checks
 import pytest
 import torch
 from interpreted_fixtures import (  # noqa: F401
@@ -300,6 +301,8 @@ def test_delta_rule(dtype: torch.dtype) -> None:
     delta_checks.repeated_tokens(op, SMALL, dtype)
     short = delta_checks.Batch((1, 5), (3, 0), num_decodes=1)
     delta_checks.gated_delta_rule(op, short, SMALL, dtype, fixed_order=True)
+    conv, sizes = ops.causal_conv.kernel, delta_checks.Sizes(value_heads=2, key_dim=4, value_dim=6)
+    pending_checks.drafts(conv, op, sizes, dtype, most=3)
 
 
 @dtypes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import delta_checks as check
+import pending_checks
 import pytest
 import torch
 
@@ -38,3 +39,11 @@ def test_gated_delta_rule(dtype: torch.dtype, batch: check.Batch) -> None:
 def test_gates(dtype: torch.dtype) -> None:
     check.gated_rms_norm(ops.gated_rms_norm, 5, 3, 24, dtype, "cpu")
     check.gate_and_mul(ops.sigmoid_and_mul, ops.softplus_and_mul, 5, 72, dtype, "cpu")
+
+
+@dtypes
+@pytest.mark.parametrize("most", [2, 4, 5])
+def test_drafts_change_no_bit_of_a_state(dtype: torch.dtype, most: int) -> None:
+    for kernel in (2, 4, 8):
+        sizes = check.Sizes(kernel=kernel)
+        pending_checks.drafts(ops.causal_conv, ops.gated_delta_rule, sizes, dtype, most=most)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import delta_checks as check
+import pending_checks
 import pytest
 import torch
 
@@ -58,6 +59,18 @@ def test_how_a_request_is_cut_changes_no_bit() -> None:
         check.cut_anywhere(ops.gated_delta_rule, sizes, "cuda")
         for dtype in (torch.float32, torch.bfloat16):
             check.convolution_cut_anywhere(ops.causal_conv, sizes, dtype, "cuda")
+
+
+@dtypes
+@pytest.mark.parametrize("most", [2, 4, 7])
+def test_drafts_change_no_bit_of_a_state(dtype: torch.dtype, most: int) -> None:
+    given = ops.causal_conv, ops.gated_delta_rule
+    for sizes in SIZES:
+        pending_checks.drafts(*given, sizes, dtype, "cuda", most=most)
+        tolerance = check.TOLERANCE[dtype]
+        pending_checks.drafts(
+            *given, sizes, dtype, "cuda", most=most, fixed_order=False, tolerance=tolerance
+        )
 
 
 @dtypes

@@ -149,7 +149,7 @@ def prepare_inputs(
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "token_stride"])
+@triton.jit(do_not_specialize=["num_reqs", "num_decodes", "token_stride"])
 def post_update_kernel(
     idx_mapping: tl.tensor,
     query_start_loc: tl.tensor,
@@ -158,10 +158,13 @@ def post_update_kernel(
     num_computed: tl.tensor,
     total_len: tl.tensor,
     max_len: tl.tensor,
+    num_taken: tl.tensor,
     num_reqs: tl.tensor,
+    num_decodes: tl.tensor,
     token_stride: tl.tensor,
     REQUESTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    HAS_STATES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Updates one request in each lane; rows of a step are all different."""
@@ -172,6 +175,9 @@ def post_update_kernel(
     query_len = tl.load(query_start_loc + r + 1, mask=live, other=0)
     query_len -= tl.load(query_start_loc + r, mask=live, other=0)
     computed = tl.load(num_computed + row, mask=live, other=0) + query_len
+    if HAS_STATES:
+        taken = tl.where(r < num_decodes, computed - query_len, computed)
+        tl.store(num_taken + row, taken, mask=live)
 
     length = tl.load(total_len + row, mask=live, other=0)
     limit = tl.load(max_len + row, mask=live, other=0)
@@ -186,10 +192,15 @@ def post_update_kernel(
 
 
 def post_update(
-    idx_mapping: Tensor, query_start_loc: Tensor, sampled: Tensor, rows: RowTables
+    idx_mapping: Tensor,
+    query_start_loc: Tensor,
+    sampled: Tensor,
+    rows: RowTables,
+    num_decodes: int = 0,
 ) -> None:
     """See `reference.batch.post_update`."""
     num_reqs, width = sampled.shape
+    has_states = rows.num_taken is not None
     post_update_kernel[(triton.cdiv(num_reqs, REQUESTS_PER_PROGRAM),)](
         idx_mapping,
         query_start_loc,
@@ -198,10 +209,13 @@ def post_update(
         rows.num_computed,
         rows.total_len,
         rows.max_len,
+        rows.num_taken if has_states else rows.num_computed,
         num_reqs,
+        num_decodes,
         rows.token_ids.stride(0),
         REQUESTS=REQUESTS_PER_PROGRAM,
         WIDTH=width,
+        HAS_STATES=has_states,
         num_warps=4,
         **in_turn(sampled.device, num_reqs),
     )

@@ -31,6 +31,8 @@ class RowTables:
         block_size: Tokens of a KV block.
         max_drafts: Drafts that a decoding row computes behind its last token. They lie behind the
             known tokens in `token_ids`.
+        num_taken: [rows] int32, leading tokens that states have taken in, see `state_metadata`;
+            None: all that are computed.
     """
 
     token_ids: Tensor
@@ -40,6 +42,7 @@ class RowTables:
     block_table: Tensor
     block_size: int
     max_drafts: int = 0
+    num_taken: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,11 @@ def prepare_inputs(
 
 
 def post_update(
-    idx_mapping: Tensor, query_start_loc: Tensor, sampled: Tensor, rows: RowTables
+    idx_mapping: Tensor,
+    query_start_loc: Tensor,
+    sampled: Tensor,
+    rows: RowTables,
+    num_decodes: int = 0,
 ) -> None:
     """Advance rows by one step: the sampled tokens where there are any, and computed positions.
 
@@ -74,11 +78,18 @@ def post_update(
         sampled: [R, W] int64, the tokens for positions `total_len[row]` and on, then -1; only -1:
             the request sampled none.
         rows: `num_computed`, `total_len` and `token_ids` are updated. Tokens at or beyond
-            `max_len` are dropped.
+            `max_len` are dropped. Where there are `num_taken`, they become what the step has
+            taken into states.
+        num_decodes: Leading requests whose states have taken in what was computed before the
+            step, and none of its tokens; those of others have taken in all.
     """
     live = idx_mapping >= 0
     row = idx_mapping[live].long()
-    computed = rows.num_computed[row] + query_start_loc.diff()[live]
+    query_lens = query_start_loc.diff()[live]
+    computed = rows.num_computed[row] + query_lens
+    if rows.num_taken is not None:
+        is_decode = torch.arange(len(idx_mapping), device=row.device)[live] < num_decodes
+        rows.num_taken[row] = torch.where(is_decode, computed - query_lens, computed)
     for token in sampled[live].unbind(1):
         length, max_len = rows.total_len[row], rows.max_len[row]
         appended = (token >= 0) & (length < max_len)

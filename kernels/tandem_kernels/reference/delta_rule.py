@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
+from tandem_kernels.reference.state_runs import StateRun, state_runs
 from tandem_kernels.reference.steady import sigmoid, silu, softplus
 
 L2_EPS = 1e-6
@@ -23,6 +24,7 @@ def causal_conv(
     metadata: StateMetadata,
     bias: Tensor | None = None,
     activates: bool = True,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Convolve each channel over its last K inputs.
 
@@ -34,19 +36,29 @@ def causal_conv(
         metadata: Whose tokens these are.
         bias: [C], added to the sum; None: nothing is.
         activates: SiLU of the sum is returned.
+        kept: `KeptInputs.convolved`, which decodes read and write; None: nothing is pending.
 
     Returns:
-        [T, C]. Rows of padding are zero.
+        [T, C], and of decodes with pending tokens the rows that `state_metadata` draws: [T +
+        num_pending_rows, C]. Rows of padding, and those in front of the pending ones, are zero.
     """
-    out = torch.zeros_like(x)
     width = weight.shape[1]
-    for start, stop, block, goes_on in requests_of(metadata):
-        before = states[block] if goes_on else torch.zeros_like(states[block])
-        inputs = torch.cat((before, x[start:stop].t().to(states.dtype)), dim=1)
-        wide = F.conv1d(inputs.float()[None], weight.float()[:, None], groups=weight.shape[0])
-        sums = wide[0].t() if bias is None else wide[0].t() + bias.float()
-        out[start:stop] = (silu(sums) if activates else sums).to(x.dtype)
-        states[block] = inputs[:, inputs.shape[1] - (width - 1) :]
+    out = x.new_zeros((len(x) + metadata.num_pending_rows, x.shape[1]))
+    for run in state_runs(metadata):
+        before = states[run.block] if run.goes_on else torch.zeros_like(states[run.block])
+        rows = [before.t(), x[run.start : run.stop].to(states.dtype)]
+        if run.row is not None:
+            assert kept is not None
+            places = torch.arange(run.first, run.first + run.count) % kept.shape[1]
+            rows.insert(1, kept[run.row, places[: run.num_pending]])
+            kept[run.row, places[run.num_pending :]] = x[run.start : run.stop]
+        inputs = torch.cat(rows)
+        wide = inputs.float()
+        total = sum(wide[i : i + run.count] * weight[:, i].float() for i in range(width))
+        assert isinstance(total, Tensor)
+        total = total if bias is None else total + bias.float()
+        out[run.line : run.line + run.count] = (silu(total) if activates else total).to(x.dtype)
+        states[run.block] = inputs[run.num_taken_in :][: width - 1].t()
     return out
 
 
@@ -58,6 +70,7 @@ def gated_delta_rule(
     states: Tensor,
     metadata: StateMetadata,
     fixed_order: bool = False,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Take each token into its request's state, and read the state with its query.
 
@@ -68,36 +81,63 @@ def gated_delta_rule(
     i // (value heads per key head).
 
     Args:
-        mixed: [T, 2 Hk K + Hv V], queries, keys and values.
+        mixed: [T + num_pending_rows, 2 Hk K + Hv V], queries, keys and values, as `causal_conv`
+            returns them.
         gates: [T, 2 Hv], b and a.
         a_log, dt_bias: [Hv] float32.
         states: [N, Hv, K, V] float32; those of `metadata.blocks` are replaced.
         metadata: Whose tokens these are.
         fixed_order: The result must not depend on how a request's tokens are cut into steps.
+        kept: `KeptInputs.gates`, which decodes read and write; None: nothing is pending.
 
     Returns:
         [T, Hv, V] of the dtype of `mixed`. Rows of padding are zero.
     """
-    q, k, v = split_heads(mixed.float(), states)
-    decay, rate = decay_and_rate(gates, a_log, dt_bias)
-    out = torch.zeros(v.shape)
-    requests = list(requests_of(metadata))
-    if not requests:
-        return out.to(mixed.dtype)
-    starts, stops, blocks = (torch.tensor([r[i] for r in requests]) for i in range(3))
-    goes_on = torch.tensor([r[3] for r in requests])
+    runs = state_runs(metadata)
+    _, num_values, _, value_dim = states.shape
+    out = mixed.new_zeros((len(gates), num_values, value_dim))
+    if not runs:
+        return out
+    every = torch.cat([_gates_of(run, gates, kept) for run in runs])
+    lines = torch.cat([torch.arange(run.line, run.line + run.count) for run in runs])
+    q, k, v = split_heads(mixed[lines].float(), states)
+    decay, rate = decay_and_rate(every, a_log, dt_bias)
+    counts, taken_in, blocks = (
+        torch.tensor([getattr(run, name) for run in runs])
+        for name in ("count", "num_taken_in", "block")
+    )
+    starts = counts.cumsum(0) - counts
+    goes_on = torch.tensor([run.goes_on for run in runs])
     found = torch.where(goes_on[:, None, None, None], states[blocks], 0.0)
-    for i in range(int((stops - starts).max())):
-        active = torch.nonzero(stops - starts > i).flatten()
+    stays, read = found.clone(), torch.zeros(v.shape)
+    for i in range(int(counts.max())):
+        active = torch.nonzero(counts > i).flatten()
         token = starts[active] + i
         state = found[active] * decay[token][:, :, None, None]
         known = (state * k[token][..., None]).sum(-2)
         change = (v[token] - known) * rate[token][..., None]
         state = state + k[token][..., None] * change[..., None, :]
-        out[token] = (state * q[token][..., None]).sum(-2)
+        read[token] = (state * q[token][..., None]).sum(-2)
         found[active] = state
-    states[blocks] = found
-    return out.to(mixed.dtype)
+        last = taken_in[active] == i + 1
+        stays[active[last]] = state[last]
+    states[blocks] = stays
+    for run, start in zip(runs, starts.tolist(), strict=True):
+        own = read[start + run.num_pending : start + run.count]
+        out[run.start : run.stop] = own.to(mixed.dtype)
+    return out
+
+
+def _gates_of(run: StateRun, gates: Tensor, kept: Tensor | None) -> Tensor:
+    """Returns the gates of a run's tokens, and keeps those of a decode with drafts."""
+    own = gates[run.start : run.stop]
+    if run.row is None:
+        return own
+    assert kept is not None
+    places = torch.arange(run.first, run.first + run.count) % kept.shape[1]
+    pending = kept[run.row, places[: run.num_pending]]
+    kept[run.row, places[run.num_pending :]] = own
+    return torch.cat((pending, own))
 
 
 def split_heads(mixed: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,20 +6,19 @@ preemptions; several choices; answers that are resumed from any place.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.config import SpeculativeConfig
 from engine.models.checkpoint import load_model_config
-from engine.models.errors import CheckpointError
-from engine.models.factory import create_model
-from engine.parallel.place import ParallelPlace
 from engine.worker.dummy_steps import largest_steps
 from engine.worker.worker import Worker
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
-from tests.engine.models.parity_cases import MAX_LEN, VOCAB
+from tests.engine.models.parity_cases import VOCAB
 from tests.engine.models.reference_models import (
     FAMILIES,
     GreedyAnswers,
@@ -29,6 +28,9 @@ from tests.engine.models.reference_models import (
 
 LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 97, 128)
 NUM_TOKENS = 24
+_NGRAMS = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,12 @@ def prompt_of(length: int) -> list[int]:
     return [(length * 31 + i * i * 7) % VOCAB for i in range(length)]
 
 
-def test_one_node_with_little_room(folder: Path, answers: GreedyAnswers) -> None:
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_one_node_with_little_room(num_drafts: int, folder: Path, answers: GreedyAnswers) -> None:
     known = {n: answers.tokens(prompt_of(n), NUM_TOKENS) for n in LENGTHS}
     config = engine_config(load_model_config(folder), block_size=8, num_blocks=36, chunk=40)
+    if num_drafts:
+        config = replace(config, decode_query_len=1 + num_drafts, speculative=_NGRAMS)
     assert [group.is_state for group in config.kv_layout.groups] == [False, True, True, True]
     with ExitStack() as stack:
         node = GroupedNode.start(config)
@@ -70,7 +75,11 @@ def test_one_node_with_little_room(folder: Path, answers: GreedyAnswers) -> None
             node.add(f"again-{n}", prompt_of(n), NUM_TOKENS)
             node.add(f"more-{n}", [*prompt_of(n), *known[n][:9]], NUM_TOKENS - 9)
             run_until([node], lambda: node.ended.issuperset(node.tokens))
-        assert node.core.stats().prefix_cache_hits - hits >= 2 * 64
+        # With drafts requests hold more, and less is kept.
+        assert node.core.stats().prefix_cache_hits - hits >= (64 if num_drafts else 2 * 64)
+        drafts = node.core.stats().drafts
+        assert (drafts.num_accepted_tokens > 0) == (num_drafts > 0)
+        assert drafts.num_accepted_tokens < drafts.num_draft_tokens or not num_drafts
         for name, tokens in node.tokens.items():
             kind, length, *done = name.partition(".")[0].split("-")
             expected = known[int(length)][:NUM_TOKENS]
@@ -137,11 +146,3 @@ def test_memory_is_measured_with_many_chunks_that_are_not_full(folder: Path) -> 
     model = load_model_config(folder)
     *_, step = largest_steps(150, 6, model, expands_contexts=False)
     assert (step.lengths, step.num_cached) == ([25] * 6, 0)
-
-
-def test_drafts_are_refused_by_name(folder: Path) -> None:
-    config = engine_config(load_model_config(folder), block_size=8, num_blocks=200)
-    object.__setattr__(config, "decode_query_len", 3)
-    with pytest.raises(CheckpointError, match="without --speculative-config"):
-        create_model(config, ParallelPlace(range(config.model.num_layers)), torch.device("cpu"))
-    assert config.model.max_model_len == MAX_LEN

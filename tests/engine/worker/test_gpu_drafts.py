@@ -11,6 +11,7 @@ import pytest
 
 from engine.config import DrafterName, EngineConfig
 from engine.contracts.messages import EngineCoreRequest
+from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
 from engine.worker.draft_passes import DraftPasses
@@ -75,6 +76,55 @@ def test_in_deterministic_mode_not_even_a_bit_depends_on_ngrams(
     assert several.tokens == one.tokens
     assert several.logprobs == one.logprobs
     assert several.scheduler.stats().drafts.num_draft_tokens > 0
+
+
+def of_states(config: EngineConfig, folder: Path) -> EngineConfig:
+    """Returns the engine with a model of random weights, three of whose four layers keep a state,
+    and a cache in which prefixes are found."""
+    sizes = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": config.model.num_heads,
+        "num_key_value_heads": config.model.num_kv_heads,
+        "head_dim": config.model.head_dim,
+        "max_position_embeddings": config.model.max_model_len,
+        "vocab_size": config.model.vocab_size,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "mtp_num_hidden_layers": 1,
+        "rms_norm_eps": 1e-6,
+    }
+    (folder / "config.json").write_text(json.dumps(sizes))
+    model = load_model_config(folder, load_format="dummy", dtype=config.model.dtype)
+    cache = replace(config.cache, num_blocks=80, enable_prefix_caching=True)
+    return replace(config, model=model, cache=cache)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("lies", [0.0, 0.3, 1.0])
+def test_in_deterministic_mode_no_state_has_a_wrong_draft(
+    small_weights: Path, make_prompt, tmp_path: Path, lies: float, is_recorded: bool
+) -> None:
+    for dtype in ("float32", "bfloat16"):
+        config = of_states(small_config(small_weights, dtype=dtype, deterministic=True), tmp_path)
+        config = replace(config, device=replace(config.device, enforce_eager=not is_recorded))
+        requests = mixed_requests(make_prompt)
+        one, num_steps = run(config, requests, None)
+        answers = [
+            [*request.spec.prompt_token_ids, *one.tokens[request.request_id]]
+            for request in requests
+        ]
+        drafter = KnowingDrafter(answers, lies=lies)
+        several, fewer_steps = run(with_ngrams(config, 4), requests, drafter)
+        assert several.tokens == one.tokens
+        assert several.logprobs == one.logprobs
+        assert lies > 0.5 or fewer_steps <= 0.9 * num_steps
 
 
 def with_head(config: EngineConfig, method: DrafterName, folder: Path) -> EngineConfig:
@@ -146,11 +196,13 @@ def _once_recorded(passes: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("kind", ["none", "repeating", "ngram", "eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["none", "repeating", "ngram", "eagle3", "medusa", "states"])
 def test_no_step_with_drafts_waits(
     small_weights: Path, make_prompt, tmp_path: Path, kind: str
 ) -> None:
     config = small_config(small_weights, num_blocks=22, async_scheduling=True)
+    if kind == "states":
+        config = of_states(config, tmp_path)
     if kind in ("eagle3", "medusa"):
         config = with_head(config, kind, tmp_path)  # type: ignore[arg-type]
     else:
