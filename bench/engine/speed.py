@@ -18,6 +18,7 @@ prompts of other lengths.
     python -m bench.engine.speed --quantization fp8       # or fp8-block, int4, int8
     python -m bench.engine.speed --quantization fp8 --kv-cache-dtype fp8
     python -m bench.engine.speed --cases '' --prompts 2420,3020,4220
+    python -m bench.engine.speed --drafts 3               # up to 3 a step, 0.8 and none right
 
 Weights and prompts are random. Results: bench/results/NAME.json.
 """
@@ -30,8 +31,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 
 from bench.arguments import names_among, numbers, parser_of
+from bench.engine.models.planted_drafts import PlantedDrafts, planted_tokens, with_drafts
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.models.uniform_routing import uniform_routing
 from bench.engine.timing.references import REFERENCES, Reference
@@ -74,6 +77,25 @@ def measure_decode(engine: OfflineEngine, batch: int) -> Figure:
         round(1e3 * found.median_s, 3),
         round(1e3 * found.p99_s, 3),
     )
+
+
+def measure_drafts(engine: OfflineEngine, share: float, batch: int) -> Figure:
+    """Measures what a token of each request takes, when this share of drafts is right. The first
+    batch shows what drafts cost and how many are right."""
+    drafter = PlantedDrafts(engine.vocab_size)
+    drafter.share = share
+    assert isinstance(engine.executor, UniprocExecutor)
+    engine.executor._worker.runner.drafts.drafter = drafter
+    tokens = _STEPS * engine.core.config.decode_query_len
+    for _ in range(2):
+        steps = engine.run([engine.request(_CONTEXT, tokens) for _ in range(batch)])
+    first = next(i for i, step in enumerate(steps) if step.num_tokens >= batch)
+    measured = steps[first : first + _STEPS + 1]
+    each = [1e3 * (b.at - a.at) * batch / b.num_tokens for a, b in pairwise(measured)]
+    count = sum(step.num_tokens for step in measured[1:]) / batch
+    mean = 1e3 * (measured[-1].at - measured[0].at) / count
+    name = f"decode {batch}, {share:g} of drafts right"
+    return Figure(name, round(mean, 3), "ms", round(statistics.median(each), 3))
 
 
 def measure_single_prefill(engine: OfflineEngine, length: int, rest_s: float = 0.0) -> Figure:
@@ -180,6 +202,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--uniform-routing", action="store_true", help="to experts, in one process, on one GPU"
     )
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="planted ones, this many at most, in place of cases"
+    )
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     parser.add_argument(
@@ -220,6 +245,12 @@ def measures_of(cases: Sequence[str], prompts: Sequence[int]) -> list[Measure]:
     return [*(measure for case in cases for measure in CASES[case]), *alone]
 
 
+def measures_of_drafts() -> list[Measure]:
+    return [
+        partial(measure_drafts, share=share, batch=batch) for batch in (1, 64) for share in (0.8, 0)
+    ]
+
+
 def run_cases(
     config: EngineConfig, measures: Sequence[Measure], results: dict[str, object], in_process: bool
 ) -> list[Figure]:
@@ -252,15 +283,20 @@ def main() -> None:
     results: dict[str, object] = {"shape": arguments.shape, "tensor_parallel_size": arguments.tp}
     measures = measures_of(arguments.cases, arguments.prompts)
     config = config_of(arguments)
+    in_process = arguments.uniform_routing
+    planted = nullcontext()
+    if arguments.drafts:
+        config, in_process = with_drafts(config, arguments.drafts), True
+        measures, planted = measures_of_drafts(), planted_tokens(config.model.vocab_size)
     results["quantization"] = arguments.quantization
     results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
     results["uniform_routing"] = arguments.uniform_routing
     results["max_num_batched_tokens"] = arguments.max_num_batched_tokens
     budget = config.scheduler.max_num_batched_tokens
-    with uniform_routing(budget) if arguments.uniform_routing else nullcontext():
+    with planted, uniform_routing(budget) if arguments.uniform_routing else nullcontext():
         if measures:
-            figures = run_cases(config, measures, results, arguments.uniform_routing)
+            figures = run_cases(config, measures, results, in_process)
         if arguments.breakdown:
             from bench.engine.timing.step_breakdown import measure_breakdown
 

@@ -55,7 +55,7 @@ class RowStates:
         self.num_computed = StagedWriteTensor((rows,), np.int32, device)
         self.total_len = StagedWriteTensor((rows,), np.int32, device)
         self.num_taken: StagedWriteTensor | None = None
-        """Where states take drafts in later than they are computed: see `state_metadata`."""
+        """Counts tokens in states, which take drafts in later: see `state_metadata`."""
         if has_drafts and has_states:
             self.num_taken = StagedWriteTensor((rows,), np.int32, device)
         # Owned by the host: fixed while the row is live.

@@ -283,7 +283,7 @@ def _run(
     recorded_tokens: int,
 ) -> None:
     """Passes a batch through the model, as `engine.worker.model_runner` does."""
-    order, layout = _order(batch), config.kv_layout
+    order, layout, most = _order(batch), config.kv_layout, config.decode_query_len
     count, num_tokens = len(order.rows), batch.num_tokens
     num_logits = count if batch.num_logits is None else batch.num_logits
     blocks = -(-config.model.max_model_len // config.cache.block_size)
@@ -314,7 +314,14 @@ def _run(
         ForwardInputs(
             seen.input_ids,
             seen.positions,
-            group_inputs(layout.groups, by_group, attention, keeps_ends=ends),
+            group_inputs(
+                layout.groups,
+                by_group,
+                attention,
+                num_taken=zeros(count) if most > 1 else None,
+                most=most,
+                keeps_ends=ends,
+            ),
             layer_views(pages, layout),
             attention,
             next_layer,

@@ -119,7 +119,7 @@ class GatedDeltaNet(nn.Module):
             self.conv_weight,
             last_inputs,
             metadata,
-            kept=kept and kept.convolved,
+            kept=None if kept is None else kept.convolved,
         )
         read = ops.gated_delta_rule(
             mixed,
@@ -129,7 +129,7 @@ class GatedDeltaNet(nn.Module):
             states,
             metadata,
             self.fixed_order,
-            kept and kept.gates,
+            None if kept is None else kept.gates,
         )
         normed = ops.gated_rms_norm(read, projected[:, self.channels :], self.norm_weight, self.eps)
         self.o_proj.add_to(stream, normed, self.norm)

@@ -14,7 +14,6 @@ from engine.models.base import GroupInputs
 from engine.models.registry import spec_of
 from kv_transfer.layout import KVGroup
 from tandem_kernels.attention.index_pages import IndexedLatents, LayerCache
-from tandem_kernels.batch.batch_tables import RowTables
 
 
 def attention_of(
@@ -54,15 +53,16 @@ def group_inputs(
     groups: Sequence[KVGroup],
     by_group: Sequence[InputBatch],
     attention: AttentionBackend,
-    rows: RowTables,
     *,
+    num_taken: torch.Tensor | None = None,
+    most: int = 1,
     keeps_ends: bool = False,
 ) -> tuple[GroupInputs, ...]:
     """Returns a pass over a batch, which is given as each KV group sees it, for their layers.
-    `rows`: of any group. `keeps_ends`: the last layer attends for `InputBatch.ends` alone."""
-    pending = rows.num_taken, rows.max_drafts + 1
+    `num_taken`, `most`: see `InputBatch.state_metadata`. `keeps_ends`: the last layer attends for
+    `InputBatch.ends` alone."""
     return tuple(
-        GroupInputs(batch.slot_mapping, batch.state_metadata(*pending))
+        GroupInputs(batch.slot_mapping, batch.state_metadata(num_taken, most))
         if group.is_state
         else GroupInputs(
             batch.slot_mapping,

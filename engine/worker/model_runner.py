@@ -369,8 +369,8 @@ class ModelRunner:
         self.adapters.apply_to(batch)
         by_group = self._input_buffers.by_group(batch)
         ends = keeps and attends_ends(batch, self._recorded_tokens)
-        given = self._groups, by_group, self._attention, self._row_tables[0]
-        groups = group_inputs(*given, keeps_ends=ends)
+        given, taken = (self._groups, by_group, self._attention), self._row_tables[0].num_taken
+        groups = group_inputs(*given, num_taken=taken, most=self._decode_query_len, keeps_ends=ends)
         network = self._network
         positions, images = self._images.inputs(batch, self.states)
         taps = Taps(network.taps) if network is not None and network.taps else None

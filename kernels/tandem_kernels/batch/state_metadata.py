@@ -94,7 +94,7 @@ class StateMetadata:
 
 @dataclass(frozen=True, slots=True)
 class KeptInputs:
-    """What a layer keeps of each row's last tokens, for those of them that are pending.
+    """Keeps of a layer what the last tokens of each row give it, as some of them are pending.
 
     Attributes:
         convolved: [rows, most, C], inputs of its convolution, token p at p % most.
