@@ -74,7 +74,7 @@ _TARGETS: dict[str, dict[str, Any]] = {
         "mtp_num_hidden_layers": 1,
     },
 }
-"""What drafters draft for, by what most of its layers keep."""
+"""Maps what most layers keep to a model that drafters draft for."""
 TARGETS = tuple(_TARGETS)
 _CONFIGS: dict[str, dict[str, Any]] = {
     "draft_model": {**_LAYER, "num_hidden_layers": 1},
