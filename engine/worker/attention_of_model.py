@@ -59,8 +59,8 @@ def group_inputs(
     keeps_ends: bool = False,
 ) -> tuple[GroupInputs, ...]:
     """Returns a pass over a batch, which is given as each KV group sees it, for their layers.
-    `num_taken`, `most`: see `InputBatch.state_metadata`. `keeps_ends`: the last layer attends for
-    `InputBatch.ends` alone."""
+    `num_taken` [rows] int32, `most`: see `InputBatch.state_metadata`. `keeps_ends`: the last layer
+    attends for `InputBatch.ends` alone."""
     return tuple(
         GroupInputs(batch.slot_mapping, batch.state_metadata(num_taken, most))
         if group.is_state
