@@ -7,6 +7,8 @@ node or a new request: neither waits for the end of a step of some hundred rows.
 
 A node server that is slower than its engine falls behind. What a request has then from several
 steps becomes one output of several tokens, which costs hardly more than one of a single token.
+
+Behind the last slice of a step no token is due for some milliseconds: then garbage is collected.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from edge.program import collect_early
 from engine.contracts.messages import EngineCoreOutput
 
 _SLICE_S = 0.001
@@ -98,6 +101,7 @@ class OutputDelivery:
         for sent_at, received_at in self._open:
             self._note(Delivered(sent_at, received_at, now))
         self._open.clear()
+        self._loop.call_soon(collect_early)  # What was written is sent before.
 
     def _deliver_next(self) -> None:
         if self._firsts:

@@ -8,7 +8,7 @@ import importlib
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from cli.local_cluster.cluster import free_ports
-from edge.program import settle
+from edge.program import collect_early, settle
 from edge.tracing.context import TraceContext
 from edge.tracing.file import TraceFile
 from edge.tracing.span import Span
@@ -117,3 +117,63 @@ def test_what_has_ended_since_is_collected_when_a_program_settles_again() -> Non
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
+
+
+class Link:
+    """Is one of a cycle."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def thresholds() -> Iterator[Callable[[int, int], None]]:
+    """Sets them, with nothing young or middle-aged, until the test has ended."""
+    before = gc.get_threshold()
+
+    def begin(young: int, middle: int) -> None:
+        gc.collect()
+        gc.set_threshold(young, middle, 1000)
+
+    yield begin
+    gc.enable()
+    gc.set_threshold(*before)
+
+
+def test_garbage_is_collected_early_from_half_of_what_is_collected_anyway(
+    thresholds: Callable[[int, int], None],
+) -> None:
+    thresholds(10_000, 1000)
+    ended = weakref.ref(Link())
+    collect_early()
+    assert ended() is not None, "few objects are young"
+    kept = [Link() for _ in range(6000)]
+    collect_early()
+    assert ended() is None
+    assert len(kept) == 6000
+
+
+def test_what_is_no_longer_young_is_collected_early_too(
+    thresholds: Callable[[int, int], None],
+) -> None:
+    thresholds(10_000, 100)
+    link = Link()
+    gc.collect(0)
+    ended = weakref.ref(link)
+    del link
+    for _ in range(5):
+        gc.collect(0)
+        collect_early()
+    assert ended() is None
+
+
+def test_nothing_is_collected_early_where_nothing_is_collected(
+    thresholds: Callable[[int, int], None],
+) -> None:
+    thresholds(1, 1)
+    gc.disable()
+    ended = weakref.ref(Link())
+    kept = [Link() for _ in range(100)]
+    collect_early()
+    assert ended() is not None
+    assert len(kept) == 100

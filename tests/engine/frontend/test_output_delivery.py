@@ -54,6 +54,21 @@ async def test_first_tokens_come_before_others() -> None:
 
 
 @pytest.mark.usefixtures("no_time")
+async def test_garbage_is_collected_when_all_of_a_step_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken, num_sent = Taken(), list[int]()
+    monkeypatch.setattr(
+        output_delivery, "collect_early", lambda: num_sent.append(len(taken.outputs))
+    )
+    taken.take([EngineCoreOutput(str(i), [i]) for i in range(3)])
+    await until_delivered(taken)
+    assert not num_sent, "sockets are written to at the end of the turn"
+    await asyncio.sleep(0)
+    assert num_sent == [3]
+
+
+@pytest.mark.usefixtures("no_time")
 async def test_what_comes_meanwhile_does_not_wait_for_the_end_of_a_step() -> None:
     taken = Taken()
     taken.take([EngineCoreOutput(str(i), [i]) for i in range(5)])
