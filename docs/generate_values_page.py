@@ -1,7 +1,9 @@
-"""Writes helm/README.md from helm/values.yaml: one table, each value with the comment above it."""
+"""Writes helm/README.md from helm/values.yaml and helm/ci: each value with the comment above it,
+each example with its first."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,16 +24,32 @@ helm install tandem ./helm --set model.name=org/model
 ```
 
 This page lists every value of the chart with its default. How to run it:
-[docs/operations.md](../docs/operations.md). Complete examples: `ci/`.
+[docs/operations.md](../docs/operations.md).
 
 `prefill`, `decode` and `node` inherit everything in `tierDefaults` and override it. Below
 `settings` are the flags of the services, in camelCase:
-[docs/configuration.md](../docs/configuration.md). `make docs` generates the table
-below from `values.yaml`.
+[docs/configuration.md](../docs/configuration.md). `make docs` generates the tables from
+`values.yaml` and `ci/`.
+
+## Complete examples
+
+| file | shows |
+|---|---|
+{examples}
+
+## Values
 
 | value | default | meaning |
 |---|---|---|
 """
+
+
+def example_rows() -> Iterator[tuple[str, str]]:
+    """Name and opening comment of each complete example."""
+    for path in sorted((CHART / "ci").glob("*-values.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+        yield path.name, " ".join(line.strip("# ") for line in comment)
 
 
 def rows(text: str) -> Iterator[tuple[str, str]]:
@@ -74,7 +92,8 @@ def main() -> None:
         f"| `{path}` | {default_of(values, path)} | {comment.replace('|', '/')} |"
         for path, comment in rows(text)
     ]
-    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    examples = "\n".join(f"| `ci/{name}` | {shows} |" for name, shows in example_rows())
+    PAGE.write_text(HEAD.format(examples=examples) + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
