@@ -40,9 +40,9 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         default=None,
         ge=0,
         le=65535,
-        description="Port for /metrics, /health, /ready and /steps, always plain HTTP; the API's "
-        "port then has no /metrics. 0: any free one. Default: all but /steps are on the API's port "
-        "alone.",
+        description="Port for /metrics, /health, /health/live, /ready and /steps, always plain "
+        "HTTP; the API's port then has no /metrics. 0: any free one. Default: all but /steps and "
+        "/health/live are on the API's port alone.",
     )
     prefill: str = Field(
         default="",

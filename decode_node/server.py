@@ -62,6 +62,7 @@ from engine.node.metrics import EngineCollector
 from engine.node.prefix_servicer import CALLERS as PREFIX_CALLERS
 from engine.node.process import StopSignal, emit_ready, start_engine
 from engine.node.role_switch import RoleSwitch
+from engine.node.start_progress import StartProgress
 from engine.node.status import NodeStatus
 from tandem_pb import node_pb2
 
@@ -223,7 +224,13 @@ class NodePorts:
             None if settings.metrics_port is None else ProbeServer(host, settings.metrics_port),
         )
 
+    def begin(self, progress: StartProgress) -> None:
+        """Answers probes while the node starts."""
+        if self.probes is not None:
+            self.probes.begin(progress)
+
     async def close(self) -> None:
+        """Idempotent."""
         await self.grpc.stop()
         if self.probes is not None:
             await self.probes.stop()
@@ -236,23 +243,27 @@ def _callers(settings: DecodeNodeSettings) -> Mapping[str, Collection[Role]]:
 async def serve(settings: DecodeNodeSettings) -> int:
     """Runs the node and returns its exit code. Raises `CheckpointError`, `TokenizerError`,
     `EngineDeadError`, `PortInUse`, `SecurityError`, `TracingError`."""
-    stop = StopSignal()
+    stop, progress = StopSignal(), StartProgress()
     credentials = Credentials(settings.security_config())
     ports = NodePorts.take(settings, credentials)
-    config = settings.to_engine_config("kv_consumer")
-    tracer = Tracer.open(settings, "tandem-decode", config.engine_id)
-    text = ServedText.read(settings, config.model)
-    config = only_kept_answers(config, text.tokenizer, text.parsers)
-    engine = await start_engine(config, text.tokenizer, stop)
-    if engine is None:
-        return 0
-    node = DecodeNode(settings, engine, text, ports, credentials, tracer)
+    ports.begin(progress)
     try:
-        return await node.run(stop)
+        config = await asyncio.to_thread(settings.to_engine_config, "kv_consumer")
+        tracer = Tracer.open(settings, "tandem-decode", config.engine_id)
+        text = await asyncio.to_thread(ServedText.read, settings, config.model)
+        config = only_kept_answers(config, text.tokenizer, text.parsers)
+        engine = await start_engine(config, text.tokenizer, stop, progress)
+        if engine is None:
+            return 0
+        node = DecodeNode(settings, engine, text, ports, credentials, tracer)
+        try:
+            return await node.run(stop)
+        finally:
+            await node.close()
+            await engine.shutdown()
+            await asyncio.to_thread(tracer.close)
     finally:
-        await node.close()
-        await engine.shutdown()
-        await asyncio.to_thread(tracer.close)
+        await ports.close()
 
 
 def create_prefill_client(

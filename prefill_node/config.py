@@ -15,8 +15,8 @@ class PrefillNodeSettings(EngineSettings):
         default=None,
         ge=0,
         le=65535,
-        description="Port of /metrics, /health, /ready and /steps, always plain HTTP. 0: any "
-        "free one. Default: none of them.",
+        description="Port of /metrics, /health, /health/live, /ready and /steps, always plain "
+        "HTTP. 0: any free one. Default: none of them.",
     )
     max_waiting_tokens: int = Field(
         default=1 << 20,

@@ -31,6 +31,7 @@ from engine.node.prefix_servicer import CALLERS as PREFIX_CALLERS
 from engine.node.prefix_servicer import PrefixServicer
 from engine.node.process import StopSignal, emit_ready, start_engine
 from engine.node.role_switch import RoleSwitch
+from engine.node.start_progress import StartProgress
 from engine.node.status import NodeStatus
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.metrics import PrefillMetrics
@@ -147,7 +148,13 @@ class PrefillPorts:
             None if port is None else ProbeServer(host, port),
         )
 
+    def begin(self, progress: StartProgress) -> None:
+        """Answers probes while the node starts."""
+        if self.probes is not None:
+            self.probes.begin(progress)
+
     async def close(self) -> None:
+        """Idempotent."""
         if self.probes is not None:
             await self.probes.stop()
         await self.grpc.stop()
@@ -156,21 +163,25 @@ class PrefillPorts:
 async def serve(settings: PrefillNodeSettings) -> int:
     """Runs the node and returns its exit code. Raises `CheckpointError`, `EngineDeadError`,
     `PortInUse`, `SecurityError`, `TracingError`."""
-    stop = StopSignal()
+    stop, progress = StopSignal(), StartProgress()
     credentials = Credentials(settings.security_config())
     ports = PrefillPorts.take(settings, credentials)
-    config = settings.to_engine_config("kv_producer")
-    tracer = Tracer.open(settings, "tandem-prefill", config.engine_id)
-    engine = await start_engine(config, None, stop)
-    if engine is None:
-        return 0
-    node = PrefillNode(settings, engine, ports, credentials, tracer)
+    ports.begin(progress)
     try:
-        return await node.run(stop)
+        config = await asyncio.to_thread(settings.to_engine_config, "kv_producer")
+        tracer = Tracer.open(settings, "tandem-prefill", config.engine_id)
+        engine = await start_engine(config, None, stop, progress)
+        if engine is None:
+            return 0
+        node = PrefillNode(settings, engine, ports, credentials, tracer)
+        try:
+            return await node.run(stop)
+        finally:
+            await node.close()
+            await engine.shutdown()
+            await asyncio.to_thread(tracer.close)
     finally:
-        await node.close()
-        await engine.shutdown()
-        await asyncio.to_thread(tracer.close)
+        await ports.close()
 
 
 async def _fail_frozen_calls(status: NodeStatus, servicer: PrefillServicer) -> None:

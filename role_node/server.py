@@ -38,6 +38,7 @@ from engine.frontend.detokenizer import TokenDecoder
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import StopSignal, start_engine
 from engine.node.role_switch import RoleSwitch
+from engine.node.start_progress import StartProgress
 from prefill_node.server import PrefillNode, PrefillPorts
 from role_node.certificate import certificate_obstacle
 from role_node.config import RoleNodeSettings
@@ -79,10 +80,16 @@ class RoleNode:
     async def run(self, stop: StopSignal) -> int:
         """Serves until asked to stop, or until the engine dies; returns the exit code. Raises
         `EngineDeadError`, `PortInUse`."""
-        ports = self._take_ports()
+        ports, progress = self._take_ports(), StartProgress()
+        ports.begin(progress)
         config = self._engines.of(self._role)
-        engine = await start_engine(config, self._tokenizer(self._role), stop)
+        try:
+            engine = await start_engine(config, self._tokenizer(self._role), stop, progress)
+        except BaseException:
+            await ports.close()
+            raise
         if engine is None:
+            await ports.close()
             return 0
         try:
             while True:

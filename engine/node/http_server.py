@@ -1,7 +1,8 @@
 """Holds the HTTP servers of a node: how they listen, and the small one for probes and scrapers.
 
+    GET  /health/live   200 while the node starts, or its engine works, else 503
     GET  /health     200 while the engine works, else 503
-    GET  /ready      200 while new work is taken, else 503
+    GET  /ready      200 while new work is taken, else 503; while the node starts, with the stage
     GET  /metrics    Prometheus
     GET  /steps      the engine's last steps, and what held it up; ?since=SECONDS of its `now`
 
@@ -9,8 +10,9 @@ The small one is plain HTTP even where services speak TLS: kubelets and scrapers
 certificate, and nothing of a request is logged here.
 
     1. `ProbeServer(host, port)`: the port is taken at once
-    2. `start`: serves
-    3. `stop`
+    2. `begin`: answers that the node starts, and how far it is
+    3. `start`: answers for the node
+    4. `stop`
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from edge.address import join_address
 from edge.http.exposition import Exposition
@@ -36,6 +39,7 @@ from edge.http.outer_edge import OuterEdge
 from edge.security.tls_http import TlsServer
 from edge.silent_peers import set_silence_timeout
 from engine.node.grpc_server import PortInUse
+from engine.node.start_progress import StartProgress
 from engine.node.status import NodeStatus
 
 _BACKLOG = 2048
@@ -75,14 +79,27 @@ class ProbeServer:
     def __init__(self, host: str, port: int) -> None:
         self._listener = listen(host, port)
         self.port: int = self._listener.getsockname()[1]
+        self._app = Starlette()
         self._server: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
+    def begin(self, progress: StartProgress) -> None:
+        """Serves. All but one path say that the node is not there yet."""
+        self._app = Starlette(routes=_routes_at_start(progress))
+        self._serve()
+
     def start(self, status: NodeStatus, metrics: CollectorRegistry) -> None:
-        app = OuterEdge(Starlette(routes=_routes(status, metrics)), lambda: False)
+        self._app = Starlette(routes=_routes(status, metrics))
+        if self._serving is None:
+            self._serve()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def _serve(self) -> None:
         self._server = HttpServer(
             uvicorn.Config(
-                app,
+                OuterEdge(self._answer, lambda: False),
                 http=guarded_protocol(ConnectionLimits()),
                 lifespan="off",
                 log_config=None,
@@ -127,8 +144,24 @@ def _routes(status: NodeStatus, metrics: CollectorRegistry) -> list[Route]:
         report = status.history.report(since)
         return Response(msgspec.json.encode(report), media_type="application/json")
 
-    routes = {"/health": health, "/ready": ready, "/metrics": scrape, "/steps": steps}
+    routes = {
+        "/health/live": health,
+        "/health": health,
+        "/ready": ready,
+        "/metrics": scrape,
+        "/steps": steps,
+    }
     return [Route(path, answer) for path, answer in routes.items()]
+
+
+def _routes_at_start(progress: StartProgress) -> list[Route]:
+    async def live(request: Request) -> Response:
+        return _verdict("", str(progress))
+
+    async def not_yet(request: Request) -> Response:
+        return _verdict(str(progress))
+
+    return [Route("/health/live", live), Route("/{path:path}", not_yet)]
 
 
 def _verdict(fault: str, remark: str = "") -> Response:

@@ -26,6 +26,7 @@ from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.grpc_server import PortInUse
 from engine.node.settings import SettingsError
+from engine.node.start_progress import StartProgress
 
 
 def run_node(name: str, serve: Coroutine[None, None, int]) -> int:
@@ -77,11 +78,16 @@ class StopSignal:
 
 
 async def start_engine(
-    config: EngineConfig, tokenizer: Tokenizer | None, stop: StopSignal
+    config: EngineConfig, tokenizer: Tokenizer | None, stop: StopSignal, progress: StartProgress
 ) -> AsyncLLM | None:
-    """Returns the engine when it is ready; None when we were asked to stop meanwhile. Raises
-    EngineDeadError."""
-    starting = asyncio.create_task(AsyncLLM.start(config, _report, tokenizer))
+    """Returns the engine when it is ready; None when we were asked to stop meanwhile. `progress`
+    follows it. Raises EngineDeadError."""
+
+    def report(made: LoadProgress) -> None:
+        progress.note(made)
+        _report(made)
+
+    starting = asyncio.create_task(AsyncLLM.start(config, report, tokenizer))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

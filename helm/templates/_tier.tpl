@@ -125,20 +125,22 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* The health service says SERVING while the node serves: not before the model is loaded, not
-  while it drains, not with a dead or stuck engine. The kubelet cannot ask it over TLS; then it asks
-  for the same on the port of metrics. So it does for nodes that change their role: one that drains on
-  its way must not be restarted, which only that port tells apart. */}}
+{{/* The port of metrics answers from the first second; while the model loads, /ready says how far it
+  is. After that the health service says SERVING while the node serves: not while it drains, not with
+  a dead or stuck engine. The kubelet cannot ask it over TLS; then it asks for the same on the port of
+  metrics. So it does for nodes that change their role: one that drains on its way must not be
+  restarted, which only that port tells apart. */}}
 {{- define "tandem.tierProbes" -}}
 {{- $probes := .of.probes -}}
+{{- $started := dict "httpGet" (dict "path" "/ready" "port" "metrics") -}}
 {{- $ready := dict "grpc" (dict "port" (int .of.ports.grpc)) -}}
 {{- $alive := $ready -}}
 {{- if or (include "tandem.hasTls" .root) (eq .component "node") -}}
-{{- $ready = dict "httpGet" (dict "path" "/ready" "port" "metrics") -}}
+{{- $ready = $started -}}
 {{- $alive = dict "httpGet" (dict "path" "/health" "port" "metrics") -}}
 {{- end -}}
 startupProbe:
-  {{- toYaml $ready | nindent 2 }}
+  {{- toYaml $started | nindent 2 }}
   periodSeconds: {{ int $probes.startup.periodSeconds }}
   timeoutSeconds: {{ int $probes.startup.timeoutSeconds }}
   failureThreshold: {{ div (add (int $probes.startup.budgetSeconds) (int $probes.startup.periodSeconds) -1) (int $probes.startup.periodSeconds) }}

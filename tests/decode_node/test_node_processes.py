@@ -16,6 +16,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cli.local_cluster.cluster import free_ports
 from edge.http import headers as names
 from tandem_pb import kv_transfer_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.decode_node.hostile_decode_node import HostileDecodeNode
@@ -355,14 +356,24 @@ async def test_a_killed_worker_ends_answers_with_an_error_and_the_node(
     assert str(tokens)[1:-1].replace(" ", "") not in "".join(told.split())
 
 
-async def test_a_node_can_be_stopped_while_it_loads(demo_checkpoint: Path) -> None:
+async def test_a_node_answers_and_can_be_stopped_while_it_loads(demo_checkpoint: Path) -> None:
     """A node may be ready before a late process of ours stops it: then another one is stopped."""
     for _ in range(5):
-        async with node_process("prefill_node", demo_checkpoint) as node:
+        (port,) = free_ports(1)
+        probes = f"http://127.0.0.1:{port}"
+        async with (
+            node_process("prefill_node", demo_checkpoint, "--metrics-port", str(port)) as node,
+            httpx.AsyncClient() as client,
+        ):
             await node.wait_event("progress")
+            paths = "/health/live", "/ready", "/health", "/metrics"
+            answers = [await client.get(probes + path) for path in paths]
             await node.freeze()
             if node.is_ready:
                 continue
+            assert [answer.status_code for answer in answers] == [200, 503, 503, 503]
+            stage = node.events[0]["stage"].replace("_", " ")
+            assert answers[0].text.startswith(f"starting: {stage}, "), answers[0].text
             node.send(signal.SIGTERM)
             node.send(signal.SIGCONT)
             assert await node.exit_code() == 0, "".join(node.log)

@@ -144,8 +144,9 @@ def test_the_kubelet_asks_over_plain_http(name: str) -> None:
 def test_without_tls_the_kubelet_asks_the_health_service() -> None:
     for service in ("prefill", "decode"):
         container = containers(rendered("default"))[service]
-        for kind in ("startup", "readiness", "liveness"):
+        for kind in ("readiness", "liveness"):
             assert container[f"{kind}Probe"]["grpc"] == {"port": 8200}
+        assert container["startupProbe"]["httpGet"] == {"path": "/ready", "port": "metrics"}
 
 
 def test_routers_that_speak_https_are_asked_on_their_plain_port() -> None:

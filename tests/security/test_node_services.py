@@ -14,6 +14,7 @@ from edge.security.config import PlaintextRefused, Role, SecurityConfig
 from edge.security.credentials import Credentials
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import ProbeServer
+from engine.node.start_progress import StartProgress
 from engine.node.status import NodeStatus
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
@@ -105,25 +106,27 @@ async def test_probes_and_scrapers_need_nothing(host):
     engine = FakePrefillEngine()
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, 60)
     server = ProbeServer(host, 0)
-    server.start(status, PrefillMetrics(engine.config).registry)
+    server.begin(StartProgress())
 
-    async def probes() -> tuple[int, int]:
+    async def probes() -> tuple[int, ...]:
         codes = []
-        for path in ("health", "ready"):
+        for path in ("health", "ready", "health/live"):
             async with client.get(f"http://{address}/{path}") as answer:
                 codes.append(answer.status)
-        return codes[0], codes[1]
+        return tuple(codes)
 
     address = join_address(host, server.port)
     try:
         async with aiohttp.ClientSession() as client:
-            assert await probes() == (200, 200)
+            assert await probes() == (503, 503, 200)
+            server.start(status, PrefillMetrics(engine.config).registry)
+            assert await probes() == (200, 200, 200)
             async with client.get(f"http://{address}/metrics") as answer:
                 assert "tandem_open_prefills" in await answer.text()
             status.work.draining = True
-            assert await probes() == (200, 503)
+            assert await probes() == (200, 503, 200)
             engine.die()
-            assert await probes() == (503, 503)
+            assert await probes() == (503, 503, 503)
     finally:
         await server.stop()
 
