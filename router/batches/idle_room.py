@@ -4,12 +4,16 @@
 2. admitted   in turn, when nodes have room by their reports (`router.placement.spare_nodes`)
 3. released   its answer is kept
 
-Nodes are looked at all the time, so that their use is known when the first request comes.
+Nodes are looked at all the time, so that their use is known when the first request comes. Where
+none has room for a minute, the log says so once, until one has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -17,6 +21,9 @@ from router.placement.spare_nodes import SpareNodes
 
 _LOOK_S = 0.1
 _PAUSE_S = 0.02
+_LONG_S = 60.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +42,8 @@ class IdleRoom:
     _free: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Tokens and requests that may still begin before the next look."""
     _lines: defaultdict[str, deque[_Waiting]] = field(default_factory=lambda: defaultdict(deque))
+    _stands_since: dict[str, float] = field(default_factory=dict)
+    """When a model's requests began to wait while none of them runs; infinity: the log says so."""
 
     @property
     def num_running(self) -> int:
@@ -67,7 +76,21 @@ class IdleRoom:
             self._free.clear()
             for model in [model for model, line in self._lines.items() if line]:
                 self._admit(model)
+            self._note_standstill()
             await asyncio.sleep(_PAUSE_S if any(self._lines.values()) else _LOOK_S)
+
+    def _note_standstill(self) -> None:
+        now = time.monotonic()
+        for model, line in self._lines.items():
+            if not line or self.running[model]:
+                self._stands_since.pop(model, None)
+            elif now - self._stands_since.setdefault(model, now) > _LONG_S:
+                self._stands_since[model] = math.inf
+                logger.warning(
+                    "batches for %s wait: for %d s no node was free of other work for %g s; decode "
+                    "nodes with --itl-objective-ms run them beside it (docs/batches.md)",
+                    model, _LONG_S, self.spare.window_s,
+                )  # fmt: skip
 
     def _admit(self, model: str) -> None:
         """Admits those that wait, as far as there was room at the last look."""
