@@ -82,22 +82,19 @@ long = client.responses.create(model="demo", input="Write a book.", background=T
 long = client.responses.retrieve(long.id)  # until long.status is completed, incomplete or failed
 ```
 
-- **`store`** is true unless a request says otherwise, as in OpenAI's API. A response is in the
-  database before the client has the last byte of it; where it cannot be written the answer is an
-  error, or the last event `response.failed`. With `"store": false` nothing is written; it may still
-  go on from a response that is kept.
+- **`store`** is true unless a request says otherwise. A response is in the database before the
+  client has its last byte; where it cannot be written the answer is an error, or the last event
+  `response.failed`. With `"store": false` nothing is written; it may still go on from one that is.
 - **History**: the decode node gets the items of all responses before, and then the request's own,
-  as if the client had sent them all: messages, images, reasoning, calls of all kinds and their
-  outputs. `instructions` are those of the request alone. `item_reference` may name any item of the
-  tenant.
+  as if the client had sent them all. `instructions` are those of the request alone.
+  `item_reference` may name any item of the tenant.
 - **Conversations** give their items to a response, and have its items when it is complete. One
   response at a time: another one is a 409 `conversation_locked`. Go on with `conversation`, not
   `previous_response_id`. Deleting a conversation leaves its responses, and the other way round.
 - **`background`** answers at once with status `queued`; the work goes on without a connection, with
   the rates and priority of its tenant. Refusals for want of room (429, 503) are tried again for 10
-  minutes. With `"stream": true` its events can be had from any router, at any time, from any one
-  on: `GET /v1/responses/{id}?stream=true&starting_after=N`. `cancel` ends the work on the nodes,
-  and a stream of it ends without a last event.
+  minutes. With `"stream": true` any router has its events, from any one on:
+  `GET /v1/responses/{id}?stream=true&starting_after=N`. `cancel` ends the work on the nodes.
 - **Routers that end**: what was answered as kept is there after kill -9. A router that stops works
   on background responses for `--drain-timeout-s`; another one answers those of a router that is
   gone after `--response-lease-s`, up to three times. A stream that had begun ends as `failed`.
@@ -113,8 +110,7 @@ long = client.responses.retrieve(long.id)  # until long.status is completed, inc
   before anything is computed; others do not notice.
 
 Without `--response-store`, `previous_response_id`, `conversation` and `background` are a 400, and
-the paths do not exist. `prompt` (stored prompts) and `/v1/responses/compact` are not there in
-either case.
+the paths do not exist. Stored prompts and `/v1/responses/compact` are not there in either case.
 """
 
 FIELDS = """
