@@ -185,6 +185,9 @@ class ConfigFile(msgspec.Struct):
     num_nextn_predict_layers: int | None = None
     num_mtp_layers: int | None = None
     """The newer name of `num_nextn_predict_layers`."""
+    mtp_num_hidden_layers: int | None = None
+    """Qwen3.5's name; where a config of its family has none, there is one."""
+    mtp_use_dedicated_embeddings: bool = False
     qkv_bias: bool | None = None
     use_qkv_bias: bool = False
     bias: bool = False

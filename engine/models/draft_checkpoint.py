@@ -6,8 +6,8 @@ Torch-free: a head that does not fit is named before any worker starts. Formats:
                  in `transformer_layer_config`)
     eagle        SafeAILab's first form: one layer behind `fc`, without a norm in front of it
     medusa       vLLM's form: `blocks.N.layers.M`, `lm_heads.N`
-    mtp          layers behind the last of the model's own checkpoint (DeepSeek V3, GLM 4.5):
-                 as many as it has, and no more than there are drafts
+    mtp          layers behind the last of the model's own checkpoint (DeepSeek V3, GLM 4.5,
+                 Qwen3.5): as many as it has, and no more than there are drafts
     draft_model  any model that is served, with the same vocabulary
 """
 
@@ -230,22 +230,25 @@ def _medusa(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
 
 
 def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec, num_drafts: int) -> DraftModel:
-    names = _names(folder, target)
-    layers = [f"model.layers.{target.num_layers + i}." for i in range(spec.num_extra_layers)]
-    found = [target.load_format == "dummy" or f"{name}eh_proj.weight" in names for name in layers]
+    names, first = _names(folder, target), target.num_layers if spec.ahead.counts_on else 0
+    layers = [spec.ahead.projection.format(first + i) for i in range(spec.num_extra_layers)]
+    found = [target.load_format == "dummy" or f"{name}.weight" in names for name in layers]
     if not any(found[:1]):
+        field = "num_nextn_predict_layers" if spec.ahead.counts_on else "mtp_num_hidden_layers"
         raise CheckpointError(
             target.path,
-            f"has no layers that predict ahead (num_nextn_predict_layers is "
-            f"{spec.num_extra_layers}, and the weights are to begin with "
-            f"model.layers.{target.num_layers}.eh_proj)",
+            f"has no layers that predict ahead ({field} is {spec.num_extra_layers}, and the "
+            f"weights are to begin with {spec.ahead.projection.format(first)})",
             "choose another method than mtp",
         )
     # Those that a checkpoint has: it may name more of them.
     count = min([*found, False].index(False), num_drafts)
     name = "mtp" if count == 1 else f"mtp-{count}"
     model = replace(target, num_layers=count, model_hash=f"{name}-{target.model_hash}")
-    if target.kv_layers:
+    if spec.linear is not None:
+        attention = replace(target.kv_layers[0], layers=tuple(range(count)))
+        model = replace(model, kv_layers=(attention,))
+    elif target.kv_layers:
         model = replace(model, kv_layers=spec.kv_layers(model))
     return DraftModel(
         model=model,

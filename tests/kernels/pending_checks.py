@@ -107,7 +107,8 @@ class Rows:
 
     def one_by_one(self, conv: Op, rule: Op, row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what a row's first tokens read without drafts, its state and last inputs."""
-        states, last = in_pages(self.states[:1]), in_pages(self.last[:1])
+        # As many blocks: those of a single one lie at another distance.
+        states, last = in_pages(self.states), in_pages(self.last)
         read = []
         for first, length in ((0, 2), *((place, 1) for place in range(2, count))):
             metadata = StateMetadata(

@@ -4,6 +4,9 @@ DeepSeek V3 and GLM 4.5 store `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`
 copies of the model's embedding and head. The k-th layer was trained to predict k tokens further
 than the model does, from the output of the layer before it and the embedding of the token k places
 on (DeepSeek V3's report, arXiv 2412.19437, section 2.2). So the k-th draft is the k-th layer's.
+
+Qwen3-Next and Qwen3.5 have one layer, with attention, under names of their own. Their model takes
+the normed output of a draft for the feature of the next one.
 """
 
 from __future__ import annotations
@@ -46,14 +49,17 @@ class MtpLayer(DraftNetwork):
         self.place = place
         self.index: int = draft.options["index"] + place
         self.num_extra_layers = spec.num_extra_layers
-        self.spec = spec
-        self.name = f"model.layers.{self.index}"
+        self.spec, self.names = spec, spec.ahead
+        number = self.index if self.names.counts_on else place
+        self.name = self.names.layer.format(number)
+        self.number = number
         at = shard.at(self.name)
         size, eps = spec.hidden_size, spec.rms_norm_eps
         self.enorm, self.hnorm, self.norm = (
             RMSNorm(size, eps, shard, offset=spec.norm_offset) for _ in range(3)
         )
-        self.eh_proj = ReplicatedLinear(2 * size, size, at.at("eh_proj"))
+        at_projection = shard.at(self.names.projection.format(number))
+        self.eh_proj = ReplicatedLinear(2 * size, size, at_projection)
         self.layer = DecoderLayer(config, spec, at, self.index)
         self.kinds = LayerKinds(config, spec, [place], shard.device)
         self.behind: MtpLayer | None = None
@@ -74,19 +80,20 @@ class MtpLayer(DraftNetwork):
         stream = ResidualStream(behind_first(x, step.positions, 1 + self.place))
         self.layer(stream, step.kv_caches[self.place], self.kinds.inputs(step)[0])
         step.on_layer(self.place)
-        return stream.read(None)
+        return stream.read(self.norm if self.names.feeds_norm else None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.target.compute_logits(self.norm(hidden))
+        return self.target.compute_logits(hidden if self.names.feeds_norm else self.norm(hidden))
 
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
+        names = self.names
         for norm, name in (
-            (self.enorm, "enorm"),
-            (self.hnorm, "hnorm"),
-            (self.norm, "shared_head.norm"),
+            (self.enorm, names.embedding_norm),
+            (self.hnorm, names.feature_norm),
+            (self.norm, names.norm),
         ):
-            yield from norm.checkpoint_weights(f"{self.name}.{name}")
-        yield from self.eh_proj.checkpoint_weights(f"{self.name}.eh_proj")
+            yield from norm.checkpoint_weights(name.format(self.number))
+        yield from self.eh_proj.checkpoint_weights(names.projection.format(self.number))
         yield from self.layer.checkpoint_weights(self.name)
         if self.behind is not None:
             yield from self.behind.checkpoint_weights()
@@ -98,6 +105,8 @@ class MtpLayer(DraftNetwork):
     @property
     def unused_weights(self) -> frozenset[str]:
         """Returns the names of the model itself, which has read its own, and of what it shares."""
+        if not self.names.counts_on:
+            return frozenset({"model.", "lm_head.", *self.spec.other_weights})
         own = range(self.index, self.index + len(self.chain))
         last = self.index + self.num_extra_layers
         others = {f"model.layers.{i}." for i in range(last) if i not in own}

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
 from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile
+from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.experts import ExpertSpec, first_layers
 from engine.models.specs.faults import head_faults, number_faults, size_faults
@@ -73,6 +74,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         gate_activation, gate_name: What is done to it, and its projection's name, if it has one.
         scales_layers: The stream is multiplied by a number of its own behind each layer.
         value_norm: Values are divided by their root mean square, head by head.
+        ahead: What layers are called that predict several tokens ahead.
         other_weights: Names of the checkpoint's tensors that are not read, such as layers that
             predict several tokens at once; those that begin with them.
         has_dense_layers: Layers may have an ordinary feed-forward block.
@@ -90,8 +92,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         value_scale: Multiplies values.
         head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
             ranks together, or none.
-        num_extra_layers: Layers behind the last that a checkpoint may have and we do not read, as
-            those that predict several tokens at once.
+        num_extra_layers: Layers behind the last that a checkpoint may have, which predict several
+            tokens ahead and are read to draft alone.
         sliding_window: A token sees itself and this many less one before it; None: all before it,
             or no sequence is longer than the window.
         window_layers: The layers that the window belongs to; None: all.
@@ -133,6 +135,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     gate_name: ClassVar[str] = "gate_proj"
     scales_layers: ClassVar[bool] = False
     value_norm: ClassVar[bool] = False
+    ahead: ClassVar[AheadNames] = AheadNames()
     other_weights: ClassVar[tuple[str, ...]] = ()
     has_dense_layers: ClassVar[bool] = True
     num_dense: ClassVar[int | None] = None

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
+from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import OutputGate
 from engine.models.specs.experts import ExpertSpec, number_of
@@ -28,6 +29,15 @@ class HybridSpec(Qwen3Spec, frozen=True, kw_only=True):
     default_rotary_part: ClassVar[float | None] = 0.25
     norm_offset: ClassVar[float] = 1.0
     default_output_gate: ClassVar[OutputGate] = "paired"
+    ahead: ClassVar[AheadNames] = AheadNames(
+        layer="mtp.layers.{}",
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        feature_norm="mtp.pre_fc_norm_hidden",
+        projection="mtp.fc",
+        norm="mtp.norm",
+        counts_on=False,
+        feeds_norm=True,
+    )
     other_weights: ClassVar[tuple[str, ...]] = ("mtp.",)
     is_split: ClassVar[bool]
 
@@ -41,7 +51,10 @@ class HybridSpec(Qwen3Spec, frozen=True, kw_only=True):
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
         if file.attn_output_gate is False:
             raise UnsupportedField("attn_output_gate", "attention without the gate of its family")
-        return {"linear": read_linear(file, is_split=cls.is_split)}
+        # More layers share what makes their input: drafts behind the first are the first one's.
+        has_ahead = file.mtp_num_hidden_layers != 0 and not file.mtp_use_dedicated_embeddings
+        linear = read_linear(file, is_split=cls.is_split)
+        return {"linear": linear, "num_extra_layers": int(has_ahead)}
 
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         assert self.linear is not None

@@ -320,18 +320,24 @@ def mtp_reference(target: PreTrainedModel, folder: Path) -> Reference:
     return Reference(target, lambda streams: streams[-1], *first, tuple(behind))
 
 
-def _mtp_layer(target: PreTrainedModel, folder: Path, place: int) -> tuple[Layer, Logits]:
-    weights = load_file(folder / "model.safetensors")
-    index = NUM_LAYERS + place
-    prefix = f"model.layers.{index}"
+def _only_layer(folder: Path, index: int) -> Callable[[Tensor], Tensor]:
+    """Returns one layer of the model beside `folder`, see `_bare_layer`."""
     model = reference(folder.with_name("whole"))
-    eps = model.config.rms_norm_eps
     model.model.layers = model.model.layers[index : index + 1]
     for module in model.model.layers[0].modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx = 0
     model.config.num_hidden_layers = 1
-    layer = _bare_layer(model)
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[index : index + 1]
+    return _bare_layer(model)
+
+
+def _mtp_layer(target: PreTrainedModel, folder: Path, place: int) -> tuple[Layer, Logits]:
+    weights = load_file(folder / "model.safetensors")
+    index = NUM_LAYERS + place
+    prefix, eps = f"model.layers.{index}", target.config.rms_norm_eps
+    layer = _only_layer(folder, index)
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, (HIDDEN,), weights[f"{prefix}.{name}.weight"], eps)
@@ -346,6 +352,45 @@ def _mtp_layer(target: PreTrainedModel, folder: Path, place: int) -> tuple[Layer
         return found
 
     return forward, logits
+
+
+def write_hybrid_with_mtp(folder: Path, family: str) -> None:
+    """Writes a model of which most layers keep a state, with one more layer that predicts ahead,
+    named as Qwen names it; beside it one where that is an ordinary layer."""
+    known = FAMILIES[family]
+    kinds = [*known.changes["layer_types"], "full_attention"]
+    more = {**known.changes, "num_hidden_layers": len(kinds), "layer_types": kinds}
+    for path in (folder, folder.with_name("whole")):
+        save_checkpoint(replace(known, changes=more), path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": len(kinds) - 1, "layer_types": kinds[:-1]}
+    (folder / "config.json").write_text(json.dumps(config))
+    last = f"model.layers.{len(kinds) - 1}."
+    weights = {
+        name.replace(last, "mtp.layers.0."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    for index, name in enumerate(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")):
+        weights[f"mtp.{name}.weight"] = noise(HIDDEN, seed=60 + index) - 1.0
+    weights["mtp.fc.weight"] = noise(HIDDEN, 2 * HIDDEN, seed=70)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def hybrid_mtp_reference(target: PreTrainedModel, folder: Path) -> Reference:
+    """Drafts as vLLM 0.33 (`qwen3_5_mtp.py`) does: a draft's feature is the normed output."""
+    weights = load_file(folder / "model.safetensors")
+    layer = _only_layer(folder, target.config.num_hidden_layers)
+    eps = target.config.rms_norm_eps
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (HIDDEN,), 1.0 + weights[f"mtp.{name}.weight"], eps)
+
+    def forward(embedded: Tensor, before: Tensor) -> Tensor:
+        parts = norm(embedded, "pre_fc_norm_embedding"), norm(before, "pre_fc_norm_hidden")
+        x = F.linear(torch.cat(parts, -1), weights["mtp.fc.weight"])
+        return norm(layer(_without_first(x)), "norm")
+
+    return Reference(target, lambda streams: streams[-1], forward, target.lm_head)
 
 
 # A second model -------------------------------------------------------------------------------

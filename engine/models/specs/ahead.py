@@ -1,0 +1,26 @@
+"""Says what checkpoints call layers that predict several tokens ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AheadNames:
+    """The checkpoint's names of layers that predict several tokens ahead; `{}`: a layer's number.
+
+    Attributes:
+        layer, projection, norm: The layer, what makes its input, and the norm behind it.
+        embedding_norm, feature_norm: Of both parts of that input.
+        counts_on: Layers are numbered behind those of the model; else from 0.
+        feeds_norm: Of what such a layer gives, the next one is given what `norm` makes of it; else
+            what is in front of it.
+    """
+
+    layer: str = "model.layers.{}"
+    embedding_norm: str = "model.layers.{}.enorm"
+    feature_norm: str = "model.layers.{}.hnorm"
+    projection: str = "model.layers.{}.eh_proj"
+    norm: str = "model.layers.{}.shared_head.norm"
+    counts_on: bool = True
+    feeds_norm: bool = False
