@@ -108,12 +108,14 @@ class Delivery:
                 self._end.set_result(None)
 
     async def until_ended(self) -> None:
-        """Is awaited once. Raises what `give` has met."""
+        """Is awaited once, and returns when it is the turn of what follows an answer: its last
+        token is with the client, those of others may not be. Raises what `give` has met."""
         try:
             await self._end
         finally:
             self._has_ended = True
             del self._end  # Its error holds the frames that it has passed, which hold this.
+        await long_work.pause()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

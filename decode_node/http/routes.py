@@ -90,6 +90,7 @@ class Api:
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
         """Reads the body and the headers of a request. Raises `HttpError`."""
         received_at = time.monotonic()
+        await long_work.pause()
         self.state.check_accepting()
         headers = request_headers(request.scope)
         is_router = request.state.caller is Caller.TRUSTED

@@ -6,6 +6,7 @@
 `pause`  all others: in pieces of a few hundred microseconds, of which each turn of the event loop
          has one, whatever number of requests is there. Between two of them it reads and passes on
          what has come, tokens of running answers above all
+`hold`   no such piece begins before `release`: while the tokens of a step are being passed on
 """
 
 from __future__ import annotations
@@ -33,11 +34,18 @@ async def run(is_long: bool, work: Callable[[], _Result]) -> _Result:
 
 async def pause() -> None:
     """Returns in a later turn of the event loop, which has no other piece."""
-    loop = asyncio.get_running_loop()
-    turns = _turns.get(loop)
-    if turns is None:
-        turns = _turns[loop] = _Turns()
-    await turns.wait(loop)
+    await _turns_here().wait()
+
+
+def hold() -> None:
+    """Lets no piece begin in the running event loop until `release`. Repeating it changes nothing.
+    Whoever holds for long lets one in between from time to time."""
+    _turns_here().hold()
+
+
+def release() -> None:
+    """Takes `hold` back, if there was one."""
+    _turns_here().release()
 
 
 class _Turns:
@@ -46,12 +54,13 @@ class _Turns:
     def __init__(self) -> None:
         self._is_taken = False
         """Says that the next turn has its piece."""
+        self._is_held = False
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def wait(self) -> None:
         """Returns when it is the caller's turn."""
-        if self._is_taken:
-            await self._wait_in_line(loop.create_future())
+        if self._is_taken or self._is_held:
+            await self._wait_in_line()
         else:
             self._is_taken = True
             try:
@@ -61,7 +70,16 @@ class _Turns:
                 raise
         self._pass_on()
 
-    async def _wait_in_line(self, turn: asyncio.Future[None]) -> None:
+    def hold(self) -> None:
+        self._is_held = True
+
+    def release(self) -> None:
+        self._is_held = False
+        if not self._is_taken:
+            self._pass_on()
+
+    async def _wait_in_line(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
             await turn
@@ -72,12 +90,20 @@ class _Turns:
 
     def _pass_on(self) -> None:
         """Gives the turn behind this one to the next in line."""
-        while self._waiting:
+        self._is_taken = False
+        while self._waiting and not (self._is_held or self._is_taken):
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
-                return
-        self._is_taken = False
+                self._is_taken = True
+
+
+def _turns_here() -> _Turns:
+    loop = asyncio.get_running_loop()
+    turns = _turns.get(loop)
+    if turns is None:
+        turns = _turns[loop] = _Turns()
+    return turns
 
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()

@@ -2,8 +2,9 @@
 
 A step has an output for each of its requests, and all of them are there at once. A slice is passed
 on in one go, from the engine core's message to what is sent to clients. Between two slices the
-event loop sends what was written and takes what has arrived, such as a first token of a prefill
-node or a new request: neither waits for the end of a step of some hundred rows.
+event loop takes what has arrived, such as a first token of a prefill node: it does not wait for the
+end of a step of some hundred rows. Work on requests does (`edge.http.long_work`), for a while: each
+piece between two slices would make all rows behind it late.
 
 A node server that is slower than its engine falls behind. What a request has then from several
 steps becomes one output of several tokens, which costs hardly more than one of a single token.
@@ -21,10 +22,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from edge.http import long_work
 from edge.program import collect_early
 from engine.contracts.messages import EngineCoreOutput
 
 _SLICE_S = 0.001
+_HOLD_S = 0.005
+"""Steps that take longer to pass on let a piece of work in, each time."""
 
 
 class Delivered(NamedTuple):
@@ -54,6 +58,8 @@ class OutputDelivery:
         self._others: dict[str, EngineCoreOutput] = {}
         """Holds what waits, by request id; what waits longest comes first."""
         self._is_scheduled = False
+        self._held_since = 0.0
+        """CLOCK_MONOTONIC seconds from which on work on requests waits; 0: it does not."""
 
     def take(self, outputs: Sequence[EngineCoreOutput], sent_at: float) -> None:
         """Takes the outputs of one message, and delivers the first slice of what is here."""
@@ -95,13 +101,29 @@ class OutputDelivery:
         while self._firsts or self._others:
             self._deliver_next()
             if (now := time.monotonic()) >= until and (self._firsts or self._others):
-                self._is_scheduled = True
-                self._loop.call_soon(self._deliver_slice)
+                self._go_on_later(now)
                 return
+        self._let_work_begin(0.0)
         for sent_at, received_at in self._open:
             self._note(Delivered(sent_at, received_at, now))
         self._open.clear()
-        self._loop.call_soon(collect_early)  # What was written is sent before.
+        self._loop.call_soon(collect_early)  # Behind what has waited for this.
+
+    def _go_on_later(self, now: float) -> None:
+        self._is_scheduled = True
+        self._loop.call_soon(self._deliver_slice)
+        if not self._held_since:
+            self._held_since = now
+            long_work.hold()
+        elif now - self._held_since < _HOLD_S:
+            long_work.hold()
+        else:
+            self._let_work_begin(now)
+
+    def _let_work_begin(self, now: float) -> None:
+        if self._held_since:
+            self._held_since = now
+            long_work.release()
 
     def _deliver_next(self) -> None:
         if self._firsts:

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from edge.http import long_work
 from edge.http.answer_times import read_answer_times
 from router.errors import NodeLost
 from router.observe.metrics import RouterMetrics
@@ -198,6 +199,7 @@ class JournaledRelay:
         return Interruption.LOST
 
     async def _end(self, exchange: Exchange, outlet: Outlet) -> int:
+        await long_work.pause()
         self.request.record.times = read_answer_times(self.journal.times)
         if self.journal.end is JournalEnd.FAILED:
             if self.journal.error_status >= 500:

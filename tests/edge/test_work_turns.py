@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from edge.http.long_work import pause
+from edge.http.long_work import hold, pause, release
 
 
 class Turns:
@@ -78,6 +78,60 @@ async def test_a_request_that_ends_in_the_moment_of_its_turn_leaves_it_to_others
     tasks = [asyncio.create_task(request(number)) for number in range(3)]
     await asyncio.gather(*tasks, return_exceptions=True)
     assert done == [0, 2]
+    await asyncio.wait_for(pause(), 10)
+
+
+async def test_no_piece_begins_while_tokens_are_passed_on() -> None:
+    turns, at = Turns(), list[int]()
+
+    async def request() -> None:
+        for _ in range(2):
+            await pause()
+            at.append(turns.number)
+
+    tasks = [asyncio.create_task(request()) for _ in range(3)]
+    await asyncio.sleep(0)
+    hold()
+    hold()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(at) <= 1, "at most the one whose turn it was"
+    held_until = turns.number
+    release()
+    await asyncio.gather(*tasks)
+    turns.close()
+    assert len(at) == 6
+    assert all(turn >= held_until for turn in at[1:])
+    assert max(Counter(at).values()) == 1
+
+
+async def test_one_piece_gets_in_where_tokens_are_held_again_at_once() -> None:
+    done = []
+
+    async def request(number: int) -> None:
+        await pause()
+        done.append(number)
+
+    hold()
+    tasks = [asyncio.create_task(request(number)) for number in range(3)]
+    for expected in (0, 1, 2, 3):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(done) == expected
+        release()
+        hold()
+    release()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_request_that_ends_while_tokens_are_passed_on_takes_no_turn() -> None:
+    hold()
+    tasks = [asyncio.create_task(pause()) for _ in range(2)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    release()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert tasks[0].cancelled()
     await asyncio.wait_for(pause(), 10)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge.http import long_work
 from engine.contracts.messages import EngineCoreOutput
 from engine.contracts.outputs import PromptLogprobs, TokenLogprobs
 from engine.frontend import output_delivery
@@ -63,9 +64,36 @@ async def test_garbage_is_collected_when_all_of_a_step_is_sent(
     )
     taken.take([EngineCoreOutput(str(i), [i]) for i in range(3)])
     await until_delivered(taken)
-    assert not num_sent, "sockets are written to at the end of the turn"
+    assert not num_sent, "what has waited for the step comes first"
     await asyncio.sleep(0)
     assert num_sent == [3]
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_work_on_requests_begins_behind_the_last_slice_of_a_step() -> None:
+    taken, num_before = Taken(), list[int]()
+
+    async def work() -> None:
+        await long_work.pause()
+        num_before.append(len(taken.outputs))
+
+    tasks = [asyncio.create_task(work()) for _ in range(3)]
+    taken.take([EngineCoreOutput(str(i), [i]) for i in range(8)])
+    await asyncio.gather(*tasks)
+    assert num_before == [8, 8, 8]
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_a_node_that_falls_behind_still_works_on_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_delivery, "_HOLD_S", 0.0)
+    taken = Taken()
+    work = asyncio.create_task(long_work.pause())
+    taken.take([EngineCoreOutput(str(i), [i]) for i in range(50)])
+    await work
+    assert len(taken.outputs) < 50
+    await until_delivered(taken)
 
 
 @pytest.mark.usefixtures("no_time")
