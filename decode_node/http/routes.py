@@ -102,7 +102,6 @@ class Api:
             raw = await read_json_body(headers, request.receive, limits, lease, offset)
             is_long = len(raw) > long_work.LONG_BODY
             resume = None if offset is None else read_resume(raw[offset:])
-            await long_work.pause()
             body = await long_work.run(is_long, partial(parse_body, raw[:offset], kind))
         named = headers.get(names.PREFILL_NODES)
         trace = request.state.trace

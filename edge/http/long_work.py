@@ -39,7 +39,7 @@ async def pause() -> None:
 
 def hold() -> None:
     """Lets no piece begin in the running event loop until `release`. Repeating it changes nothing.
-    Whoever holds for long lets one in between from time to time."""
+    What takes long has to release it from time to time."""
     _turns_here().hold()
 
 

@@ -254,11 +254,19 @@ async def _statuses(router: RunningRouter, count: int) -> list[int]:
 
 
 async def test_all_that_wait_on_a_node_that_dies_are_saved(cluster: Cluster) -> None:
-    dying, alive = await cluster.decode("dying", never_answer()), await cluster.decode("alive")
+    all_wait, answer = asyncio.Event(), stream_tokens(3)
+
+    async def answer_later(request: web.Request) -> web.StreamResponse:
+        await all_wait.wait()
+        return await answer(request)
+
+    dying = await cluster.decode("dying", never_answer())
+    alive = await cluster.decode("alive", answer_later)
     router = await cluster.router(dying, alive)
     asking = asyncio.create_task(_statuses(router, 100))
-    await eventually(lambda: len(alive.requests) + dying.num_open == 100)
+    await eventually(lambda: alive.num_open + dying.num_open == 100)
     assert dying.num_open > 30
+    all_wait.set()
     await dying.stop()
     assert set(await asking) == {200}
     assert len(alive.requests) == 100
