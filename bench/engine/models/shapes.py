@@ -55,18 +55,6 @@ SHAPES: dict[str, dict[str, object]] = {
         "head_dim": 128,
         "rope_theta": 500_000.0,
     },
-    "llama-3.2-1b": {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128_256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": True,
-    },
     "qwen2.5-7b": {
         "architectures": ["Qwen2ForCausalLM"],
         "vocab_size": 152_064,
