@@ -128,10 +128,10 @@ async def _serve(
 
 def main(args: list[str]) -> int:
     """Runs a cluster. `args` are settings of the cluster and flags of its nodes."""
-    own, node_args = read_args(args)
-    settings = parse_settings(UpSettings, "tandem up", own)
     console = Console(stderr=True)
     try:
+        own, node_args = read_args(args)
+        settings = parse_settings(UpSettings, "tandem up", own)
         asyncio.run(_checked_up(settings, node_args, console))
     except UsageError as error:
         print(f"tandem up: {error}", file=sys.stderr)

@@ -72,22 +72,31 @@ def _without_program(said: bytes) -> str:
 
 
 def read_args(args: Sequence[str]) -> tuple[list[str], NodeArgs]:
-    """Returns the arguments of `UpSettings`, and those of the nodes."""
+    """Returns the arguments of `UpSettings`, and those of the nodes. Raises `UsageError`."""
     at = args.index("--") if "--" in args else len(args)
-    own, model, nodes = [], [], NodeArgs()
+    own, model, models, nodes = list[str](), list[str](), list[str](), NodeArgs()
     known = flags_of(UpSettings) | {"-h"}
     for option in _options(args[:at]):
         given, *rest = option
         name = _OTHER_NAMES.get(given, given)
         if name == _MODEL:
             model = rest
-        elif not name.startswith("-") or name in known:
+        elif not name.startswith("-"):
+            models.append(name)
+        elif name in known:
             own += [name, *rest]
         else:
             _give(nodes, option)
     for option in _options(args[at + 1 :]):
         _give(nodes, option)
-    return [*model, *own], nodes
+    models = [*model, *models]
+    if len(models) > 1:
+        raise UsageError(
+            f"it starts nodes of one model, and {', '.join(models)} are {len(models)}; start nodes "
+            "of several models by tandem prefill and tandem decode, and give one router all of "
+            "them (docs/routing.md, Several models)"
+        )
+    return [*models, *own], nodes
 
 
 def _options(args: Sequence[str]) -> list[list[str]]:

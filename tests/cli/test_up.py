@@ -34,7 +34,7 @@ GIB = 1 << 30
         ("--tensor-parallel-size=2 --model=m", "m --tp 2", "", ""),
         ("m --max-model-len 4096 --verbose", "m --verbose", "--max-model-len 4096", ""),
         ("--enforce-eager m --dtype=float32", "m", "--enforce-eager --dtype float32", ""),
-        ("--verbose m", "--verbose m", "", ""),
+        ("--verbose m", "m --verbose", "", ""),
         ("m --switchable 2 --strict-fields", "m --switchable 2", "", "--strict-fields"),
         ("m --strict-fields --prefill 2", "m --prefill 2", "", "--strict-fields"),
         ("m --generation-config none", "m", "", "--generation-config none"),
@@ -70,6 +70,14 @@ def test_an_unknown_flag_is_one_line_with_the_nearest_known_one(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("tandem up: there is no ")
     assert all(word in line for word in words)
+
+
+def test_several_models_are_led_to_where_they_are_served(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tandem(["up", "a", "--decode", "2", "b"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "one model" in line and "a, b" in line and "Several models" in line
 
 
 def test_a_check_starts_nothing(
