@@ -82,7 +82,8 @@ def make_batches(settings: RouterSettings, parts: BatchParts) -> KeptBatches:
     purpose = Purpose("--batch-store", "files and batches", "batch_store_unavailable", "")
     url = settings.batch_store.get_secret_value()
     timeout_s = settings.batch_store_timeout_s
-    store = BatchStore(Database(url, timeout_s, parts.store.observe, purpose), limits)
+    database = Database(url, timeout_s, parts.store.observe, purpose)
+    store = BatchStore(database, limits, clock=database.clock)
     room = IdleRoom(parts.spare, limits.max_concurrent)
     totals = BatchTotals()
     runs = BatchRuns(

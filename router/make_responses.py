@@ -69,7 +69,8 @@ def make_responses(
         lease_s=settings.response_lease_s,
         max_background=settings.max_background_responses,
     )
-    kept = KeptResponses(Database(url, settings.response_store_timeout_s, metrics.observe), limits)
+    database = Database(url, settings.response_store_timeout_s, metrics.observe)
+    kept = KeptResponses(database, limits, clock=database.clock)
     runs = BackgroundRuns(kept=kept, api=api, tenants=tenants, drain_s=settings.drain_timeout_s)
     metrics.num_running = lambda: runs.num_running
     endpoint = StatefulEndpoint(

@@ -66,10 +66,10 @@ class BatchRuns:
                     await self._has_news.wait()
             self._has_news.clear()
             self._known = self.tenants()
-            now = self.store.clock()
             with contextlib.suppress(StoreUnavailable):
                 await self._look_at_owned()
-                if now - renewed_at >= lease_s / 3:
+                now = self.store.clock()
+                if not 0 <= now - renewed_at < lease_s / 3:
                     renewal = partial(renew, owner=self.owner, until=now + lease_s)
                     await self.store.database.write(renewal)
                     renewed_at = now
@@ -106,10 +106,10 @@ class BatchRuns:
         room = self.store.limits.max_batches - len(self.runs)
         if room <= 0:
             return
-        database, now = self.store.database, self.store.clock()
-        found = await database.read(lambda one: abandoned(one, now, room))
+        database, clock = self.store.database, self.store.clock
+        found = await database.read(lambda one: abandoned(one, clock(), room))
         for row in found:
-            until = now + self.store.limits.lease_s
+            until = clock() + self.store.limits.lease_s
             taken = await database.write(
                 partial(claim, batch=row, owner=self.owner, lease_until=until, now=0.0)
             )

@@ -14,9 +14,9 @@ _FILES, _PARTS = 100, 32
 
 async def sweep_batches(store: BatchStore) -> int:
     """Removes all such batches and some files. Returns how many there were."""
-    database, now = store.database, store.clock()
-    num_batches = await database.write(lambda one: drop_expired(one, now))
-    found = await database.read(lambda one: expired_files(one, now, _FILES))
+    database, clock = store.database, store.clock
+    num_batches = await database.write(lambda one: drop_expired(one, clock()))
+    found = await database.read(lambda one: expired_files(one, clock(), _FILES))
     for tenant, name in found:
         drop = partial(drop_some, tenant=tenant, name=name, max_parts=_PARTS)
         while not await database.write(drop):

@@ -137,10 +137,10 @@ class BackgroundRuns:
         lease_s = self.kept.limits.lease_s
         while True:
             await asyncio.sleep(min(_LOOK_S, lease_s / 3) * self.rng.uniform(0.9, 1.1))
-            now = self.kept.clock()
             with contextlib.suppress(StoreUnavailable):
                 await self._give_up_lost()
-                if now - renewed_at >= lease_s / 3:
+                now = self.kept.clock()
+                if not 0 <= now - renewed_at < lease_s / 3:
                     await self._renew()
                     if not self._is_draining:
                         await self._take_abandoned()
@@ -222,8 +222,8 @@ class BackgroundRuns:
         await self.kept.database.write(write)
 
     async def _take_abandoned(self) -> None:
-        database, now = self.kept.database, self.kept.clock()
-        for row in await database.read(lambda one: responses.abandoned(one, now, _NUM_TAKEN)):
+        database, clock = self.kept.database, self.kept.clock
+        for row in await database.read(lambda one: responses.abandoned(one, clock(), _NUM_TAKEN)):
             taken = await database.write(partial(self._claim, row))
             if taken is not None:
                 logger.warning("background response %s: its router is gone", taken.id)

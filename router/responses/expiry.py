@@ -11,9 +11,10 @@ _BATCH = 100
 
 async def sweep_responses(kept: KeptResponses) -> int:
     """Removes some responses and conversations. Returns how many there were."""
-    database, now = kept.database, kept.clock()
+    database = kept.database
 
     def look(transaction: Transaction) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        now = kept.clock()
         old = responses.expired(transaction, now, _BATCH)
         return old, conversations.expired_conversations(transaction, now, _BATCH)
 

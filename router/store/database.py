@@ -30,6 +30,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from router.errors import ConfigurationError
 from router.store.errors import StoreUnavailable
 from router.store.postgres_pool import PostgresPool
+from router.store.shared_clock import SharedClock
 from router.store.sqlite_threads import SqliteThreads
 from router.store.tables import METADATA, SCHEMA, SCHEMA_VERSION
 from router.store.transaction import Transaction
@@ -88,6 +89,8 @@ class Database:
         self._purpose = purpose
         self._timeout_s = timeout_s
         self._observe = observe
+        self.clock = SharedClock(is_shared=self._url.get_backend_name() != "sqlite")
+        """Gives the time by which leases are judged."""
         self._connections: Connections | None = None
         self._is_ready = False
         self._making_ready = asyncio.Lock()
@@ -121,7 +124,10 @@ class Database:
 
     async def _run(self, work: Callable[[Connection], ResultT], *, is_read: bool) -> ResultT:
         async with self._asking("read" if is_read else "write"):
-            return await (await self._ready_connections()).run(work, is_read=is_read)
+            connections = await self._ready_connections()
+            if self.clock.is_due:
+                await connections.run(self.clock.look, is_read=True)
+            return await connections.run(work, is_read=is_read)
 
     @contextlib.asynccontextmanager
     async def _asking(self, kind: str) -> AsyncIterator[None]:

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
 
+import pytest
+
+from router.store import shared_clock
+from router.store.database import Database
 from tests.postgres_server import needs_postgres, run_postgres
 from tests.router.cluster import Cluster, eventually
 from tests.router.fakes import FakeDecodeNode
 from tests.router.responses.api import Api, Json, kept_of, said
 from tests.router.responses.node import ResponseNode
 from tests.router.responses.test_background import streamed, until
+
+
+@needs_postgres
+async def test_routers_judge_leases_by_the_time_of_the_database(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host of one is an hour ahead: it would take all that others work on."""
+    ahead = SimpleNamespace(time=lambda: time.time() + 3600, monotonic=time.monotonic)
+    monkeypatch.setattr(shared_clock, "time", ahead)
+    async with run_postgres() as server:
+        database = Database(server.url, 30.0, lambda kind, seconds, has_failed: None)
+        found = await database.read(lambda one: database.clock())
+        await database.close()
+        assert abs(found - time.time()) < 600
+        monkeypatch.setattr(ahead, "time", lambda: 0.0)
+        assert abs(database.clock() - time.time()) < 600, "the host's clock was set meanwhile"
+        own = Database("sqlite:////tmp/any.db", 30.0, lambda kind, seconds, has_failed: None)
+        assert own.clock() == 0.0
 
 
 @needs_postgres
@@ -35,6 +59,8 @@ async def test_two_routers_share_a_database_that_may_restart(
 async def _share(one: Api, other: Api) -> None:
     """Both make the tables at once; each sees what the other keeps."""
     first, second = await asyncio.gather(one.create("one"), other.create("two"))
+    kept = kept_of(one.router)
+    assert kept.clock is kept.database.clock
     assert await other("GET", f"responses/{first['id']}") == first
     third = await other.create("three", previous_response_id=first["id"])
     assert said(third) == "seen 3"
