@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.layers.attention import flash_attention
 from tandem_kernels import ops
+from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 
@@ -230,6 +231,10 @@ def _chosen(q: Tensor, head_weights: Tensor, pages: Any, metadata: Any, top_k: i
     return q.new_empty((len(q), top_k), dtype=torch.int32)
 
 
+def _chosen_blocks(q: Tensor, pages: Any, metadata: Any, choice: BlockChoice) -> Tensor:
+    return q.new_empty((*q.shape[:2], choice.top_k), dtype=torch.int32)
+
+
 def _like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(x)
 
@@ -244,6 +249,8 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "sparse_latent_attention": _like_first,
     "index_rope_and_cache": _index_queries,
     "index_topk": _chosen,
+    "choose_blocks": _chosen_blocks,
+    "block_sparse_attention": _attended,
     "rope_and_cache": _like_first,
     "latent_rope_and_cache": _nothing,
     "few_row_qkv": _heads,

@@ -34,6 +34,7 @@ from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, Unscaled
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of, unread
 from kv_transfer.layout import NO_HEADS, HeadRange
 from tandem_kernels import ops
+from tandem_kernels.elementwise.gate_form import GateForm as Activation
 
 GateForm = Literal["none", "paired", "apart", "per_head"]
 """Says where a checkpoint has the gates of query heads: behind each of them, or as a projection of
@@ -113,7 +114,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     by its tanh formula. Source: Shazeer, GLU Variants (arXiv 2002.05202).
 
     Args:
-        limit: See `tandem_kernels.reference.elementwise.limited_silu_and_mul`; 0: there is none.
+        gate: The activation, if it has a limit.
     """
 
     method_for = staticmethod(gate_up_method)
@@ -125,11 +126,11 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         shard: Shard,
         *,
         is_gelu: bool = False,
-        limit: float = 0.0,
+        gate: Activation | None = None,
     ) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
         super().__init__(hidden_size, (part, part), shard, names=("gate_proj", "up_proj"))
-        self.is_gelu, self.limit = is_gelu, limit
+        self.is_gelu, self.gate = is_gelu, gate
 
     def forward(self, x: Rows) -> Tensor:
         activated = self.activated(x, None)
@@ -139,8 +140,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     def activated(self, x: Rows, form: RowForm | None) -> Rows:
         """Returns the activation, [T, I / ranks], in `form`: the `input_form` of the layer that
         reads it."""
-        if self.limit > 0.0:
-            return ops.limited_silu_and_mul(self.method.apply_rows(self, x), self.limit)
+        if self.gate is not None:
+            return ops.bounded_gate_and_mul(self.method.apply_rows(self, x), self.gate)
         return self.method.gate_up_rows(self, x, form, self.is_gelu)
 
 

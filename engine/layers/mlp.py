@@ -11,6 +11,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import RowForm, Rows
 from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels.elementwise.gate_form import GateForm
 
 
 class GatedMLP(nn.Module):
@@ -18,7 +19,7 @@ class GatedMLP(nn.Module):
 
     Args:
         is_gelu: The activation is GELU by its tanh formula, not SiLU.
-        limit: See `GateUpParallelLinear`.
+        gate: See `GateUpParallelLinear`.
         norm: Of what is added; None: none.
     """
 
@@ -29,12 +30,12 @@ class GatedMLP(nn.Module):
         shard: Shard,
         *,
         is_gelu: bool = False,
-        limit: float = 0.0,
+        gate: GateForm | None = None,
         norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
         self.gate_up_proj = GateUpParallelLinear(
-            hidden_size, intermediate_size, shard, is_gelu=is_gelu, limit=limit
+            hidden_size, intermediate_size, shard, is_gelu=is_gelu, gate=gate
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard.at("down_proj"))
         self.norm = norm

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.layers.mlp import GatedMLP
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
+from tandem_kernels.elementwise.gate_form import GateForm
 
 
 class SharedExpert(nn.Module):
@@ -17,7 +18,7 @@ class SharedExpert(nn.Module):
 
     Args:
         has_gate: Its output counts by the sigmoid of a projection of the token.
-        limit: See `GateUpParallelLinear`.
+        form: Of its activation; see `GateUpParallelLinear`.
     """
 
     gate: nn.Parameter | None
@@ -29,11 +30,11 @@ class SharedExpert(nn.Module):
         shard: Shard,
         *,
         has_gate: bool,
-        limit: float = 0.0,
+        form: GateForm | None = None,
     ) -> None:
         super().__init__()
         self.deterministic = shard.gemms.deterministic
-        self.mlp = GatedMLP(hidden_size, intermediate_size, shard, limit=limit)
+        self.mlp = GatedMLP(hidden_size, intermediate_size, shard, gate=form)
         self.gate = shard.parameter(1, hidden_size) if has_gate else None
 
     def forward(self, x: Tensor) -> Tensor:

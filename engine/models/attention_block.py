@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
+from engine.layers.attention.block_indexer import BlockIndexerSizes
 from engine.layers.attention.indexer import IndexerSizes
 from engine.layers.attention.latent_block import LatentAttentionBlock, LatentSizes
 from engine.layers.kv_scales import layer_scales
@@ -13,6 +14,7 @@ from engine.layers.shard import Shard
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.linear import LinearSpec
 from engine.rope import Rotary
+from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.value_form import ValueForm
 
 
@@ -58,6 +60,7 @@ def attention_block(
         has_kv=source == index,
         values=ValueForm(normed=spec.value_norm, scale=spec.value_scale),
         kv_scales=layer_scales(config.cache.kv_scales, source, heads.num_kv_heads, shard),
+        indexer=_block_indexer_sizes(spec, index),
     )
     return AttentionBlock(
         spec.hidden_size,
@@ -80,6 +83,14 @@ def _indexer_sizes(spec: DenseSpec, index: int, rope: int) -> IndexerSizes | Non
         top_k=indexer.top_k,
         rope_order=rotary.head_order(rope),
     )
+
+
+def _block_indexer_sizes(spec: DenseSpec, index: int) -> BlockIndexerSizes | None:
+    indexer = spec.block_indexer_of(index)
+    if indexer is None:
+        return None
+    choice = BlockChoice(indexer.size, indexer.top_k, indexer.local)
+    return BlockIndexerSizes(groups=indexer.heads, dim=indexer.dim, choice=choice)
 
 
 def linear_attention_block(

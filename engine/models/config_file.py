@@ -61,6 +61,20 @@ class RopeFields(msgspec.Struct):
         return self.kind not in ("default", "mrope")
 
 
+class SparseAttentionFields(msgspec.Struct):
+    """What MiniMax-M3 says of its indexers; lists have a number for each layer."""
+
+    sparse_num_index_heads: int | None = None
+    sparse_index_dim: int | None = None
+    sparse_block_size: int | None = None
+    sparse_topk_blocks: int | None = None
+    sparse_local_block: int | None = None
+    sparse_init_block: int = 0
+    sparse_score_type: str = "max"
+    sparse_attention_freq: list[int] | None = None
+    sparse_disable_index_value: list[int] | None = None
+
+
 class ConfigHead(msgspec.Struct):
     """Holds what says whose `config.json` this is: the rest of it differs between kinds of models.
 
@@ -132,6 +146,16 @@ class ConfigFile(msgspec.Struct):
     """The older form of `indexer_types`, of letters."""
     index_topk_freq: int = 1
     index_skip_topk_offset: int = 2
+    sparse_attention_config: SparseAttentionFields | None = None
+    index_block_size: int | None = None
+    """This and the next two say the same as it, in transformers' words."""
+    index_topk_blocks: int | None = None
+    index_local_blocks: int | None = None
+    dense_intermediate_size: int | None = None
+    shared_intermediate_size: int | None = None
+    use_gemma_norm: bool | None = None
+    use_routing_bias: bool | None = None
+    qk_norm_type: str = "per_head"
     topk_method: str | None = None
     rotary_dim: int | None = None
     num_dense_layers: int | None = None

@@ -50,7 +50,7 @@ def sparse_mlp(
             spec.shared_size,
             inner.at(names.shared),
             has_gate=spec.shared_gate,
-            limit=spec.dense_limit_of(index),
+            form=_dense_gate(spec, index),
         )
     share = ExpertShare.of(spec.count, shard.place.expert_ranks)
     router_norm = input_norm = None
@@ -85,6 +85,14 @@ def _gate(spec: ExpertSpec, limit: float) -> GateForm | None:
     return GateForm("clamped", spec.gate_limit, spec.gate_alpha) if spec.gate_limit else None
 
 
+def _dense_gate(spec: ExpertSpec, index: int) -> GateForm | None:
+    """Returns the activation of blocks that every token goes through, if it has a limit."""
+    if spec.clamps_dense:
+        return GateForm("clamped", spec.gate_limit, spec.gate_alpha)
+    limit = spec.dense_limit_of(index)
+    return GateForm("limited", limit) if limit > 0.0 else None
+
+
 def mlp_block(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) -> FeedForward:
     """Returns the feed-forward block of layer `index`, [T, H] -> [T, H], not yet loaded; `norm` is
     that of what it adds."""
@@ -108,7 +116,7 @@ def _dense_mlp(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) 
         spec.units_of(index),
         shard.at("mlp"),
         is_gelu=spec.activation == "gelu_tanh",
-        limit=0.0 if spec.experts is None else spec.experts.dense_limit_of(index),
+        gate=None if spec.experts is None else _dense_gate(spec.experts, index),
         norm=norm,
     )
 

@@ -68,7 +68,6 @@ DIFFERENCES = {
     "mamba": (_LLAMA, _MAMBA),
     "mamba2": (_LLAMA, _MAMBA2),
     "minimax": ("MixtralForCausalLM", "layers with a state of lightning attention"),
-    "minimax_m3_vl": ("MiniMaxM2ForCausalLM", "blocks of tokens chosen by index keys"),
     "mllama": (_LLAMA, "layers that attend to an image"),
     "nanochat": (_LLAMA, "norms without weights, and no gate"),
     "nemotron": (_LLAMA, "norms that subtract the mean, and no gate"),

@@ -35,6 +35,7 @@ from engine.models.specs.laguna import LagunaSpec
 from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec, TeleChat3Spec
 from engine.models.specs.mimo import MiMoV2Spec, MiMoV25Spec
 from engine.models.specs.minimax import MiniMaxM2Spec
+from engine.models.specs.minimax_sparse import MiniMaxM3Spec
 from engine.models.specs.mistral import Ministral3Spec, MistralSpec
 from engine.models.specs.mistral_latent import Mistral4Spec
 from engine.models.specs.mistral_native import MistralLarge3Spec, MistralNativeSpec
@@ -78,6 +79,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "MiMoV2FlashForCausalLM": MiMoV2Spec,
     "MiMoV2ForCausalLM": MiMoV25Spec,
     "MiniMaxM2ForCausalLM": MiniMaxM2Spec,
+    "MiniMaxM3VLForCausalLM": MiniMaxM3Spec,
     "Ministral3ForCausalLM": Ministral3Spec,
     "Mistral4ForCausalLM": Mistral4Spec,
     "MistralForCausalLM": MistralSpec,

@@ -77,23 +77,28 @@ def unstacked(
         wanted = shapes.get(last, ())[:: -1 if is_turned else 1]
         if parent.endswith(".experts") and last in shapes and tensor.shape[1:] == wanted:
             for part, at in _parts(parent, tensor, projections[last], is_turned=is_turned):
-                found[_published(part, names.block)] = at
+                found[_published(part, names)] = at
         elif (whole := _PROJECTION.fullmatch(name)) and len(tensor.shape) == 3:
             for part, at in _experts(whole[1], whole[2], tensor):
-                found[_published(part, names.block)] = at
+                found[_published(part, names)] = at
         elif parent.endswith(".experts") and (scaled := _SCALES.fullmatch(last)):
             for part, at in _scales(parent, tensor, projections[scaled[1]], scaled[2]):
-                found[_published(part, names.block)] = at
+                found[_published(part, names)] = at
         else:
             if one := _ONE.fullmatch(name):
                 name = f"{one[1]}.{getattr(names, one[2])}.{one[3]}"
-            found[_published(name, names.block)] = tensor
+            found[_published(name, names)] = tensor
     return found
 
 
-def _published(name: str, block: str) -> str:
-    """Returns a tensor's name with the block of experts called as the family calls it."""
-    return name if block == _IN_MEMORY else name.replace(f".{_IN_MEMORY}.", f".{block}.", 1)
+def _published(name: str, names: ExpertNames) -> str:
+    """Returns a tensor's name with the block of experts called as the family calls it. Dense blocks
+    are called `mlp` by all."""
+    before, found, part = name.partition(f".{_IN_MEMORY}.")
+    of_block = "experts", names.shared, names.router, names.choice_bias
+    if not found or part.partition(".")[0] not in {one.partition(".")[0] for one in of_block}:
+        return name
+    return f"{before}.{names.block}.{part}"
 
 
 def _parts(

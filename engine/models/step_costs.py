@@ -116,6 +116,10 @@ class _Costs:
             yield _Linear(f"{name}.k_proj", hidden, kv_heads * heads.head_dim)
             yield _Linear(f"{name}.v_proj", hidden, kv_heads * heads.v_head_dim)
         yield _Linear(f"{name}.o_proj", attended, hidden)
+        if (indexer := self._spec.block_indexer_of(layer)) is not None:
+            groups = max(indexer.heads, self._ranks)
+            yield _Linear(f"{name}.index_q_proj", hidden, groups * indexer.dim)
+            yield _Linear(f"{name}.index_k_proj", hidden, indexer.dim, is_shared=False)
 
     def _latent(self, name: str) -> Iterator[_Linear]:
         sizes, hidden, heads = self._spec.latent, self._spec.hidden_size, self._model.num_heads
@@ -181,30 +185,46 @@ class _Costs:
             if group.is_state:
                 continue
             others = [one for one, of in sources.items() if one != of and of in group.layers]
-            attending = [*group.layers, *others]
-            pairs = [self._pair_flops(layer) for layer in attending]
-            prompts, decodes = (sum(flops) for flops in zip(*pairs, strict=True))
-            chosen = self._spec.dense_tokens
-            yield AttentionCost(
-                window=group.window if chosen is None else chosen,
-                flops_of_prompts=prompts / self._ranks,
-                flops_of_decodes=decodes / self._ranks,
-                kv_bytes=self._row_bytes(group, of_index=False) * len(attending),
-            )
+            for chooses in (False, True):
+                attending = [
+                    layer
+                    for layer in (*group.layers, *others)
+                    if self._spec.attends_to_chosen(layer) == chooses
+                ]
+                if attending:
+                    window = self._spec.dense_tokens if chooses else group.window
+                    yield self._attended(group, attending, window)
             yield from self._index(group)
 
+    def _attended(self, group: KVGroup, attending: list[int], window: int | None) -> AttentionCost:
+        pairs = [self._pair_flops(layer) for layer in attending]
+        prompts, decodes = (sum(flops) for flops in zip(*pairs, strict=True))
+        return AttentionCost(
+            window=window,
+            flops_of_prompts=prompts / self._ranks,
+            flops_of_decodes=decodes / self._ranks,
+            kv_bytes=self._row_bytes(group, of_index=False) * len(attending),
+        )
+
     def _index(self, group: KVGroup) -> Iterator[AttentionCost]:
-        """Yields the choice of what is attended, which every rank makes, in every context."""
-        found = [self._spec.indexer_of(layer) for layer in group.layers]
-        indexers = [indexer for indexer in found if indexer is not None]
-        if indexers:
-            flops = sum(2 * indexer.heads * indexer.dim for indexer in indexers)
+        """Yields the choice of what is attended, in every context: of tokens every rank makes the
+        whole, of blocks that of its own heads."""
+        found = [self._index_flops(layer) for layer in group.layers]
+        if any(found):
             yield AttentionCost(
                 window=None,
-                flops_of_prompts=flops,
-                flops_of_decodes=flops,
-                kv_bytes=self._row_bytes(group, of_index=True) * len(indexers),
+                flops_of_prompts=sum(found),
+                flops_of_decodes=sum(found),
+                kv_bytes=self._row_bytes(group, of_index=True) * sum(map(bool, found)),
             )
+
+    def _index_flops(self, layer: int) -> float:
+        """Returns FLOPs of a pair in one layer's indexer; 0: it has none."""
+        if (of_tokens := self._spec.indexer_of(layer)) is not None:
+            return 2 * of_tokens.heads * of_tokens.dim
+        if (of_blocks := self._spec.block_indexer_of(layer)) is not None:
+            return 2 * max(of_blocks.heads, self._ranks) * of_blocks.dim / self._ranks
+        return 0.0
 
     def _row_bytes(self, group: KVGroup, *, of_index: bool) -> int:
         """Returns the bytes of a token in one layer: of its index key, or of all else."""

@@ -13,7 +13,7 @@ from engine.layers.attention.selection import choose_attention
 from engine.models.base import GroupInputs
 from engine.models.registry import spec_of
 from kv_transfer.layout import KVGroup
-from tandem_kernels.attention.index_pages import IndexedLatents, LayerCache
+from tandem_kernels.attention.index_pages import IndexedKV, IndexedLatents, LayerCache
 
 
 def attention_of(
@@ -44,8 +44,9 @@ def prepare_attention(
     heads = config.model.heads_of(config.kv_layout.groups[0].layers[0])
     num_heads = heads.num_heads // config.parallel.tensor_parallel_size
     longest = min(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
-    if isinstance(attended, IndexedLatents):
-        attended = attended.latents
+    match attended:
+        case IndexedLatents(latents=kept) | IndexedKV(kv=kept):
+            attended = kept
     attention.prepare(num_heads, attended, getattr(torch, config.model.dtype), longest)
 
 

@@ -11,6 +11,8 @@ How KV lies in that memory is described by `kv_transfer.layout`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.config import EngineConfig
@@ -21,8 +23,8 @@ from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile
 from kv_transfer.group_sizes import INDEX_PLANE
 from kv_transfer.layout import DTYPE_BYTES, KVGroup, KVLayout, PageShape, PlaneShape
-from tandem_kernels.attention.index_pages import IndexedLatents, IndexPages, LayerCache
-from tandem_kernels.attention.kv_pages import KVPages
+from tandem_kernels.attention.index_pages import IndexedKV, IndexedLatents, IndexPages, LayerCache
+from tandem_kernels.attention.kv_pages import KVPages, PagedKV
 from tandem_kernels.attention.kv_scales import E4M3
 
 
@@ -122,38 +124,50 @@ def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[LayerCache]:
         if any(plane.name == INDEX_PLANE for plane in group.planes):
             views |= {at: _indexed(slots[i], page, group) for i, at in enumerate(group.layers)}
             continue
-        numbers = slots[:, :, : page.num_bytes].view(getattr(torch, group.dtype))
         alike = all((o.heads, o.row_bytes) == (first.heads, first.row_bytes) for o in others)
-        shape = num_blocks, len(page.planes), first.heads.count, group.block_size, -1
-        for slot, layer in enumerate(group.layers):
-            own = numbers[slot]
-            views[layer] = own.view(shape) if alike else _pages(own, page)
+        views |= {
+            at: _pages(slots[i], page.planes, group, alike=alike)
+            for i, at in enumerate(group.layers)
+        }
     return [views[layer] for layer in sorted(views)]
 
 
-def _pages(numbers: torch.Tensor, page: PageShape) -> KVPages:
-    """Returns keys and values in pages [num_blocks, numbers of a page]."""
-    keys = page.planes[0]
-    first = keys.num_bytes // numbers.itemsize
-    shape = len(numbers), keys.heads.count, page.block_size, -1
-    return KVPages(numbers[:, :first].view(shape), numbers[:, first:].view(shape))
+def _pages(
+    pages: torch.Tensor, planes: Sequence[PlaneShape], group: KVGroup, *, alike: bool
+) -> PagedKV:
+    """Returns what the first planes of pages [num_blocks, bytes of a page] hold of one layer, in a
+    tensor where they are `alike`."""
+    first, end = planes[0], planes[-1].offset + planes[-1].num_bytes
+    row = first.heads.count, group.block_size, -1
+    numbers = pages[:, :end].view(getattr(torch, group.dtype))
+    if alike:
+        return numbers.view(len(numbers), len(planes), *row)
+    border = first.num_bytes // numbers.itemsize
+    shape = len(numbers), *row
+    return KVPages(numbers[:, :border].view(shape), numbers[:, border:].view(shape))
 
 
-def _indexed(pages: torch.Tensor, page: PageShape, group: KVGroup) -> IndexedLatents:
-    """Returns latents and index keys in pages [num_blocks, bytes of a page]."""
+def _indexed(pages: torch.Tensor, page: PageShape, group: KVGroup) -> IndexedLatents | IndexedKV:
+    """Returns latents, or keys and values, and index keys in pages [num_blocks, bytes of a
+    page]."""
 
     def rows(plane: PlaneShape, dtype: torch.dtype) -> torch.Tensor:
         own = pages[:, plane.offset : plane.offset + plane.num_bytes]
         numbers = own.view(dtype)
         return numbers.view(len(pages), page.block_size, -1)
 
-    latents, keys, *scales = page.planes
+    place = next(i for i, plane in enumerate(group.planes) if plane.name == INDEX_PLANE)
+    keys, *scales = page.planes[place:]
+    if place > 1:
+        alike = group.planes[0].row_bytes == group.planes[1].row_bytes
+        kv = _pages(pages, page.planes[:place], group, alike=alike)
+        return IndexedKV(kv, rows(keys, torch.uint8))
     plain = not scales
     index = IndexPages(
         rows(keys, torch.float32 if plain else E4M3),
         None if plain else rows(scales[0], torch.float32)[:, :, 0],
     )
-    return IndexedLatents(rows(latents, getattr(torch, group.dtype)), index)
+    return IndexedLatents(rows(page.planes[0], getattr(torch, group.dtype)), index)
 
 
 class KVCache:

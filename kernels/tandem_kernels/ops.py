@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem_kernels.reference import (
     attention,
     batch,
+    block_sparse,
     delta_rule,
     elementwise,
     experts,
@@ -115,7 +116,7 @@ int8_experts = Op(int8.int8_experts, "experts.int8_experts")
 int4_experts = Op(int4.int4_experts, "experts.int4_experts")
 silu_and_mul = Op(elementwise.silu_and_mul, "elementwise.silu_and_mul")
 gelu_tanh_and_mul = Op(elementwise.gelu_tanh_and_mul, "elementwise.silu_and_mul")
-limited_silu_and_mul = Op(elementwise.limited_silu_and_mul, "elementwise.silu_and_mul")
+bounded_gate_and_mul = Op(elementwise.bounded_gate_and_mul, "elementwise.silu_and_mul")
 sigmoid_and_mul = Op(elementwise.sigmoid_and_mul, "elementwise.sigmoid_and_mul")
 softplus_and_mul = Op(elementwise.softplus_and_mul, "elementwise.sigmoid_and_mul")
 causal_conv = Op(delta_rule.causal_conv, "linear_attention.causal_conv")
@@ -141,6 +142,8 @@ index_topk = Op(index.index_topk, "attention.index_topk")
 sparse_latent_attention = Op(
     sparse_latent.sparse_latent_attention, "attention.sparse_latent_attention"
 )
+choose_blocks = Op(block_sparse.choose_blocks, "attention.block_scores")
+block_sparse_attention = Op(block_sparse.block_sparse_attention, "attention.block_sparse_attention")
 ragged_attention = Op(ragged.ragged_attention, "attention.ragged_attention")
 merge_attention = Op(ragged.merge_attention, "attention.merge_attention")
 add_sinks = Op(ragged.add_sinks, "attention.attention_sink")

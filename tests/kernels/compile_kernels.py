@@ -25,6 +25,8 @@ from triton.compiler import ASTSource
 
 from tandem_kernels.attention import (
     attention_sink,
+    block_scores,
+    block_sparse_attention,
     context_gather,
     decode_attention,
     decode_merge,
@@ -219,11 +221,12 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
             yield Case(
                 silu_and_mul.silu_and_mul_kernel,
                 f"{dtype} gelu={is_gelu}",
-                {**pointers, "limit": "fp32"},
+                {**pointers, **named("fp32", "limit", "alpha")},
                 {
                     "BLOCK": 1024,
                     "GELU": is_gelu,
                     "LIMITED": not is_gelu,
+                    "CLAMPED": False,
                     "OVERLAP": capability >= 90,
                 },
             )
@@ -1611,6 +1614,55 @@ def sparse_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def block_sparse_cases(capability: int) -> Iterator[Case]:
+    """Yields cases of blocks of 128 that are chosen for each of four KV heads."""
+    fp8 = capability >= 90
+    types = {
+        "q": "*bf16",
+        "keys": "*bf16",
+        **named("*fp32", "scores", "k_scale", "v_scale", "state"),
+        **named("*i32", "block_tables", "query_start_loc", "seq_lens", "chosen"),
+        "scale": "fp32",
+    }
+    for query_len, block_q in ((1, 4), (0, 16)):
+        shape = {"TOP_K": 16, "SIZE": 128, "QUERY_LEN": query_len, "BLOCK_Q": block_q, "GROUPS": 4}
+        yield Case(
+            block_scores.block_scores_kernel,
+            f"query_len={query_len}",
+            types,
+            {
+                **shape,
+                "GROUP_LANES": 4,
+                "D": 128,
+                "LOCAL": 1,
+                "BLOCK_SIZE": 16,
+                "PRECISION": "tf32",
+            },
+            {"num_warps": 4, "num_stages": 3},
+        )
+        constants = {**shape, "TOP_LANES": 16, "WIDTH": 1024}
+        choose = block_scores.choose_blocks_kernel
+        yield Case(choose, f"query_len={query_len}", types, constants, {"num_warps": 4})
+    tuning = block_sparse_attention.block_sparse_tuning(128, 2)
+    for splits, is_fp8, page in ((4, False, 16), (1, fp8, 64)):
+        yield Case(
+            block_sparse_attention.block_sparse_kernel,
+            f"splits={splits} fp8={is_fp8}",
+            {
+                **types,
+                "kv_cache": "*fp8e4nv" if is_fp8 else "*bf16",
+                "out": "*fp32" if splits > 1 else "*bf16",
+            },
+            {
+                "TOP_K": 16, "SIZE": 128, "QUERY_LEN": 1, "NUM_KV_HEADS": 4, "GROUP": 16,
+                "ROWS": 16, "HEAD_DIM": 128, "BLOCK_DIM": 128, "VALUE_DIM": 128,
+                "BLOCK_VALUE": 128, "BLOCK_SIZE": page, "TILE": tuning.tile, "SPLITS": splits,
+                "PRECISION": "tf32", "FP8": is_fp8,
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )  # fmt: skip
+
+
 def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
@@ -1633,6 +1685,7 @@ def compile_all(capability: int) -> None:
         normed_router_cases,
         latent_cases,
         sparse_cases,
+        block_sparse_cases,
         ragged_cases,
         linear_attention_cases,
         mamba_cases,

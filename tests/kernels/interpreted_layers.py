@@ -48,7 +48,7 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
     check.fused_add_rms_norm(ops.fused_add_rms_norm.kernel, 3, 96, dtype)
     check.silu_and_mul(ops.silu_and_mul.kernel, 3, 1100, dtype)
     check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul.kernel, 3, 1100, dtype)
-    check.limited_silu_and_mul(ops.limited_silu_and_mul.kernel, 3, 1100, dtype)
+    check.bounded_gate_and_mul(ops.bounded_gate_and_mul.kernel, 3, 1100, dtype)
 
 
 def test_products_of_few_rows() -> None:

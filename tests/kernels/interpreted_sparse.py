@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import block_sparse_checks as blocks
 import pytest
 import sparse_checks as check
 import torch
 from interpreted_fixtures import remembers, seeded  # noqa: F401
 
 from tandem_kernels import ops
-from tandem_kernels.attention import index_select, index_topk
+from tandem_kernels.attention import block_scores, index_select, index_topk
+from tandem_kernels.attention.block_choice import BlockChoice
 
 RAGGED = [5, 70, 0, 33, 20], [1, 1, 1, 7, 20]
 
@@ -70,3 +72,40 @@ def test_attention_to_chosen_tokens(
 
 def test_choice_does_not_depend_on_what_else_is_there() -> None:
     check.index_topk_is_invariant(ops.index_topk.kernel, (70, 9), (3, 16, 20), fp8=False)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "drafts"),
+    [(RAGGED, 0), (([90, 3, 0, 45], [3] * 4), 3), (([90, 0, 45], [1] * 3), 1)],
+)
+@pytest.mark.parametrize(
+    ("choice", "page"), [(BlockChoice(16, 2, 1), 8), (BlockChoice(8, 3, 2), 16)]
+)
+def test_choice_of_blocks(
+    lengths: check.Lengths, drafts: int, choice: BlockChoice, page: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Blocks of several pages, and pages of several blocks; several turns."""
+    monkeypatch.setattr(block_scores, "_SCORES_AT_ONCE", 128)
+    monkeypatch.setattr(block_scores, "_ROWS", 8)
+    op = ops.choose_blocks.kernel
+    blocks.choose_blocks(op, lengths, (2, 16), choice, block_size=page, drafts=drafts)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "drafts"),
+    [(RAGGED, 0), (([70, 9, 0, 33], [2] * 4), 2), (([90, 0, 45], [1] * 3), 1)],
+)
+@pytest.mark.parametrize(
+    ("page", "more"),
+    [
+        (8, {}), (32, {"value_dim": 8}), (32, {"fixed_order": True}), (16, {"fp8": True}),
+        (64, {"fp8": True, "value_dim": 24}),
+    ],
+)  # fmt: skip
+def test_attention_to_chosen_blocks(
+    lengths: check.Lengths, drafts: int, page: int, more: dict[str, object]
+) -> None:
+    op, choice = ops.block_sparse_attention.kernel, BlockChoice(16, 3, 1)
+    shape = {"block_size": page, "drafts": drafts, **more}
+    blocks.block_sparse_attention(op, lengths, (2, 3, 16), choice, torch.float32, **shape)

@@ -149,14 +149,20 @@ def silu_and_mul(op: Op, rows: int, width: int, dtype: torch.dtype, device: str 
     assert oracle.relative_error(out, gate / (1 + (-gate).exp()) * up) < ELEMENTWISE[dtype]
 
 
-def limited_silu_and_mul(
+def bounded_gate_and_mul(
     op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """Both limits are reached."""
+    """All limits are reached."""
     x = 2 * torch.randn(rows, 2 * width, device=device).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
-    expected = (gate / (1 + (-gate).exp())).clip(None, 1.5) * up.clip(-1.5, 1.5)
-    assert oracle.relative_error(op(x, 1.5), expected) < ELEMENTWISE[dtype]
+    up = up.clip(-1.5, 1.5)
+    limited = (gate / (1 + (-gate).exp())).clip(None, 1.5) * up
+    gate = gate.clip(None, 1.5)
+    clamped = gate / (1 + (-1.7 * gate).exp()) * (up + 1)
+    for form, expected in (
+        (GateForm("limited", 1.5), limited), (GateForm("clamped", 1.5, 1.7), clamped)
+    ):  # fmt: skip
+        assert oracle.relative_error(op(x, form), expected) < ELEMENTWISE[dtype]
 
 
 def gelu_tanh_and_mul(

@@ -131,7 +131,7 @@ def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 def test_gated_activations(dtype: torch.dtype, rows: int, width: int) -> None:
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype)
     check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul, rows, width, dtype)
-    check.limited_silu_and_mul(ops.limited_silu_and_mul, rows, width, dtype)
+    check.bounded_gate_and_mul(ops.bounded_gate_and_mul, rows, width, dtype)
 
 
 @dtypes

@@ -28,7 +28,7 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None
     check.fused_add_rms_norm(ops.fused_add_rms_norm, rows, width, dtype, "cuda")
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype, "cuda")
     check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul, rows, width, dtype, "cuda")
-    check.limited_silu_and_mul(ops.limited_silu_and_mul, rows, width, dtype, "cuda")
+    check.bounded_gate_and_mul(ops.bounded_gate_and_mul, rows, width, dtype, "cuda")
 
 
 @halves

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import block_sparse_checks as blocks
 import pytest
 import sparse_checks as check
 import torch
 from gpu_fixtures import halves, poisoned_and_fresh  # noqa: F401
 
 from tandem_kernels import ops
+from tandem_kernels.attention.block_choice import BlockChoice
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (
@@ -60,3 +62,39 @@ def test_index_keys_in_e4m3_choose_nearly_the_same() -> None:
     lengths = 8000, 2048
     ops_ = ops.index_rope_and_cache, ops.index_topk
     assert check.shared_choices(*ops_, (64, 128), lengths, device="cuda") > 0.9
+
+
+BLOCKS = (
+    (([1, 127, 0, 129, 1000], [1] * 5), 1),
+    (([1000, 300], [3, 3]), 3),
+    (([300, 500], [1, 70]), 0),
+)
+"""Lengths, and the query tokens of decodes, if all are."""
+
+
+@halves
+@pytest.mark.parametrize(("lengths", "drafts"), BLOCKS)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_choice_of_blocks(
+    dtype: torch.dtype, groups: int, lengths: check.Lengths, drafts: int
+) -> None:
+    choice = BlockChoice(64, 3, 1)
+    blocks.choose_blocks(
+        ops.choose_blocks, lengths, (groups, 128), choice, block_size=16, drafts=drafts,
+        dtype=dtype, device="cuda",
+    )  # fmt: skip
+
+
+@halves
+@pytest.mark.parametrize(("lengths", "drafts"), BLOCKS)
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("more", [{}, {"fixed_order": True}, {"fp8": True}])
+def test_attention_to_chosen_blocks(
+    dtype: torch.dtype, page: int, lengths: check.Lengths, drafts: int, more: dict[str, bool]
+) -> None:
+    choice, shape = BlockChoice(128, 3, 1), {"block_size": page, "drafts": drafts}
+    for num_kv_heads in (1, 4):
+        blocks.block_sparse_attention(
+            ops.block_sparse_attention, lengths, (num_kv_heads, 16, 128), choice, dtype,
+            device="cuda", **shape, **more,
+        )  # fmt: skip

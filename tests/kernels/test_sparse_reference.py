@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import block_sparse_checks as blocks
 import pytest
 import sparse_checks as check
 import torch
 
 from tandem_kernels import ops
+from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.reference.index import hadamard, power_above, rounded
 
 RAGGED = [5, 70, 0, 33, 20], [1, 1, 1, 7, 20]
@@ -45,6 +47,21 @@ def test_attention_to_chosen_tokens(dtype: torch.dtype, fixed_order: bool) -> No
     check.sparse_latent_attention(
         ops.sparse_latent_attention, RAGGED, sizes, dtype, fixed_order=fixed_order
     )
+
+
+@fixed
+@pytest.mark.parametrize("choice", [BlockChoice(8, 3, 1), BlockChoice(16, 2, 0)])
+def test_the_best_blocks_are_chosen(choice: BlockChoice, fixed_order: bool) -> None:
+    blocks.choose_blocks(ops.choose_blocks, RAGGED, (2, 8), choice, fixed_order=fixed_order)
+
+
+@fixed
+@pytest.mark.parametrize("fp8", [False, True])
+def test_attention_to_chosen_blocks(fixed_order: bool, fp8: bool) -> None:
+    op, choice = ops.block_sparse_attention, BlockChoice(8, 3, 1)
+    dtype = torch.float32 if fp8 else torch.bfloat16
+    more = {"fixed_order": fixed_order, "fp8": fp8, "value_dim": 12}
+    blocks.block_sparse_attention(op, RAGGED, (2, 3, 16), choice, dtype, **more)
 
 
 def test_turning_changes_no_product_and_scales_are_powers_of_two() -> None:

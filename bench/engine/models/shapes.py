@@ -169,6 +169,32 @@ SHAPES: dict[str, dict[str, object]] = {
         "index_head_dim": 128,
         "index_topk": 2048,
     },
+    # A dense layer, and three of the 57 that choose blocks, whose experts take 14 GB each in bf16.
+    "minimax-m3-4-layers": {
+        "architectures": ["MiniMaxM3VLForCausalLM"],
+        "vocab_size": 200_064,
+        "hidden_size": 6144,
+        "intermediate_size": 3072,
+        "dense_intermediate_size": 12_288,
+        "shared_intermediate_size": 3072,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "rope_theta": 5_000_000.0,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "sparse_attention_config": {
+            "sparse_num_index_heads": 4,
+            "sparse_index_dim": 128,
+            "sparse_block_size": 128,
+            "sparse_topk_blocks": 16,
+            "sparse_local_block": 1,
+            "sparse_attention_freq": [0, 1, 1, 1],
+        },
+    },
 }
 QUANTIZATIONS: dict[str, dict[str, object]] = {
     "fp8": {},

@@ -1,5 +1,7 @@
 """Sparse attention over latents at the shapes of DeepSeek V3.2: an indexer of 64 heads of 128, of
-whose scores the highest 2048 are chosen, and latents of 512 + 64 in blocks of 64 tokens.
+whose scores the highest 2048 are chosen, and latents of 512 + 64 in blocks of 64 tokens. Attention
+to blocks at those of MiniMax-M3: 4 KV heads of 128 with 16 query heads each, and an indexer that
+chooses 16 blocks of 128 for each, also as one of two ranks has it.
 
 Floors: of the indexer the bytes of keys and scales, or its products at twice the rate of bfloat16;
 of attention the bytes of 2048 rows a token, or its products. Beside attention to the chosen stand
@@ -17,12 +19,14 @@ import torch
 from bench.engine.timing.kernel_cases import BF16, Case, randn
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.kv_scales import E4M3
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 
 _LATENT, _ROPE, _BLOCK, _TOP_K = 512, 64, 64, 2048
 _HEADS, _INDEX_HEADS, _INDEX_DIM = 128, 64, 128
+_CHOICE, _GROUP = BlockChoice(size=128, top_k=16, local=1), 16
 _SCALE = 192**-0.5
 _DECODES = tuple(itertools.product((1, 16, 64), (4096, 32_768, 131_072)))
 _CHUNKS = (8192, 0), (8192, 24_576)
@@ -35,6 +39,10 @@ def sparse_cases() -> Iterator[Case]:
         yield from _cases(f"{count} x {context}", [context] * count, [1] * count)
     for length, cached in _CHUNKS:
         yield from _cases(f"{length} behind {cached}", [cached + length], [length])
+    for count, context in itertools.product((1, 16, 64), (1024, 16_384, 131_072)):
+        yield from _block_cases(f"{count} x {context}", [context] * count, [1] * count)
+    for length, cached in _CHUNKS:
+        yield from _block_cases(f"{length} behind {cached}", [cached + length], [length])
 
 
 def _cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[Case]:
@@ -80,6 +88,38 @@ def _cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[C
             rows * (_LATENT + _ROPE) * 2,
             flops,
             others={"dense": [dense]} if heads < _HEADS or max(query_lens) == 1 else {},
+        )
+
+
+def _block_cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[Case]:
+    metadata, num_blocks = _metadata(seq_lens, query_lens)
+    num_tokens, contexts = sum(query_lens), sum(seq_lens)
+    is_decode = max(query_lens) == 1
+    positions = [
+        position
+        for length, queries in zip(seq_lens, query_lens, strict=True)
+        for position in range(length - queries + 1, length + 1)
+    ]
+    taken = sum(min(position, _CHOICE.num_tokens) for position in positions)
+    for kv_heads in (4, 2):
+        pages = IndexPages(randn(num_blocks, _BLOCK, _INDEX_DIM))
+        queries = randn(num_tokens, kv_heads, _INDEX_DIM)
+        choose = partial(ops.choose_blocks, queries, pages, metadata, _CHOICE)
+        name = f"{shape}, {kv_heads} KV heads"
+        flops = 2 * sum(positions) * kv_heads * _INDEX_DIM
+        yield Case("block index", name, [choose], contexts * _INDEX_DIM * 2, flops)
+        q = randn(num_tokens, kv_heads * _GROUP, _INDEX_DIM)
+        cache = randn(num_blocks, 2, kv_heads, _BLOCK, _INDEX_DIM)
+        chosen, rest = choose(), (metadata, _CHOICE, _INDEX_DIM**-0.5)
+        attend = partial(ops.block_sparse_attention, q, cache, chosen, *rest)
+        dense = partial(ops.paged_attention, q, cache, metadata, _INDEX_DIM**-0.5)
+        yield Case(
+            "block attention",
+            name,
+            [attend],
+            (taken if is_decode else contexts) * 2 * kv_heads * _INDEX_DIM * 2,
+            4 * taken * kv_heads * _GROUP * _INDEX_DIM,
+            others={"dense": [dense]},
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from engine.head_sizes import HeadSizes
 from engine.layers.attention.backend import AttentionSpec
+from engine.layers.attention.block_indexer import BlockIndexer, BlockIndexerSizes
 from engine.layers.attention.layer import Attention, AttentionInputs
 from engine.layers.linear import GateForm, QKVParallelLinear, RowParallelLinear, repeated
 from engine.layers.methods.base import HeadPlaces
@@ -26,6 +27,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
 from kv_transfer.layout import NO_HEADS, HeadRange, heads_of_rank
 from tandem_kernels import ops
+from tandem_kernels.attention.index_pages import IndexedKV
 from tandem_kernels.attention.kv_pages import PagedKV
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
@@ -55,6 +57,7 @@ class AttentionOptions:
         shares_keys: Values are projected by the weights of keys.
         has_kv: It has keys and values of its own, and not those of another layer.
         values: See `Attention`.
+        indexer: Chooses the blocks that are attended to; None: all are.
         kv_scales: See `AttentionSpec`.
     """
 
@@ -74,6 +77,7 @@ class AttentionOptions:
     has_kv: bool = True
     values: ValueForm = PLAIN_VALUES
     kv_scales: KVScales | None = None
+    indexer: BlockIndexerSizes | None = None
 
 
 class AttentionBlock(nn.Module):
@@ -125,8 +129,20 @@ class AttentionBlock(nn.Module):
         self.q_norm, self.k_norm = (
             _head_norm(part, total, head_dim, options, head_order, shard) for part, total in normed
         )
+        self.indexer: BlockIndexer | None = None
+        if options.indexer is not None:
+            self.indexer = BlockIndexer(
+                hidden_size,
+                options.indexer,
+                kv_heads,
+                shard,
+                eps=options.eps,
+                norm_offset=options.norm_offset,
+                order=head_order,
+            )
         self.has_plain_heads = (
             options.head_norm == "none"
+            and options.indexer is None
             and has_kv
             and not self.num_gates
             and options.kv_scales is None
@@ -152,28 +168,32 @@ class AttentionBlock(nn.Module):
 
     @property
     def input_form(self) -> RowForm | None:
-        """Returns how inputs are best given; see `LinearMethod`."""
-        return self.qkv_proj.input_form
+        """Returns how inputs are best given; see `LinearMethod`. An indexer reads them plain."""
+        return None if self.indexer is not None else self.qkv_proj.input_form
 
     def forward(
         self,
         x: Rows | UnnormedRows,
         stream: ResidualStream,
-        kv_cache: PagedKV,
+        kv_cache: PagedKV | IndexedKV,
         inputs: AttentionInputs,
         kept: Tensor | None = None,
     ) -> None:
         """Attends for `x`, [T, H], normed or to be normed. The stream goes on with the rows `kept`
         [n] alone; None: with all."""
-        heads = gates = None
+        heads = gates = index = blocks = None
+        if isinstance(kv_cache, IndexedKV):
+            kv_cache, index = kv_cache.kv, kv_cache.index
         if self.has_plain_heads and isinstance(kv_cache, Tensor):
             heads = self.qkv_proj.heads(x, _places(kv_cache, inputs))
         if heads is None:
             normed = x.normed() if isinstance(x, UnnormedRows) else x
+            if self.indexer is not None and index is not None:
+                blocks = self.indexer(normed, index, inputs)
             heads, gates = self._written(self.qkv_proj(normed), kv_cache, inputs)
         heads = heads.flatten(1)
         inputs.scale_queries(heads[:, : self.attention.spec.query_width])
-        attended: Tensor = self.attention(heads, kv_cache, inputs, kept)
+        attended: Tensor = self.attention(heads, kv_cache, inputs, kept, blocks)
         if kept is not None:
             stream.keep(kept)
         if gates is not None:
@@ -216,6 +236,8 @@ class AttentionBlock(nn.Module):
         else:
             yield from self.qkv_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
+        if self.indexer is not None:
+            yield from self.indexer.checkpoint_weights(prefix)
         if self.sinks is not None:
             first, total = self.heads
             yield CheckpointWeight(f"{prefix}.sinks", self.sinks, (total,), 0, first)

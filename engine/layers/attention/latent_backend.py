@@ -82,11 +82,7 @@ class LatentBackend(PagedBackend):
         ragged: Attends to expanded keys and values.
         pass_tokens: Of contexts expanded at once.
         fewest_tokens, fewest_of_step: Of a chunk, and of all that a step expands.
-        recorded_tokens: Steps of no more tokens may be recorded.
-        dense_tokens: An indexer chooses what is attended of a longer context, which stays absorbed;
-            None: there is none.
-        recorded_context: The longest context of a recorded step, which chooses whatever the
-            contexts are that it is recorded with; 0: nothing is recorded.
+        dense_tokens: Longer contexts stay absorbed.
     """
 
     shape: LatentShape | None = None
@@ -94,9 +90,6 @@ class LatentBackend(PagedBackend):
     pass_tokens: int = PASS_TOKENS
     fewest_tokens: int = _FEWEST_TOKENS
     fewest_of_step: int = _FEWEST_OF_STEP
-    recorded_tokens: int = 0
-    dense_tokens: int | None = None
-    recorded_context: int = 0
 
     @property
     def expands_contexts(self) -> bool:
@@ -132,7 +125,7 @@ class LatentBackend(PagedBackend):
         return self._has_whole_prompts(order)
 
     def metadata(self, batch: StepBatch) -> AttentionMetadata:
-        metadata = self._whole_metadata(batch)
+        metadata = PagedBackend.metadata(self, batch)
         if self._has_whole_prompts(batch.order):
             return self._of_whole_prompts(batch, metadata)
         first, end = self._expanded(batch.order)
@@ -157,14 +150,9 @@ class LatentBackend(PagedBackend):
             after=after,
         )
 
-    def _whole_metadata(self, batch: StepBatch) -> AttentionMetadata:
-        """Returns metadata of all requests alike."""
-        metadata, order = PagedBackend.metadata(self, batch), batch.order
+    def _may_record(self, order: StepOrder) -> bool:
         is_small = int(order.query_lens.sum()) < self.fewest_of_step
-        is_recorded = is_small or order.num_decodes == len(order.query_lens)
-        if self.dense_tokens is None or not self.recorded_context or not is_recorded:
-            return metadata
-        return replace(metadata, max_seq_len=self.recorded_context)
+        return is_small or order.num_decodes == len(order.query_lens)
 
     def _has_whole_prompts(self, order: StepOrder) -> bool:
         """Returns whether all that the step computes are many tokens of prompts from their

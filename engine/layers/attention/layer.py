@@ -11,6 +11,7 @@ from engine.layers.attention.backend import AttentionBackend, AttentionSpec, Who
 from engine.layers.attention.whole_images import attend_images
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.kv_pages import PagedKV
 from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 
@@ -24,6 +25,22 @@ class ChosenTokens:
     """
 
     chosen: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenBlocks:
+    """Holds what the indexer of a layer with heads has chosen for the tokens of a step.
+
+    Attributes:
+        chosen: As `tandem_kernels.reference.block_sparse.choose_blocks` returns it.
+    """
+
+    chosen: Tensor
+    choice: BlockChoice
+
+    def of_rows(self, rows: Tensor) -> ChosenBlocks:
+        """Returns those of some tokens, [n]."""
+        return ChosenBlocks(self.chosen.index_select(0, rows), self.choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +125,31 @@ class Attention(nn.Module):
         kv_cache: PagedKV,
         inputs: AttentionInputs,
         kept: Tensor | None = None,
+        blocks: ChosenBlocks | None = None,
     ) -> Tensor:
-        """Attends: heads as `write` returns them -> [T, Hq * Dv], or the rows `kept` [n] of it."""
-        spec, backend = self.spec, inputs.backend
+        """Attends: heads as `write` returns them -> [T, Hq * Dv], or the rows `kept` [n] of it.
+        `blocks`: to these alone."""
         if kept is not None and inputs.kept is not None:
-            few = heads.index_select(0, kept)
-            return backend.attend(spec, few, kv_cache, inputs.kept).flatten(1)
-        attended = backend.attend(spec, heads, kv_cache, inputs.metadata)
+            few, metadata = heads.index_select(0, kept), inputs.kept
+            of_few = None if blocks is None else blocks.of_rows(kept)
+            return self._attended(few, kv_cache, inputs.backend, metadata, of_few).flatten(1)
+        spec = self.spec
+        attended = self._attended(heads, kv_cache, inputs.backend, inputs.metadata, blocks)
         if inputs.images:
             attend_images(attended, spec, heads, kv_cache, inputs.metadata, inputs.images)
         attended = attended.flatten(1)
         return attended if kept is None else attended.index_select(0, kept)
+
+    def _attended(
+        self,
+        heads: Tensor,
+        kv_cache: PagedKV,
+        backend: AttentionBackend,
+        metadata: AttentionMetadata,
+        blocks: ChosenBlocks | None,
+    ) -> Tensor:
+        spec = self.spec
+        if blocks is None:
+            return backend.attend(spec, heads, kv_cache, metadata)
+        queries, rest = spec.queries(heads), (metadata, blocks.choice, spec.scale, spec.kv_scales)
+        return ops.block_sparse_attention(queries, kv_cache, blocks.chosen, *rest)

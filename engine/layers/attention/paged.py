@@ -35,10 +35,17 @@ class PagedBackend(AttentionBackend):
     Attributes:
         kernel: Our own, or another's with the same meaning.
         fixed_order: See `AttentionMetadata`.
+        recorded_tokens: Steps of no more tokens may be recorded.
+        dense_tokens: An indexer chooses what is attended of a longer context; None: there is none.
+        recorded_context: The longest context of a recorded step, which chooses whatever the
+            contexts are that it is recorded with; 0: nothing is recorded.
     """
 
     kernel: PagedKernel = ops.paged_attention
     fixed_order: bool = False
+    recorded_tokens: int = 0
+    dense_tokens: int | None = None
+    recorded_context: int = 0
 
     def graph_ok(self, order: StepOrder) -> bool:
         if not 0 < order.num_decodes < len(order.query_lens):
@@ -53,11 +60,21 @@ class PagedBackend(AttentionBackend):
             seq_lens=batch.seq_lens,
             num_decodes=batch.order.num_decodes,
             max_query_len=int(batch.order.query_lens.max()),
-            max_seq_len=int(batch.order.seq_lens.max()),
+            max_seq_len=self._longest(batch.order),
             fixed_order=self.fixed_order,
             window=batch.window,
             decode_query_len=batch.order.decode_query_len,
         )
+
+    def _longest(self, order: StepOrder) -> int:
+        """Returns the longest context of a step, of one that may be recorded any."""
+        if self.dense_tokens is not None and self.recorded_context and self._may_record(order):
+            return self.recorded_context
+        return int(order.seq_lens.max())
+
+    def _may_record(self, order: StepOrder) -> bool:
+        is_small = int(order.query_lens.sum()) <= self.recorded_tokens
+        return is_small or order.num_decodes == len(order.query_lens)
 
     def attend(
         self, spec: AttentionSpec, heads: Tensor, kv_cache: PagedKV, metadata: AttentionMetadata

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ def choose_attention(
         rare_attention: Names what only our own kernels know of this model's attention.
         has_sinks: Its heads have attention sinks.
         latent: The sizes of its latent attention; None: it has none.
-        dense_tokens: See `LatentBackend`.
+        dense_tokens: See `PagedBackend`.
         recorded_tokens: The tokens of the largest step with prompts that is a CUDA graph.
 
     Raises:
@@ -68,11 +69,14 @@ def choose_attention(
             "attention_backend flash-attn has no deterministic mode: how it splits a context "
             "depends on what else runs; choose auto or triton, or leave out --deterministic"
         )
+    records = is_gpu(device) and not config.device.enforce_eager
+    of_recorded: dict[str, Any] = {
+        "dense_tokens": dense_tokens,
+        "recorded_tokens": recorded_tokens,
+        "recorded_context": config.model.max_model_len if records else 0,
+    }
     if latent is not None:
-        backend = _latent_backend(config, device, latent, recorded_tokens)
-        records = is_gpu(device) and not config.device.enforce_eager
-        longest = config.model.max_model_len if records else 0
-        return replace(backend, dense_tokens=dense_tokens, recorded_context=longest)
+        return replace(_latent_backend(config, device, latent), **of_recorded)
     if config.device.deterministic or rare_attention or all(has_window):
         wanted = "triton"
     dtype, seeing = getattr(torch, config.model.dtype), _heads_that_see_everything(config)
@@ -80,16 +84,18 @@ def choose_attention(
         for heads in seeing:
             _check_flash_attention(dtype, heads, device)
         logger.info("attention: FlashAttention 3")
-        return PagedBackend(flash_attention.flash_attention)
+        return PagedBackend(flash_attention.flash_attention, **of_recorded)
     dense = None
     if wanted == "auto" and len(seeing) == 1:
         dense = _dense_prefill(dtype, seeing[0], device, has_sinks=has_sinks)
     if dense is None:
         logger.info("attention: %s", "Triton" if is_gpu(device) else "torch")
-        return PagedBackend(fixed_order=config.device.deterministic)
+        return PagedBackend(fixed_order=config.device.deterministic, **of_recorded)
     which = "uncached" if dense.ragged is None else "long"
     logger.info("attention of %s prompts: %s; of all others: Triton", which, dense.name)
-    return UncachedPrefillBackend(dense, recorded_tokens=recorded_tokens)
+    return UncachedPrefillBackend(
+        dense, PagedBackend(**of_recorded), recorded_tokens=recorded_tokens
+    )
 
 
 def _heads_that_see_everything(config: EngineConfig) -> list[HeadSizes]:
@@ -104,7 +110,7 @@ def _heads_that_see_everything(config: EngineConfig) -> list[HeadSizes]:
 
 
 def _latent_backend(
-    config: EngineConfig, device: torch.device, latent: LatentShape, recorded_tokens: int
+    config: EngineConfig, device: torch.device, latent: LatentShape
 ) -> LatentBackend:
     """Returns the backend of latents. In deterministic mode all requests stay absorbed: the two
     forms round differently, and which one is faster depends on how a prompt is cut into steps."""
@@ -122,9 +128,9 @@ def _latent_backend(
             logger.warning(_NOT_LOADED, package, error)
         else:
             logger.info("attention of latents: expanded FlashAttention 3, absorbed Triton")
-            return LatentBackend(shape=latent, ragged=ragged, recorded_tokens=recorded_tokens)
+            return LatentBackend(shape=latent, ragged=ragged)
     logger.info("attention of latents: %s", "Triton" if is_gpu(device) else "torch")
-    return LatentBackend(shape=latent, recorded_tokens=recorded_tokens)
+    return LatentBackend(shape=latent)
 
 
 def _check_fp8_cache(wanted: AttentionBackendName, device: torch.device) -> None:

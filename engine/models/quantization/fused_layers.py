@@ -8,7 +8,11 @@ from pathlib import Path
 from engine.models.errors import CheckpointError
 from engine.quantization import MixedSchemes, Quantization
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj", "gate_proj"), ("gate_proj", "up_proj"))
+_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj", "gate_proj"),
+    ("gate_proj", "up_proj"),
+    ("index_q_proj", "index_k_proj"),
+)
 """A gate beside queries is that of attention (AFMoE)."""
 
 

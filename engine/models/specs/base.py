@@ -10,7 +10,7 @@ import msgspec
 from engine.config import KVLayers, ModelConfig, ParallelConfig
 from engine.head_sizes import HeadSizes
 from engine.models.config_file import ConfigFile
-from engine.models.specs.indexer import IndexerSpec
+from engine.models.specs.indexer import BlockIndexerSpec, IndexerSpec
 from engine.models.specs.latent import LatentSpec
 
 PLAIN_CHECKPOINT = "use a plain checkpoint of this family, in fp32, fp16 or bf16"
@@ -115,6 +115,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def indexer_of(self, layer: int) -> IndexerSpec | None:
         """Returns what chooses the tokens that a layer attends to; None: it attends to all."""
         return None
+
+    def block_indexer_of(self, layer: int) -> BlockIndexerSpec | None:
+        """Returns what chooses the blocks that a layer with heads attends to; None: it attends to
+        all."""
+        return None
+
+    def attends_to_chosen(self, layer: int) -> bool:
+        """Returns whether a layer attends to chosen tokens of a context that is longer than
+        `dense_tokens`."""
+        return self.dense_tokens is not None
 
     @property
     def dense_tokens(self) -> int | None:

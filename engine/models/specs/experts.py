@@ -63,6 +63,7 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
             `engine.layers.expert_methods.stacked`.
         gate_limit, gate_alpha: See `tandem_kernels.elementwise.gate_form.GateForm`; limit 0:
             SiLU.
+        clamps_dense: So are the gates of shared experts, and of dense blocks.
         gelu: The activation is GELU by its tanh formula, not SiLU.
         limits: Of the activations of routed experts, a number a layer; see `GateForm`'s "limited".
             0: there is none. Empty: no layer has one.
@@ -86,6 +87,7 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
     stacked: bool = False
     gate_limit: float = 0.0
     gate_alpha: float = 0.0
+    clamps_dense: bool = False
     gelu: bool = False
     limits: tuple[float, ...] = ()
     dense_limits: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""Describes the indexer of sparse attention, apart from the rest of its model."""
+"""Describes indexers of sparse attention, apart from the rest of their model."""
 
 from __future__ import annotations
 
@@ -34,3 +34,24 @@ class IndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
             Plane(INDEX_PLANE, 1, self.dim, replicated=True),
             Plane(INDEX_SCALE_PLANE, 1, DTYPE_BYTES["float32"], replicated=True),
         )
+
+
+class BlockIndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Says how a layer chooses the blocks that a KV head's group attends to; see
+    `engine.layers.attention.block_indexer`.
+
+    Attributes:
+        heads: Queries of a token, one for each KV head; a token has one key.
+        dim: Numbers of either.
+        size, top_k, local: See `tandem_kernels.attention.block_choice.BlockChoice`.
+    """
+
+    heads: int
+    dim: int
+    size: int
+    top_k: int
+    local: int
+
+    def plane(self, dtype: Dtype) -> Plane:
+        """Returns what a layer keeps of a token's index key, in the model's type."""
+        return Plane(INDEX_PLANE, 1, self.dim * DTYPE_BYTES[dtype], replicated=True)

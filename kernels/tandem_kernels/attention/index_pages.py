@@ -1,9 +1,12 @@
-"""Holds what a sparse layer keeps of a token: its latent row, and a key by which it is found.
+"""Holds what a sparse layer keeps of a token: its latent row, or its keys and values, and a key by
+which it is found.
 
     page | latents [B, L + R] | index keys [B, D] | scales [B] |
+    page | keys [Hkv, B, D] | values [Hkv, B, Dv] | index keys [B, D] |
 
-Keys are float32, or e4m3 numbers behind which the page has a float32 scale for each. All are views
-of the same pages, so a block of tokens travels as one.
+Index keys of latents are float32, or e4m3 numbers behind which the page has a float32 scale for
+each; those beside keys and values have the model's type. All are views of the same pages, so a
+block of tokens travels as one.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ class IndexPages:
     """The index keys of one layer.
 
     Attributes:
-        keys: [N, B, D] float32 or e4m3.
-        scales: [N, B] float32, of e4m3 keys; None: keys are float32.
+        keys: [N, B, D].
+        scales: [N, B] float32, of e4m3 keys; None: keys are of a wider type.
     """
 
     keys: Tensor
@@ -42,5 +45,19 @@ class IndexedLatents:
     index: IndexPages
 
 
-LayerCache: TypeAlias = PagedKV | IndexedLatents
+@dataclass(frozen=True, slots=True)
+class IndexedKV:
+    """The cache of a layer with heads that has an indexer.
+
+    Attributes:
+        kv: Keys and values.
+        index: [N, B, bytes] uint8 in the same pages: index keys in the model's type, whatever that
+            of keys and values.
+    """
+
+    kv: PagedKV
+    index: Tensor
+
+
+LayerCache: TypeAlias = PagedKV | IndexedLatents | IndexedKV
 """Names what layers have as their caches."""

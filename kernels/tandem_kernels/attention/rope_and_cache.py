@@ -155,6 +155,8 @@ def rope_and_cache_kernel(
             to = page + row * (2 * HALF) + half[None, :]
             _store(to, first, k_scale, head, inside, FP8, NUM_KV_HEADS)
             _store(to + HALF, second, k_scale, head, inside, FP8, NUM_KV_HEADS)
+            if VALUE_HALF == 0:
+                return
             lanes = tl.arange(0, BLOCK_VALUE_HALF)
             real = (head < NUM_KV_HEADS)[:, None] & (lanes < VALUE_HALF)[None, :]
             own = v + token * v_stride + head[:, None] * (2 * VALUE_HALF) + lanes[None, :]
@@ -216,7 +218,7 @@ def rope_and_cache(
         HALF=head_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         VALUE_HALF=value_dim // 2,
-        BLOCK_VALUE_HALF=triton.next_power_of_2(value_dim // 2),
+        BLOCK_VALUE_HALF=triton.next_power_of_2(max(1, value_dim // 2)),
         BLOCK_SIZE=sizes_of(kv_cache).block_size,
         HEADS=heads,
         HAS_NORM=q_weight is not None,

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
+from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments
 
 
 @triton.jit
@@ -18,9 +19,11 @@ def silu_and_mul_kernel(
     x_stride: tl.tensor,
     width: tl.tensor,
     limit: tl.tensor,
+    alpha: tl.tensor,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
     LIMITED: tl.constexpr,
+    CLAMPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Writes, in program (t, j), columns j * BLOCK and on of row t."""
@@ -34,7 +37,12 @@ def silu_and_mul_kernel(
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     # GELU's tanh formula is SiLU of another argument: (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)).
+    if CLAMPED:
+        wide = tl.minimum(wide, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
     steep = wide
+    if CLAMPED:
+        steep = alpha * wide
     if GELU:
         steep = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
     activated = wide / (1.0 + tl.exp(-steep))
@@ -55,14 +63,15 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return _activate(x, is_gelu=True)
 
 
-def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
-    """See `reference.elementwise.limited_silu_and_mul`."""
-    return _activate(x, is_gelu=False, limit=limit)
+def bounded_gate_and_mul(x: Tensor, form: GateForm) -> Tensor:
+    """See `reference.elementwise.bounded_gate_and_mul`."""
+    return _activate(x, is_gelu=False, form=form)
 
 
-def _activate(x: Tensor, *, is_gelu: bool, limit: float = 0.0) -> Tensor:
+def _activate(x: Tensor, *, is_gelu: bool, form: GateForm | None = None) -> Tensor:
     num_tokens, doubled = x.shape
     width = doubled // 2
+    kind = "" if form is None else form.kind
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     if num_tokens > 0:
         block = min(1024, triton.next_power_of_2(width))
@@ -73,10 +82,11 @@ def _activate(x: Tensor, *, is_gelu: bool, limit: float = 0.0) -> Tensor:
             out,
             x.stride(0),
             width,
-            limit,
+            *gate_arguments(form),
             BLOCK=block,
             GELU=is_gelu,
-            LIMITED=limit > 0.0,
+            LIMITED=kind == "limited",
+            CLAMPED=kind == "clamped",
             OVERLAP=overlap,
             num_warps=4,
             **({"launch_pdl": True} if overlap else {}),

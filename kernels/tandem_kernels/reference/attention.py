@@ -66,7 +66,7 @@ def paged_attention(
             if start < end and seq_lens[r] > 0:
                 first = 0 if window is None else max(0, seq_lens[r] - (end - start) - window + 1)
                 blocks = metadata.block_tables[r]
-                k, v = _context(kv_cache, blocks, first, seq_lens[r], kv_scales)
+                k, v = context(kv_cache, blocks, first, seq_lens[r], kv_scales)
                 attend = _one_by_one if metadata.fixed_order else _prefill
                 out[start:end] = attend(q[start:end], k, v, scale, softcap, window, sinks)
     return out.to(dtype)
@@ -153,7 +153,7 @@ def _gathered(plane: Tensor, blocks: Tensor) -> Tensor:
     return gathered.view(num_requests, num_heads, -1, width)
 
 
-def _context(
+def context(
     kv_cache: PagedKV,
     block_table: Tensor,
     first: int,

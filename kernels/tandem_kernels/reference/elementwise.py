@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem_kernels.attention.kv_pages import PagedKV, apart
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
+from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.reference.fp8_cache import quantise
 from tandem_kernels.reference.steady import sigmoid
 
@@ -79,12 +80,14 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate.float(), approximate="tanh").mul_(up).to(x.dtype)
 
 
-def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
-    """Computes `silu_and_mul` of [T, 2I] -> [T, I] with silu(gate) at most `limit`, and what it is
-    multiplied by within +-`limit` (StepFun, Step-3.5-Flash, 2026)."""
-    gate, up = x.chunk(2, dim=-1)
-    activated = F.silu(gate.float()).clamp_(max=limit)
-    return activated.mul_(up.clamp(-limit, limit)).to(x.dtype)
+def bounded_gate_and_mul(x: Tensor, form: GateForm) -> Tensor:
+    """Computes the gated activation [T, 2I] -> [T, I] of a form that has a limit."""
+    gate, up = x.float().chunk(2, dim=-1)
+    up = up.clamp(-form.limit, form.limit)
+    if form.kind == "limited":
+        return F.silu(gate).clamp_(max=form.limit).mul_(up).to(x.dtype)
+    gate = gate.clamp(max=form.limit)
+    return (sigmoid(gate * form.alpha).mul_(gate) * (up + 1.0)).to(x.dtype)
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ def rope_and_cache(
         q: [T, Hq, D], changed in place.
         k: [T, Hkv, D]; of a layer that attends to keys of another one no heads: queries alone are
             rotated then.
-        v: [T, Hkv, Dv].
+        v: [T, Hkv, Dv]; Dv is 0 where the cache has keys alone.
         positions: [T] int64.
         cos_sin_cache: [M, D] float32, cosines in the first half, sines in the second.
         kv_cache: [N, 2, Hkv, B, D], or pages where Dv differs from D, written at `slot_mapping`.

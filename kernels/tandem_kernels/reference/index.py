@@ -130,7 +130,7 @@ def index_topk(
         start, end = bounds[r], bounds[r + 1]
         if start == end or seq_len == 0:
             continue
-        keys = _keys_of(pages, metadata.block_tables[r], seq_len)
+        keys = keys_of(pages, metadata.block_tables[r], seq_len)
         first = seq_len - (end - start)
         for step in range(end - start) if metadata.fixed_order else (None,):
             own = slice(start, end) if step is None else slice(start + step, start + step + 1)
@@ -144,7 +144,7 @@ def index_topk(
     return chosen
 
 
-def _keys_of(pages: IndexPages, block_table: Tensor, seq_len: int) -> Tensor:
+def keys_of(pages: IndexPages, block_table: Tensor, seq_len: int) -> Tensor:
     """Returns the keys of a request, [seq_len, D] float32."""
     block_size = pages.keys.shape[1]
     blocks = block_table[: -(-seq_len // block_size)].long()

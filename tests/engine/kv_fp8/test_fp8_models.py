@@ -22,7 +22,7 @@ from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
-from tandem_kernels.attention.index_pages import IndexedLatents
+from tandem_kernels.attention.index_pages import IndexedKV, IndexedLatents
 from tests.engine.kv_fp8.quantised_reference import QuantisedReference, scale_table
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
 from tests.engine.models.paged_model import BLOCK_SIZE, PagedModel
@@ -36,11 +36,11 @@ from tests.engine.models.reference_models import (
 
 MODELS = [
     "llama", "gemma2", "gemma3", "qwen3_tied", "gpt_oss", "qwen3_next", "deepseek_v2",
-    "deepseek_v3_yarn", "gemma4", "deepseek_v32",
+    "deepseek_v3_yarn", "gemma4", "deepseek_v32", "minimax_m3", "mimo_v2",
 ]  # fmt: skip
 """Plain, soft bounds and windows, KV groups of windows and all tokens, norms of heads, sinks,
-layers with states, which are not quantised, latents, heads by layer, and latents beside index keys,
-which are as without quantisation."""
+layers with states, which are not quantised, latents, heads by layer, latents and heads beside index
+keys, which are as without quantisation, and values that are narrower than keys."""
 NUM_TOKENS = 24
 
 
@@ -90,7 +90,11 @@ def test_logits_equal_those_over_the_same_rounded_keys_and_values(
     groups = config.kv_layout.groups
     attended = {index for group in groups if not group.is_state for index in group.layers}
     for index, layer in enumerate(paged.kv_caches):
-        plane = layer.latents if isinstance(layer, IndexedLatents) else layer
+        match layer:
+            case IndexedLatents(latents=plane) | IndexedKV(kv=plane):
+                pass
+            case plane:
+                pass
         assert plane.dtype == (torch.float8_e4m3fn if index in attended else torch.uint8)
     plain = reference(folder)
     for chunk in (1000, 13):

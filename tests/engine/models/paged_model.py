@@ -17,7 +17,7 @@ from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.worker.kv_cache import layer_views
 from kv_transfer.layout import KVGroup
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.index_pages import IndexedLatents, LayerCache
+from tandem_kernels.attention.index_pages import IndexedKV, IndexedLatents, LayerCache
 from tandem_kernels.attention.kv_pages import KVPages
 from tandem_kernels.batch.state_metadata import StateMetadata
 
@@ -156,6 +156,8 @@ def _planes(layer: LayerCache) -> list[torch.Tensor]:
     if isinstance(layer, IndexedLatents):
         index = layer.index
         return [layer.latents, index.keys, *([] if index.scales is None else [index.scales])]
+    if isinstance(layer, IndexedKV):
+        return [*_planes(layer.kv), layer.index]
     return [layer.k, layer.v] if isinstance(layer, KVPages) else [layer]
 
 

@@ -30,6 +30,7 @@ FAMILIES = [
     "deepseek_v3_yarn",  # latents; queries from a latent of their own
     "gemma2",  # windows, bounds of scores and logits
     "gpt_oss",  # sinks, biases, a clamped gate
+    "minimax_m3",  # blocks that an indexer chooses
     "qwen3_next",  # states, experts, gated attention
 ]
 LENGTH, NUM_TOKENS, NUM_TOP = 37, 8, 3

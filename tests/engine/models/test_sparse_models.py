@@ -1,5 +1,6 @@
-"""Sparse attention over latents: what is kept of a token, what goes from node to node, and what is
-refused. Parity with transformers is asked of these families where it is of all others."""
+"""Sparse attention over latents, and to blocks: what is kept of a token, what goes from node to
+node, and what is refused. Parity with transformers is asked of these families where it is of all
+others."""
 
 from __future__ import annotations
 
@@ -45,8 +46,10 @@ def config_json(folder: Path, family: str = "deepseek_v32", **changes: Any) -> P
     config = FAMILIES[family].make_config()
     config.architectures = [FAMILIES[family].architecture]
     folder.mkdir(exist_ok=True)
-    values = json.loads(config.to_json_string()) | changes
-    (folder / "config.json").write_text(json.dumps(values | {"layer_types": None}))
+    values = json.loads(config.to_json_string())
+    text = values.get("text_config", values)
+    text |= {"layer_types": None, **changes} if text is values else changes
+    (folder / "config.json").write_text(json.dumps(values))
     return folder
 
 
@@ -91,6 +94,37 @@ def test_nodes_whose_index_keys_differ_refuse_each_other(tmp_path: Path) -> None
             ours.check_compatible(theirs)
 
 
+def test_index_keys_of_blocks_stand_beside_keys_and_values(tmp_path: Path) -> None:
+    """M3's config as published: 4 KV heads of 128 and an index key of 128, in bfloat16 also where
+    the cache is in FP8. Ranks share heads, and each has the index key. The three layers without an
+    indexer have room for one, 0.6 % of a block."""
+    published = json.loads(
+        config_json(tmp_path / "m3", "minimax_m3").joinpath("config.json").read_text()
+    )
+    text = published["text_config"] | {
+        "hidden_size": 6144, "num_hidden_layers": 60, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64, "hidden_act": "swigluoai",
+        "layer_types": None, "mlp_layer_types": None, "moe_layer_freq": [0] * 3 + [1] * 57,
+        "sparse_attention_config": {
+            "sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_block_size": 128,
+            "sparse_topk_blocks": 16, "sparse_local_block": 1, "sparse_init_block": 0,
+            "sparse_score_type": "max", "sparse_attention_freq": [0] * 3 + [1] * 57,
+            "sparse_disable_index_value": [0] * 3 + [1] * 57,
+        },
+    }  # fmt: skip
+    (tmp_path / "m3" / "config.json").write_text(json.dumps(published | {"text_config": text}))
+    for scales, number in ((None, 2), (KVScaleTable(source="1.0"), 1)):
+        for ranks, heads in ((1, 4), (2, 2), (8, 1)):
+            cache = CacheConfig(block_size=64, kv_scales=scales)
+            parallel = ParallelConfig(tensor_parallel_size=ranks)
+            config = engine_of(tmp_path / "m3", cache=cache, parallel=parallel)
+            assert config.model.spec["sparse_layers"] == tuple(range(3, 60))
+            (group,) = config.kv_layout.groups
+            assert [plane.name for plane in group.planes] == ["k", "v", "index"]
+            kept = 2 * heads * 128 * number + 128 * 2
+            assert config.kv_layout.block_bytes == 60 * 64 * kept
+
+
 def replace_row(plane: Any, row_bytes: int) -> Any:
     return type(plane)(plane.name, plane.heads, row_bytes, replicated=plane.replicated)
 
@@ -105,6 +139,31 @@ def replace_row(plane: Any, row_bytes: int) -> Any:
         ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "indexer_types"),
         ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FXF"}, "indexer_types"),
         ("glm_moe_dsa", {"indexer_types": ["full"]}, "indexer_types"),
+        ("minimax_m3", {"index_n_heads": 4}, "sparse_num_index_heads"),
+        ("minimax_m3", {"index_head_dim": 32}, "sparse_index_dim"),
+        ("minimax_m3", {"index_block_size": 24}, "sparse_block_size"),
+        ("minimax_m3", {"index_local_blocks": 3}, "sparse_local_block"),
+        ("minimax_m3", {"index_topk_blocks": None}, "index_topk_blocks"),
+        ("minimax_m3", {"layer_types": ["minimax_m3_sparse"] * 2}, "indexer_types"),
+        ("minimax_m3", {"swiglu_alpha": 0.0}, "swiglu_limit"),
+        ("minimax_m3", {"qk_norm_type": "per_layer"}, "qk_norm_type"),
+        ("minimax_m3", {"use_routing_bias": False}, "use_routing_bias"),
+        ("minimax_m3", {"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block"),
+        (
+            "minimax_m3",
+            {"sparse_attention_config": {"sparse_score_type": "mean"}},
+            "sparse_score_type",
+        ),
+        (
+            "minimax_m3",
+            {
+                "sparse_attention_config": {
+                    "sparse_attention_freq": [0, 1, 1],
+                    "sparse_disable_index_value": [0, 1, 0],
+                }
+            },
+            "sparse_disable_index_value",
+        ),
     ],
 )
 def test_what_is_not_here_is_refused_by_name(
@@ -164,11 +223,11 @@ def test_stages_begin_with_a_choice_of_their_own(tmp_path: Path) -> None:
             check_parallel(model, ParallelConfig(pipeline_parallel_size=2))
 
 
-@pytest.fixture(scope="module")
-def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["deepseek_v32", "minimax_m3"])
+def sparse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("checkpoints") / "deepseek_v32"
-    save_checkpoint(FAMILIES["deepseek_v32"], folder)
+    folder = tmp_path_factory.mktemp("checkpoints") / request.param
+    save_checkpoint(FAMILIES[request.param], folder)
     return folder
 
 
@@ -200,7 +259,7 @@ def test_nodes_of_other_sizes_hand_over_all_that_is_chosen_from(
 ) -> None:
     """A decode node without index keys would answer the same as long as prompts are within top-k,
     which three of these are not."""
-    assert sum(len(prompt) > 18 for prompt in prompts()) == 3
+    assert sum(len(prompt) > 32 for prompt in prompts()) == 3
     with ExitStack() as stack:
         nodes = []
         for role, size, tp_size in zip(("kv_producer", "kv_consumer"), sizes, ranks, strict=True):

@@ -60,6 +60,7 @@ def counted(checkpoints: Path) -> dict[str, Counted]:
 
 EXACT = ("llama", "llama_one_kv_head", "gemma3", "mixtral", "qwen3_moe_sharded", "gpt_oss")
 NEARLY = {"qwen2_moe": 0.01, "qwen3_next": 0.03, "deepseek_v3_yarn": 0.1, "deepseek_v32": 0.1}
+NEARLY["minimax_m3"] = 0.1
 """Families and the part by which torch counts something else. The gate of a shared expert and the
 states of linear attention are products by element, which it does not count; in plain torch latent
 attention takes the form of decodes for prompts, too, which computes more."""
