@@ -597,7 +597,7 @@ def test_files_stay_readable() -> None:
 def test_attention_backends_keep_their_kinds_to_themselves() -> None:
     """Batch, runner and models know the interface and the choice, and no backend's own tricks. What
     explains choices stands in for a library."""
-    known = {"backend", "selection", "layer", "block", "latent_block", "indexer"}
+    known = {"backend", "selection", "layer", "block", "latent_block", "indexer", "block_indexer"}
     wrong = [
         f"{module} imports {target}"
         for module in modules()

@@ -183,7 +183,8 @@ class AttentionBlock(nn.Module):
         [n] alone; None: with all."""
         heads = gates = index = blocks = None
         if isinstance(kv_cache, IndexedKV):
-            kv_cache, index = kv_cache.kv, kv_cache.index
+            index = kv_cache.index
+            kv_cache = kv_cache.kv
         if self.has_plain_heads and isinstance(kv_cache, Tensor):
             heads = self.qkv_proj.heads(x, _places(kv_cache, inputs))
         if heads is None:

@@ -85,7 +85,8 @@ class BlockIndexer(nn.Module):
         """Writes the step's keys, and chooses for `x` [T, hidden]; `index` is that of
         `IndexedKV`. None: every context of the step
         is attended as a whole."""
-        heads = self.proj(x).unflatten(1, (self.count + 1, self.sizes.dim))
+        projected = self.proj(x)
+        heads = projected.view(len(projected), self.count + 1, self.sizes.dim)
         pages = IndexPages(index.view(heads.dtype))
         queries, keys = heads[:, : self.count], heads[:, self.count :]
         # The pages of keys alone, as those of values that have no numbers.

@@ -73,7 +73,7 @@ def _choose(scores: Tensor, last: Tensor, choice: BlockChoice, chosen: Tensor) -
     scores = scores.masked_fill(positions > last[:, None, None], float("-inf"))
     padding = num_blocks * size - length
     scores = torch.nn.functional.pad(scores, (0, padding), value=float("-inf"))
-    best = scores.unflatten(-1, (num_blocks, size)).amax(-1)
+    best = scores.view(*scores.shape[:2], num_blocks, size).amax(-1)
     blocks, own = torch.arange(num_blocks, device=scores.device), last // size
     is_near = (blocks <= own[:, None]) & (blocks > own[:, None] - choice.local)
     best = best.masked_fill(is_near[:, None], float("inf"))
@@ -102,7 +102,7 @@ def block_sparse_attention(
     """
     sizes = sizes_of(kv_cache)
     out = q.new_zeros(*q.shape[:2], sizes.value_dim)
-    grouped = q.unflatten(1, (sizes.num_kv_heads, -1)).float()
+    grouped = q.reshape(len(q), sizes.num_kv_heads, -1, q.shape[2]).float()
     for r, start, end, seq_len in _requests(metadata):
         k, v = context(kv_cache, metadata.block_tables[r], 0, seq_len, kv_scales)
         positions = torch.arange(seq_len, device=q.device)

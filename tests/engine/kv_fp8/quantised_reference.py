@@ -17,11 +17,11 @@ from engine.kv_scales import KVScaleTable
 from tests.engine.models.reference_models import reference
 
 
-def scale_table(num_layers: int, num_kv_heads: int) -> KVScaleTable:
+def scale_table(num_layers: int, num_kv_heads: int, least: float = 0.05) -> KVScaleTable:
     """Returns scales that differ by layer, by head, and between keys and values."""
     return KVScaleTable(
         k=tuple(
-            tuple(_float32(0.05 + 0.03 * layer + 0.02 * head) for head in range(num_kv_heads))
+            tuple(_float32(least + 0.03 * layer + 0.02 * head) for head in range(num_kv_heads))
             for layer in range(num_layers)
         ),
         v=tuple((_float32(0.04 + 0.02 * layer),) for layer in range(num_layers)),
