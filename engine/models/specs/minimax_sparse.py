@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.config import KVLayers, ModelConfig
-from engine.models.config_file import ConfigFile, SparseAttentionFields
+from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.dense import HeadNorm
 from engine.models.specs.experts import ExpertNames, first_layers, number_of, sigmoid_experts
 from engine.models.specs.indexer import BlockIndexerSpec
 from engine.models.specs.kv_planes import planes_of_heads
 from engine.models.specs.minimax import MiniMaxM2Spec
+from engine.models.specs.minimax_fields import faults_of, with_common_names
 
-_DENSE_SIZE, _SHARED_SIZE = 12_288, 3072
-"""transformers takes these where config.json says nothing."""
-_SPARSE = "minimax_m3_sparse"
+_SHARED_SIZE = 3072
+"""transformers takes it where config.json says nothing."""
 _NAMES = ExpertNames(
     block="block_sparse_moe", gate="w1", up="w3", down="w2", shared="shared_experts",
     choice_bias="e_score_correction_bias",
@@ -49,30 +49,7 @@ class MiniMaxM3Spec(MiniMaxM2Spec, frozen=True, kw_only=True):
 
     @classmethod
     def renamed(cls, file: ConfigFile) -> ConfigFile:
-        kinds, sparse = file.layer_types, file.sparse_attention_config
-        chooses = [kind == _SPARSE for kind in kinds or ()]
-        if not kinds and sparse is not None:
-            chooses = [bool(flag) for flag in sparse.sparse_attention_freq or ()]
-        frequency = file.moe_layer_freq
-        of_layers = file.mlp_layer_types
-        if of_layers is None and isinstance(frequency, list):
-            of_layers = ["sparse" if flag else "dense" for flag in frequency]
-        others = [kind for kind in kinds or () if kind != _SPARSE]
-        return msgspec.structs.replace(
-            file,
-            layer_types=others,
-            indexer_types=["full" if flag else "none" for flag in chooses] or None,
-            mlp_layer_types=of_layers,
-            moe_layer_freq=1,
-            hidden_act="silu" if file.hidden_act == "swigluoai" else file.hidden_act,
-            moe_intermediate_size=file.intermediate_size,
-            intermediate_size=file.dense_intermediate_size or _DENSE_SIZE,
-            index_n_heads=_said(sparse, "sparse_num_index_heads", file.index_n_heads),
-            index_head_dim=_said(sparse, "sparse_index_dim", file.index_head_dim),
-            index_block_size=_said(sparse, "sparse_block_size", file.index_block_size),
-            index_topk_blocks=_said(sparse, "sparse_topk_blocks", file.index_topk_blocks),
-            index_local_blocks=_said(sparse, "sparse_local_block", file.index_local_blocks),
-        )
+        return with_common_names(file)
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
@@ -123,36 +100,4 @@ class MiniMaxM3Spec(MiniMaxM2Spec, frozen=True, kw_only=True):
     @classmethod
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
         yield from super()._faults(file)
-        heads, dim = number_of(file, "index_n_heads"), number_of(file, "index_head_dim")
-        if heads != file.num_kv_heads:
-            yield UnsupportedField("sparse_num_index_heads", f"{heads} choices for the KV heads")
-        if dim != cls.head_dim_of(file):
-            yield UnsupportedField("sparse_index_dim", f"{dim} numbers, unlike heads")
-        size, local = number_of(file, "index_block_size"), file.index_local_blocks or 0
-        if size < 16 or size & (size - 1):
-            yield UnsupportedField("sparse_block_size", f"blocks of {size} tokens")
-        if not 0 <= local <= number_of(file, "index_topk_blocks"):
-            yield UnsupportedField("sparse_local_block", f"{local} blocks that are always chosen")
-        if min(file.swiglu_limit, file.swiglu_alpha) <= 0:
-            yield UnsupportedField("swiglu_limit", "a gate without a limit or a slope")
-        if (file.scoring_func or "sigmoid") != "sigmoid":
-            yield UnsupportedField("scoring_func", repr(file.scoring_func))
-        sparse = file.sparse_attention_config or SparseAttentionFields()
-        if sparse.sparse_init_block:
-            yield UnsupportedField("sparse_init_block", "first blocks that are always chosen")
-        if sparse.sparse_score_type != "max":
-            yield UnsupportedField("sparse_score_type", repr(sparse.sparse_score_type))
-        chooses, without = sparse.sparse_attention_freq, sparse.sparse_disable_index_value
-        if any(one and not other for one, other in zip(chooses or (), without or (), strict=False)):
-            yield UnsupportedField("sparse_disable_index_value", "values of the indexer")
-        for name in ("use_gemma_norm", "use_qk_norm", "use_routing_bias"):
-            if getattr(file, name) is False:
-                yield UnsupportedField(name, "a layer without it")
-        if file.qk_norm_type != "per_head":
-            yield UnsupportedField("qk_norm_type", repr(file.qk_norm_type))
-
-
-def _said(sparse: SparseAttentionFields | None, name: str, flat: int | None) -> int | None:
-    """Returns a field of the indexer, by the published name or by that of transformers."""
-    said: int | None = None if sparse is None else getattr(sparse, name)
-    return flat if said is None else said
+        yield from faults_of(file, cls.head_dim_of(file))
