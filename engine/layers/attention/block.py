@@ -129,26 +129,8 @@ class AttentionBlock(nn.Module):
         self.q_norm, self.k_norm = (
             _head_norm(part, total, head_dim, options, head_order, shard) for part, total in normed
         )
-        self.indexer: BlockIndexer | None = None
-        if options.indexer is not None:
-            self.indexer = BlockIndexer(
-                hidden_size,
-                options.indexer,
-                kv_heads,
-                shard,
-                eps=options.eps,
-                norm_offset=options.norm_offset,
-                order=head_order,
-            )
-        self.has_plain_heads = (
-            options.head_norm == "none"
-            and options.indexer is None
-            and has_kv
-            and not self.num_gates
-            and options.kv_scales is None
-            and options.values.is_plain
-            and heads.v_head_dim == head_dim
-        )
+        self.indexer = _block_indexer(hidden_size, kv_heads, options, head_order, shard)
+        self.has_plain_heads = not self.num_gates and _are_plain(heads, options)
         self.heads = first_head, num_heads
         self.sinks = shard.parameter(local_heads, dtype=torch.float32) if options.sinks else None
         spec = AttentionSpec(
@@ -256,6 +238,32 @@ def _places(kv_cache: Tensor, inputs: AttentionInputs) -> HeadPlaces:
         inputs.slot_mapping,
         keep_kv=inputs.backend.reads_new_keys(inputs.metadata),
     )
+
+
+def _are_plain(heads: HeadSizes, options: AttentionOptions) -> bool:
+    """Returns whether nothing is done to heads but that they turn."""
+    return (
+        options.head_norm == "none"
+        and options.indexer is None
+        and options.has_kv
+        and options.kv_scales is None
+        and options.values.is_plain
+        and heads.v_head_dim == heads.head_dim
+    )
+
+
+def _block_indexer(
+    hidden_size: int,
+    kv_heads: HeadRange,
+    options: AttentionOptions,
+    order: Tensor | None,
+    shard: Shard,
+) -> BlockIndexer | None:
+    """Returns what chooses blocks for these KV heads, this rank's."""
+    if options.indexer is None:
+        return None
+    rest = {"eps": options.eps, "norm_offset": options.norm_offset}
+    return BlockIndexer(hidden_size, options.indexer, kv_heads, shard, order=order, **rest)
 
 
 def _head_norm(

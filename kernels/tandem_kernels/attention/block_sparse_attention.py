@@ -179,9 +179,7 @@ def block_sparse_attention(
     tuning = block_sparse_tuning(choice.size, q.element_size())
     splits = 1
     if not metadata.fixed_order:
-        most = min(tuning.most_splits, triton.next_power_of_2(choice.num_tokens // tuning.tile))
-        free = num_programs(q.device, tuning.programs_per_sm) // max(1, num_tokens * kv_heads)
-        splits = min(int(most), 1 << max(free.bit_length() - 1, 0))
+        splits = _num_splits(q.device, tuning, num_tokens * kv_heads, choice)
     target, state = out, None
     if splits > 1:
         parts = num_tokens, num_heads, splits
@@ -225,3 +223,12 @@ def block_sparse_attention(
             target, state, out, SPLITS=splits, OVERLAP=False, num_warps=4, **shape
         )
     return out
+
+
+def _num_splits(
+    device: torch.device, tuning: BlockSparseTuning, num_groups: int, choice: BlockChoice
+) -> int:
+    """Returns into how many parts the blocks of each of `num_groups` are cut."""
+    free = num_programs(device, tuning.programs_per_sm) // max(1, num_groups)
+    most = min(tuning.most_splits, triton.next_power_of_2(choice.num_tokens // tuning.tile))
+    return min(int(most), 1 << max(free.bit_length() - 1, 0))
