@@ -62,7 +62,7 @@ class RopeFields(msgspec.Struct):
 
 
 class SparseAttentionFields(msgspec.Struct):
-    """What MiniMax-M3 says of its indexers; lists have a number for each layer."""
+    """Holds what MiniMax-M3 says of its indexers; lists have a number for each layer."""
 
     sparse_num_index_heads: int | None = None
     sparse_index_dim: int | None = None

@@ -40,7 +40,6 @@ DIFFERENCES = {
     "gemma": ("Gemma2ForCausalLM", "no norms behind the blocks, and no bound of scores"),
     "gemma3n": ("Gemma3ForCausalLM", "embeddings of each layer, and layers that share keys"),
     "glm": ("Glm4ForCausalLM", "no norms behind the blocks"),
-    "glm4v": ("Glm4ForCausalLM", "three positions for each token"),
     "glm5_next": (_DEEPSEEK, "an indexer, layers with a state of Kimi Delta Attention"),
     "gpt2": (_LLAMA, _OLD_DECODER),
     "gpt_bigcode": (_LLAMA, _OLD_DECODER),

@@ -26,7 +26,7 @@ from engine.models.specs.ernie import Ernie45MoeSpec, Ernie45Spec
 from engine.models.specs.exaone import Exaone4Spec
 from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
 from engine.models.specs.gemma4 import Gemma4Spec
-from engine.models.specs.glm4 import Glm4Spec
+from engine.models.specs.glm4 import Glm4Spec, Glm4vSpec
 from engine.models.specs.glm4_moe import Glm4MoeSpec, SolarOpenSpec
 from engine.models.specs.gpt_oss import GptOssSpec
 from engine.models.specs.granite import GraniteSpec
@@ -65,6 +65,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "Gemma3ForCausalLM": Gemma3Spec,
     "Gemma4ForCausalLM": Gemma4Spec,
     "Glm4ForCausalLM": Glm4Spec,
+    "Glm4vForCausalLM": Glm4vSpec,
     "Glm4MoeForCausalLM": Glm4MoeSpec,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteSpec,
     "GlmMoeDsaForCausalLM": GlmMoeDsaSpec,

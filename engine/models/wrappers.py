@@ -86,6 +86,10 @@ WRAPPERS = {
         },
     ),
     "KimiK25ForConditionalGeneration": Wrapper({"": "DeepseekV3ForCausalLM"}),
+    "Glm46VForConditionalGeneration": Wrapper(
+        {"": "Glm4vForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"}
+    ),
+    "Glm4vForConditionalGeneration": Wrapper({"": "Glm4vForCausalLM"}),
     "Glm4vMoeForConditionalGeneration": Wrapper(
         {"": "Glm4MoeForCausalLM"}, {"attention_bias": True}
     ),

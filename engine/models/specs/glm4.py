@@ -28,3 +28,10 @@ class Glm4Spec(DenseSpec, frozen=True, kw_only=True):
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
         return {"attention_bias": file.attention_bias is not False}
+
+
+class Glm4vSpec(Glm4Spec, frozen=True, kw_only=True):
+    """The text part of GLM-4.1V and GLM-4.6V-Flash: GLM-4 with other defaults."""
+
+    default_eps: ClassVar[float] = 1e-5
+    default_head_dim: ClassVar[int | None] = None

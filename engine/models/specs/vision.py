@@ -12,7 +12,7 @@ from typing import Any
 from engine.images.vision_spec import VisionSpec
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.towers.fields import TextSizes, TowerFile
-from engine.models.specs.towers.glm import glm4v
+from engine.models.specs.towers.glm import glm4v, glm4v_dense
 from engine.models.specs.towers.kimi import moonvit
 from engine.models.specs.towers.pixtral import pixtral
 from engine.models.specs.towers.qwen import qwen2_5_vl, qwen3_5, qwen3_vl
@@ -20,6 +20,8 @@ from engine.models.specs.towers.siglip import siglip
 
 TOWERS: dict[str, Callable[[TowerFile], VisionSpec]] = {
     "Gemma3ForConditionalGeneration": siglip,
+    "Glm46VForConditionalGeneration": glm4v_dense,
+    "Glm4vForConditionalGeneration": glm4v_dense,
     "Glm4vMoeForConditionalGeneration": glm4v,
     "KimiK25ForConditionalGeneration": moonvit,
     "Kimi_K25ForConditionalGeneration": moonvit,

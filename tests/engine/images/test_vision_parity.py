@@ -40,6 +40,7 @@ CASES: list[tuple[str, dict[str, int]]] = [
     ("pixtral", {}),
     ("pixtral", {"budget": 24, "encoder_budget": 54}),
     ("glm4v", {"budget": 24, "encoder_budget": 54}),
+    ("glm46v", {"budget": 24, "encoder_budget": 54}),
     ("kimi", {"budget": 24, "encoder_budget": 54}),
     ("gemma3", {}),
     ("gemma3", {"budget": 18}),

@@ -1,4 +1,4 @@
-"""The tower of GLM-4.5V and GLM-4.6V."""
+"""The tower of GLM-4.1V, GLM-4.5V and GLM-4.6V, beside experts and beside dense layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = {
     "merger.up": "visual.merger.up_proj",
     "merger.down": "visual.merger.down_proj",
 }
-_IMAGE = 151_363
+_IMAGE, _IMAGE_OF_DENSE = 151_363, 151_343
 
 
 class _Tower(msgspec.Struct):
@@ -52,8 +52,17 @@ class _Tower(msgspec.Struct):
     rope_parameters: Rope | None = None
 
 
-def glm4v(file: TowerFile) -> VisionSpec:
-    """Returns the tower. Raises `UnsupportedField`."""
+def glm4v_dense(file: TowerFile) -> VisionSpec:
+    """Returns the tower beside dense layers. Raises `UnsupportedField`."""
+    return glm4v(file, _IMAGE_OF_DENSE)
+
+
+def glm4v(file: TowerFile, image_token_id: int = _IMAGE) -> VisionSpec:
+    """Returns the tower. Raises `UnsupportedField`.
+
+    Args:
+        image_token_id: Where config.json does not say.
+    """
     tower = file.section(_Tower)
     faults = {
         "hidden_act": tower.hidden_act != "silu",
@@ -87,7 +96,7 @@ def glm4v(file: TowerFile) -> VisionSpec:
         has_final_norm=True,
         merger="gated",
         merger_size=tower.intermediate_size,
-        image_token_id=file.number("image_token_id", _IMAGE),
+        image_token_id=file.number("image_token_id", image_token_id),
         rope_axes=rope_axes(file, (8, 12, 12), is_interleaved=False),
     )
 
