@@ -98,17 +98,19 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
         return (*first, *staying[:middle], *second, *staying[middle:])
 
 
-class QueryScale(msgspec.Struct, frozen=True, kw_only=True):
-    """Makes scores grow with the position (`llama_4_scaling_beta`): a query at position p counts
-    `1 + beta * log(1 + p // length)` times.
+class QueryScale(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """Makes scores grow with the position p: a query counts `1 + beta * log(1 + p // length)` times
+    (`llama_4_scaling_beta`), or `(1 + (p + 1) / length) ** power` times (Beam). Nodes compare its
+    repr, which a new field must not change.
 
     Attributes:
-        beta: How fast they grow.
-        length: Tokens of the context that the model was first made for, within which none do.
+        beta, power: How fast they grow; 0: in the other way.
+        length: Tokens of the context that the model was first made for.
     """
 
-    beta: float
+    beta: float = 0.0
     length: int
+    power: float = 0.0
 
 
 UNROTATED = Rotary(theta=1.0, dim=0)

@@ -51,7 +51,10 @@ def cos_sin_cache(head_dim: int, num_positions: int, rotary: Rotary) -> Tensor:
 
 def query_scales(num_positions: int, scale: QueryScale) -> Tensor:
     """Returns [num_positions] float32, by which the query at each position is multiplied."""
-    lengths = torch.arange(num_positions, dtype=torch.int64) // scale.length
+    positions = torch.arange(num_positions, dtype=torch.int64)
+    if scale.power:
+        return torch.exp(scale.power * torch.log1p((positions.float() + 1) / scale.length))
+    lengths = positions // scale.length
     return 1.0 + scale.beta * torch.log1p(lengths.float())
 
 

@@ -56,6 +56,7 @@ def attention_block(
         output_gate=spec.output_gate,
         gate_activation=spec.gate_activation,
         gate_name=spec.gate_name,
+        gate_bias=spec.gate_bias,
         shares_keys=index in spec.shared_projections,
         has_kv=source == index,
         values=ValueForm(normed=spec.value_norm, scale=spec.value_scale),

@@ -17,7 +17,7 @@ from engine.layers.linear_attention import StateInputs
 from engine.layers.rotary import cos_sin_cache, query_scales
 from engine.models.base import ForwardInputs
 from engine.models.specs.dense import DenseSpec
-from engine.rope import Rotary
+from engine.rope import UNROTATED, Rotary
 from tandem_kernels.batch.state_metadata import StateMetadata
 
 
@@ -59,6 +59,10 @@ class LayerKinds:
             if turn is not None
         }
         self._kinds = [(group, None if turn is None else tables[turn]) for group, turn in distinct]
+        every = not spec.scales_unrotated
+        self._are_scaled = [
+            turn is not None and (every or turn.rotary == UNROTATED) for _, turn in distinct
+        ]
         self._of_layer = [distinct.index(kind) for kind in kinds]
         self._query_scales: Tensor | None = None
         if spec.query_scale is not None:
@@ -72,7 +76,10 @@ class LayerKinds:
     def inputs(self, step: ForwardInputs) -> list[AttentionInputs | StateInputs]:
         """Returns what each layer is given."""
         scales = None if self._query_scales is None else self._query_scales[step.positions]
-        of_kind = [self._inputs(step, *kind, scales) for kind in self._kinds]
+        of_kind = [
+            self._inputs(step, *kind, scales if is_scaled else None)
+            for kind, is_scaled in zip(self._kinds, self._are_scaled, strict=True)
+        ]
         return [of_kind[kind] for kind in self._of_layer]
 
     def _inputs(

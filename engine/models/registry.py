@@ -15,6 +15,7 @@ from engine.models.mistral_params import read_config
 from engine.models.specs.afmoe import AfmoeSpec
 from engine.models.specs.bailing import BailingMoeV2Spec, SarvamMoeSpec
 from engine.models.specs.base import ModelSpec
+from engine.models.specs.beam import BeamSpec
 from engine.models.specs.deepseek import (
     DeepseekV2Spec,
     DeepseekV3Spec,
@@ -54,6 +55,7 @@ from engine.models.wrappers import WRAPPERS, text_architecture
 MODELS: dict[str, type[ModelSpec]] = {
     "AfmoeForCausalLM": AfmoeSpec,
     "BailingMoeV2ForCausalLM": BailingMoeV2Spec,
+    "BeamForCausalLM": BeamSpec,
     "DeepseekV2ForCausalLM": DeepseekV2Spec,
     "DeepseekV3ForCausalLM": DeepseekV3Spec,
     "DeepseekV32ForCausalLM": DeepseekV32Spec,

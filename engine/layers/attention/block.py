@@ -54,6 +54,7 @@ class AttentionOptions:
             has it.
         gate_activation: What is done to gates first.
         gate_name: Of the gates' projection, if they have one.
+        gate_bias: Those of each head have a bias of one number.
         shares_keys: Values are projected by the weights of keys.
         has_kv: It has keys and values of its own, and not those of another layer.
         values: See `Attention`.
@@ -73,6 +74,7 @@ class AttentionOptions:
     output_gate: GateForm = "none"
     gate_activation: GateActivation = "sigmoid"
     gate_name: str = "gate_proj"
+    gate_bias: bool = False
     shares_keys: bool = False
     has_kv: bool = True
     values: ValueForm = PLAIN_VALUES
@@ -92,6 +94,7 @@ class AttentionBlock(nn.Module):
     q_norm: RMSNorm | SplitRMSNorm | None
     k_norm: RMSNorm | SplitRMSNorm | None
     sinks: nn.Parameter | None
+    gate_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -125,6 +128,7 @@ class AttentionBlock(nn.Module):
         gates_of_head = {"none": 0, "per_head": 1}.get(options.output_gate, heads.v_head_dim)
         self.num_gates = local_heads * gates_of_head
         self.has_softplus = options.gate_activation == "softplus"
+        self.gate_bias = shard.parameter(local_heads) if options.gate_bias else None
         normed = (HeadRange(first_head, local_heads), num_heads), (kv_heads, num_kv_heads)
         self.q_norm, self.k_norm = (
             _head_norm(part, total, head_dim, options, head_order, shard) for part, total in normed
@@ -193,6 +197,9 @@ class AttentionBlock(nn.Module):
         gates, qkv = None, projected
         if self.num_gates:
             gates, qkv = projected[:, : self.num_gates], projected[:, self.num_gates :]
+            if self.gate_bias is not None:
+                of_heads = gates.view(len(gates), len(self.gate_bias), -1)
+                of_heads.add_(self.gate_bias[:, None])
         q_weight = k_weight = None
         if isinstance(self.q_norm, SplitRMSNorm) and isinstance(self.k_norm, SplitRMSNorm):
             q, k = self.q_norm.weight.numel(), self.k_norm.weight.numel()
@@ -221,9 +228,10 @@ class AttentionBlock(nn.Module):
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
         if self.indexer is not None:
             yield from self.indexer.checkpoint_weights(prefix)
-        if self.sinks is not None:
-            first, total = self.heads
-            yield CheckpointWeight(f"{prefix}.sinks", self.sinks, (total,), 0, first)
+        first, total = self.heads
+        for parameter, name in ((self.sinks, "sinks"), (self.gate_bias, "gate_bias")):
+            if parameter is not None:
+                yield CheckpointWeight(f"{prefix}.{name}", parameter, (total,), 0, first)
         for norm, name in ((self.q_norm, "q_norm"), (self.k_norm, "k_norm")):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")

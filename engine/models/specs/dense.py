@@ -72,6 +72,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         interleaved_rotary: See `engine.rope.Rotary`.
         default_output_gate: `output_gate` where the family has no choice.
         gate_activation, gate_name: What is done to it, and its projection's name, if it has one.
+        gate_bias: The gates of each head have a bias of one number.
+        scales_unrotated: `query_scale` belongs to layers that do not rotate alone.
         scales_layers: The stream is multiplied by a number of its own behind each layer.
         value_norm: Values are divided by their root mean square, head by head.
         ahead: What layers are called that predict several tokens ahead.
@@ -133,6 +135,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     default_output_gate: ClassVar[OutputGate] = "none"
     gate_activation: ClassVar[GateActivation] = "sigmoid"
     gate_name: ClassVar[str] = "gate_proj"
+    gate_bias: ClassVar[bool] = False
+    scales_unrotated: ClassVar[bool] = False
     scales_layers: ClassVar[bool] = False
     value_norm: ClassVar[bool] = False
     ahead: ClassVar[AheadNames] = AheadNames()

@@ -52,6 +52,30 @@ def block_sparse_tuning(size: int, itemsize: int) -> BlockSparseTuning:
     return BlockSparseTuning(tile=min(size, 64), num_warps=4, num_stages=3)
 
 
+@triton.jit
+def _tile_of(
+    blocks: tl.tensor,
+    table: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    seen: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Returns the position of the tile at place `start` of what is chosen, and the page of its
+    tokens, or where tiles are larger than pages those of each. Behind `end` they are any."""
+    is_one: tl.constexpr = BLOCK_SIZE % TILE == 0
+    begin = tl.load(blocks + start // SIZE, mask=start < end, other=0) * SIZE + start % SIZE
+    if is_one:
+        page = tl.load(table + tl.minimum(begin, seen - 1) // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        position = begin + tl.arange(0, TILE)
+        known = (start < end) & (position < seen)
+        page = tl.load(table + position // BLOCK_SIZE, mask=known, other=0)
+    return begin, page
+
+
 @triton.jit(do_not_specialize=["num_reqs"])
 def block_sparse_kernel(
     q: tl.tensor,
@@ -127,23 +151,22 @@ def block_sparse_kernel(
     acc = tl.zeros([ROWS, BLOCK_VALUE], tl.float32)
     part = tl.cdiv(tl.cdiv(needed, TILE), SPLITS) * TILE
     first = split * part
-    for start in range(first, tl.minimum(first + part, needed), TILE):
-        begin = tl.load(blocks + start // SIZE) * SIZE + start % SIZE
+    end = tl.minimum(first + part, needed)
+    begin, page = _tile_of(blocks, table, first, end, seen, SIZE, BLOCK_SIZE, TILE)
+    for start in range(first, end, TILE):
         position = begin + lane
         inside = position < seen
-        if BLOCK_SIZE % TILE == 0:
-            page = tl.load(table + tl.minimum(begin, seen - 1) // BLOCK_SIZE)
-        else:
-            page = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0)
         line = page.to(tl.int64) * block_stride
         offset = position % BLOCK_SIZE
-        place = keys_at + line + offset * HEAD_DIM
-        keys = tl.load(place[:, None] + dim[None, :], mask=inside[:, None] & is_key, other=0.0).to(
-            query.dtype
-        )
-        place = values_at + line + offset * VALUE_DIM
+        of_keys = keys_at + line + offset * HEAD_DIM
+        of_values = values_at + line + offset * VALUE_DIM
+        # What is read next is found one tile ahead: its address waits for two loads.
+        begin, page = _tile_of(blocks, table, start + TILE, end, seen, SIZE, BLOCK_SIZE, TILE)
+        keys = tl.load(
+            of_keys[:, None] + dim[None, :], mask=inside[:, None] & is_key, other=0.0
+        ).to(query.dtype)
         values = tl.load(
-            place[:, None] + value_dim[None, :], mask=inside[:, None] & is_value, other=0.0
+            of_values[:, None] + value_dim[None, :], mask=inside[:, None] & is_value, other=0.0
         ).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         scores = tl.where(inside[None, :], scores * scale, float("-inf"))

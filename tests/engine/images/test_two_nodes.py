@@ -24,11 +24,15 @@ from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, run_
 COUNT = 12
 
 
-def node_of(folder: Path, role: str, block_size: int) -> GroupedNode:
+def node_of(folder: Path, role: str, block_size: int, ranks: int) -> GroupedNode:
     """Starts a node. A prefill node computes parts of 48 tokens, which cut images."""
     kv = KVTransferConfig(kv_role=role, num_streams=2)  # type: ignore[arg-type]
     config = engine_config(
-        load_model_config(folder), block_size=block_size, num_blocks=256, kv_transfer=kv
+        load_model_config(folder),
+        block_size=block_size,
+        num_blocks=256,
+        tp_size=ranks,
+        kv_transfer=kv,
     )
     has_encoder = role == "kv_producer"
     images = ImageConfig(max_images=8, has_encoder=has_encoder, max_image_tokens=54)
@@ -49,25 +53,26 @@ def add(node: GroupedNode, name: str, asked: Prompt, count: int, kv: KVTransferP
 
 
 @pytest.mark.parametrize(
-    ("kind", "block_sizes"),
+    ("kind", "block_sizes", "ranks"),
     [
-        ("qwen3_moe", (16, 8)),
-        ("qwen3_5_moe", (2, 16)),
-        ("pixtral", (8, 16)),
-        ("glm4v", (16, 16)),
-        ("kimi", (8, 16)),
-        ("gemma3", (8, 16)),
+        ("qwen3_moe", (16, 8), (2, 1)),
+        ("qwen3_5_moe", (2, 16), (1, 1)),
+        ("pixtral", (8, 16), (2, 2)),
+        ("glm4v", (16, 16), (1, 1)),
+        ("glm46v", (16, 16), (1, 1)),
+        ("kimi", (8, 16), (1, 1)),
+        ("gemma3", (8, 16), (1, 2)),
     ],
 )
 def test_decode_nodes_get_no_pixels(
-    kind: str, block_sizes: tuple[int, int], tmp_path: Path
+    kind: str, block_sizes: tuple[int, int], ranks: tuple[int, int], tmp_path: Path
 ) -> None:
     folder = save_checkpoint(kind, tmp_path)
     asked = {str(index): one for index, one in enumerate(prompts(kind))}
     with ExitStack() as stack:
         nodes = []
-        for role, block_size in zip(("kv_producer", "kv_consumer"), block_sizes, strict=True):
-            nodes.append(node_of(folder, role, block_size))
+        for role, *sizes in zip(("kv_producer", "kv_consumer"), block_sizes, ranks, strict=True):
+            nodes.append(node_of(folder, role, *sizes))
             stack.callback(nodes[-1].shutdown)
         prefill, decode = nodes
         for name, one in asked.items():

@@ -8,6 +8,8 @@ from typing import Any
 from transformers import (
     AfmoeConfig,
     AfmoeForCausalLM,
+    BeamConfig,
+    BeamForCausalLM,
     DeepseekV3ForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
@@ -16,6 +18,8 @@ from transformers import (
     Exaone4Config,
     Exaone4ForCausalLM,
     Glm4MoeForCausalLM,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
     Glm4vMoeConfig,
     Glm4vMoeForConditionalGeneration,
     HYV3Config,
@@ -55,6 +59,25 @@ _LATENT_ONE_GROUP = {**LATENT, "n_group": 1, "topk_group": 1}
 _DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 NEARBY_FAMILIES = {
+    "beam": Family(
+        BeamForCausalLM,
+        BeamConfig,
+        {
+            "head_dim": 16,
+            "sliding_window": 17,
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "eos_token_id": None,
+            "bos_token_id": None,
+            "pad_token_id": None,
+        },
+    ),
     "afmoe": Family(
         AfmoeForCausalLM,
         AfmoeConfig,
@@ -206,6 +229,37 @@ NEARBY_FAMILIES = {
         },
         vision={**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         whole={**QWEN_TOKENS, "tie_word_embeddings": False},
+    ),
+    "glm4v_images": Family(
+        Glm4vForConditionalGeneration,
+        Glm4vConfig,
+        {
+            "eos_token_id": None,
+            "bos_token_id": None,
+            "pad_token_id": None,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [2, 1, 1],
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        vision={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "image_size": 28,
+        },
+        whole={
+            "image_token_id": 1000,
+            "video_token_id": 1001,
+            "image_start_token_id": 1002,
+            "image_end_token_id": 1003,
+            "video_start_token_id": 1004,
+            "video_end_token_id": 1005,
+        },
     ),
     "glm4_moe_images": Family(
         Glm4vMoeForConditionalGeneration,

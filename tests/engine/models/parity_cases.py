@@ -18,7 +18,7 @@ REPLICATED_VARIANTS = frozenset(
         "granite_tied",
         "ernie4_5", "seed_oss", "ministral3", "qwen3_moe_some_layers_tied", "glm4_moe_lite",
         "exaone4_without_windows", "dots1", "solar_open", "ernie4_5_moe", "hy_v3", "internlm3",
-        "iquestcoder", "mimo", "sarvam_moe", "qwen3_moe_images", "glm4_moe_images",
+        "iquestcoder", "mimo", "sarvam_moe", "qwen3_moe_images", "glm4_moe_images", "glm4v_images",
         "mistral4", "sarvam_mla", "telechat3", "glm_moe_dsa", "glm_moe_dsa_shared",
         "kimi_k2", "gemma3_images", "mistral3_images", "qwen2_5_images", "qwen3_images_tied",
     }

@@ -10,11 +10,13 @@ import pytest
 
 from engine.models.registry import MODELS
 from engine.models.wrappers import WRAPPERS
+from tests.engine.images.vision_families import FAMILIES as VISION_FAMILIES
 from tests.engine.models.conftest import ROOT
 from tests.engine.models.reference_models import FAMILIES
 
 PAGES = ["models.md", "images.md"]
 COMPARED = {family.architecture for family in FAMILIES.values()}
+COMPARED |= {family.model.__name__ for family in VISION_FAMILIES.values()}
 ELSEWHERE = {
     "BailingMoeV2ForCausalLM",
     "Gemma4ForConditionalGeneration",
