@@ -100,7 +100,7 @@ def pytest_configure() -> None:
     gc.unfreeze = _unfreeze
 
 
-SET_FOR_LIBRARIES = "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL", "GLOG_minloglevel"
+SET_FOR_LIBRARIES = "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL", "MC_LOG_LEVEL"
 """Variables that transports and stores set in their process before they load a library. What one
 test has set would hold for all behind it."""
 

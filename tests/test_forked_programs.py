@@ -105,4 +105,4 @@ def test_what_is_set_for_libraries_ends_with_the_test(
     environment.set_defaults([host])
     store_environment.set_defaults()
     assert os.environ["UCX_NET_DEVICES"] == host
-    assert {"GLOG_minloglevel": "2"}.items() <= os.environ.items()
+    assert {"MC_LOG_LEVEL": "ERROR"}.items() <= os.environ.items()

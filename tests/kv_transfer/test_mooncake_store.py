@@ -204,7 +204,9 @@ def test_its_death_is_a_miss_and_it_may_come_back(
 
 
 @needs_mooncake
-def test_nodes_of_unlike_ranks_share_latents(make_node: Callable[..., Node]) -> None:
+def test_nodes_of_unlike_ranks_share_latents(
+    make_node: Callable[..., Node], capfd: pytest.CaptureFixture[str]
+) -> None:
     """As many blocks as come in several pieces, each by several calls."""
     names = [b"%032d" % i for i in range(20)]
     first = make_node(latent(tp_size=2))
@@ -216,3 +218,5 @@ def test_nodes_of_unlike_ranks_share_latents(make_node: Callable[..., Node]) -> 
     assert other.load(*names)
     assert [(pages[:, 5 + i] == 7 + i).all() for i in range(20)] == [True] * 20
     assert other.counter("fetched") == 20
+    said = [line for line in capfd.readouterr().err.splitlines() if ".cpp:" in line]
+    assert not [line for line in said if line.startswith("I")], "the library's own log is quiet"
