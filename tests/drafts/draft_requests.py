@@ -16,6 +16,8 @@ from engine.contracts.sampling_params import SamplingParams
 
 VOCAB, MAX_LEN, EOS = 300, 160, 0
 PER_ROUND, MAX_TOKENS = 48, 110
+_NEXT_TURN = 20
+"""Tokens of a second answer."""
 _GRAMMARS = (
     LLMatcher.grammar_from_json_schema(
         {
@@ -107,6 +109,21 @@ def requests_of(
         made.append(
             EngineCoreRequest(request_id=name, spec=spec, eos_token_ids=(EOS,), choice_ids=choices)
         )
+    return made
+
+
+def continued(requests: list[EngineCoreRequest], found: Answers) -> list[EngineCoreRequest]:
+    """Returns the next turns of conversations: each goes on behind its first answer."""
+    made = []
+    for request in requests:
+        name, spec = names_of(request)[0], request.spec.of_choice(0)
+        known = [*spec.prompt_token_ids, *found.tokens.get(name, [])][: MAX_LEN - _NEXT_TURN - 2]
+        sampling = msgspec.structs.replace(
+            spec.sampling, max_tokens=_NEXT_TURN, min_tokens=0, prompt_logprobs=None
+        )
+        spec = RequestSpec([*known, 7, 9], sampling)
+        name = f"{request.request_id}, again"
+        made.append(msgspec.structs.replace(request, request_id=name, spec=spec, choice_ids=()))
     return made
 
 

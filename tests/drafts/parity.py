@@ -11,12 +11,16 @@ engine without drafts, and with each drafter and 2, 4 and 8 tokens a step, or as
     P/D               a prefill engine computes prompts; a decode engine, which has few blocks too,
                       pulls their KV over the wire
     P/D, killed       both
+    comes back        conversations go on behind their answers, whose prefixes are cached; also
+                      through P/D
 
-Tokens, ends and log probabilities must be equal to the last bit. Weights are random: heads are
-nearly always wrong, planted drafts right four times in five, n-grams in between.
+Models keep keys and values of all tokens (`attention`), or states in three layers of four
+(`states`). Tokens, ends and log probabilities must be equal to the last bit. Weights are random:
+heads are nearly always wrong, planted drafts right four times in five, n-grams in between.
 
     python tests/drafts/parity.py                     # 10^6 tokens
     python tests/drafts/parity.py --tokens 20000 --methods ngram eagle3
+    python tests/drafts/parity.py --targets states --methods planted mtp --add
 
 The exit status is 1 if anything differs. Results: bench/results/parity.json, after each drafter.
 """
@@ -57,6 +61,7 @@ from tests.drafts.draft_requests import (
     MAX_TOKENS,
     PER_ROUND,
     Answers,
+    continued,
     names_of,
     requests_of,
     resumed,
@@ -141,13 +146,12 @@ class Expected:
         self._known: dict[int, Answers] = {}
 
     def of(self, seed: int) -> Answers:
+        """Returns the answers of a round, and those of its conversations' next turns."""
         if seed not in self._known:
-            self._known[seed] = Answers()
-            run(
-                self._engine,
-                requests_of(seed, self._limits.per_round, self._limits.max_tokens),
-                self._known[seed],
-            )
+            found = self._known[seed] = Answers()
+            requests = requests_of(seed, self._limits.per_round, self._limits.max_tokens)
+            run(self._engine, requests, found)
+            run(self._engine, continued(requests, found), found)
         return self._known[seed]
 
     def close(self) -> None:
@@ -160,10 +164,14 @@ def run_round(
     """Runs a round on each node and counts. One that dies leaves what it began to the next."""
     for index, one in enumerate(nodes):
         requests, found = requests_of(seed, limits.per_round, limits.max_tokens), Answers()
-        names = [name for request in requests for name in names_of(request)]
+        turns = [requests]
+        if "comes back" in way:
+            turns.append(continued(requests, expected))
+        every = [request for turn in turns for request in turn]
+        names = [name for request in every for name in names_of(request)]
         known = [
             [*request.spec.prompt_token_ids, *expected.tokens.get(name, [])]
-            for request in requests
+            for request in every
             for name in names_of(request)
         ]
         for each in nodes:
@@ -175,7 +183,9 @@ def run_round(
                 run_until_death(node, requests, found, rng.randrange(1, 40))
                 requests = resumed(requests, found)
                 node = nodes[(index + death + 1) % len(nodes)].node
-        run(node, requests, found)
+            turns = [requests]
+        for turn in turns:
+            run(node, turn, found)
         for name in names:
             wanted, got = expected.of(name), found.of(name)
             one.num_tokens[way] = one.num_tokens.get(way, 0) + len(wanted[0])
@@ -245,7 +255,11 @@ def _rounds(
     method: str, alone: list[Drafting], wired: list[Drafting], expected: Expected, limits: Limits
 ) -> Found:
     every, started = [*alone, *wired], time.monotonic()
-    ways = cycle([("one node", alone), ("P/D", wired), ("killed", alone), ("P/D, killed", wired)])
+    ways = cycle(
+        (f"P/D, {way}".removesuffix(", one node") if nodes is wired else way, nodes)
+        for way in ("one node", "killed", "comes back")
+        for nodes in (alone, wired)
+    )
     seed, count = limits.first_round, 0
     while (
         count < limits.num_tokens
@@ -272,14 +286,16 @@ def measure(
     limits: Limits,
     num_processes: int,
     report: Callable[[Found], None],
+    targets: Sequence[str] = TARGETS,
 ) -> Found:
     """Measures drafters, each with its share of `limits`, this many at a time. `report` is called
     after each of them with what is known so far."""
     found: Found = {"tokens": 0, "differing": 0}
-    share = replace(limits, num_tokens=-(-limits.num_tokens // len(methods)))
+    pairs = [(target, method) for target in targets for method in methods]
+    share = replace(limits, num_tokens=-(-limits.num_tokens // len(pairs)))
     tasks = [
-        (method, query_lens, share, len(methods) - index, num_processes)
-        for index, method in enumerate(methods)
+        (target, method, query_lens, share, len(pairs) - index, num_processes)
+        for index, (target, method) in enumerate(pairs)
     ]
     with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
         for method, one in pool.imap_unordered(_measured, tasks):
@@ -290,13 +306,14 @@ def measure(
     return found
 
 
-def _measured(task: tuple[str, list[int], Limits, int, int]) -> tuple[str, Found]:
+def _measured(task: tuple[str, str, list[int], Limits, int, int]) -> tuple[str, Found]:
     """Measures one of several that are left, with its part of the time that is left."""
-    method, query_lens, limits, num_left, num_processes = task
+    target, method, query_lens, limits, num_left, num_processes = task
     now = time.monotonic()
     part = min(1.0, num_processes / num_left)
     until = now + (limits.until - now) * part
-    return method, measure_method(method, query_lens, replace(limits, until=until))
+    name = method if target == TARGETS[0] else f"{method}, {target}"
+    return name, measure_method(method, query_lens, replace(limits, until=until), target)
 
 
 def known_figures() -> Found:
@@ -318,6 +335,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--processes", type=int, default=2, help="drafters at a time")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--query-lens", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--add", action="store_true", help="keep what is known of other drafters")
@@ -329,7 +347,7 @@ def main() -> None:
     def report(found: Found) -> None:
         write_result("parity", with_known(found, known))
 
-    found = measure(args.methods, args.query_lens, limits, args.processes, report)
+    found = measure(args.methods, args.query_lens, limits, args.processes, report, args.targets)
     print(json.dumps(found, indent=1))
     print(f"{found['differing']} of {found['tokens']} tokens differ")
     sys.exit(bool(found["differing"]))

@@ -11,12 +11,13 @@ from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
 from tests.drafts.draft_requests import Answers, requests_of, resumed
 from tests.drafts.parity import Drafting, Limits, measure_method, run_round
 
-SMALL = Limits(10**6, num_rounds=4, per_round=10, max_tokens=30)
-WAYS = {"one node", "killed", "P/D", "P/D, killed"}
+SMALL = Limits(10**6, num_rounds=6, per_round=10, max_tokens=30)
+WAYS = {"one node", "killed", "comes back", "P/D", "P/D, killed", "P/D, comes back"}
 
 
-def test_no_bit_depends_on_drafts_on_the_wire_or_on_dying_nodes() -> None:
-    found = measure_method("eagle3", [4], SMALL)
+@pytest.mark.parametrize(("method", "target"), [("eagle3", "attention"), ("mtp", "states")])
+def test_no_bit_depends_on_drafts_on_the_wire_or_on_dying_nodes(method: str, target: str) -> None:
+    found = measure_method(method, [4], SMALL, target)
     assert found["differing"] == 0
     engines = found["engines"].values()
     assert {way for one in engines for way in one["tokens"]} == WAYS
