@@ -191,6 +191,20 @@ BUGS = (
         ("tests/engine/sample/test_grammar_states.py",),
     ),
     Bug(
+        "drafts-in-states", "a state takes in drafts that were wrong",
+        "kernels/tandem_kernels/reference/state_runs.py",
+        "count = min(max(first - taken, 0), pending.most)",
+        "count = pending.most if taken else min(max(first - taken, 0), pending.most)",
+        ("tests/kernels/test_delta_reference.py", "-k", "drafts"),
+    ),
+    Bug(
+        "states-taken-twice", "a state takes a step's tokens in again with the next one",
+        "kernels/tandem_kernels/reference/batch.py",
+        "torch.where(is_decode, computed - query_lens, computed)",
+        "torch.where(is_decode, rows.num_taken[row], computed)",
+        ("tests/drafts/test_parity.py", "-k", "mtp"),
+    ),
+    Bug(
         "ends-by-error", "a grammar that leaves nothing ends the answer as if it were complete",
         "engine/grammar/row_grammar.py",
         "        if matcher.is_error() or (", "        if False and (",

@@ -100,7 +100,7 @@ def test_conversations_from_prefill_to_decode(
     answers: GreedyAnswers,
 ) -> None:
     """States are cut anew for other ranks, and prefill goes on from states that it has kept; decode
-    has the beginning of a prompt, and pulls the rest and the states."""
+    has the beginning of a prompt, pulls the rest and the states, and drafts behind them."""
     model = load_model_config(folder)
     roles = ("kv_producer", "kv_consumer")
     with ExitStack() as stack:
@@ -110,6 +110,8 @@ def test_conversations_from_prefill_to_decode(
             config = engine_config(
                 model, block_size=block_size, num_blocks=160, tp_size=ranks, kv_transfer=kv
             )
+            if role == "kv_consumer":
+                config = replace(config, decode_query_len=4, speculative=_NGRAMS)
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)
         prefill, decode = nodes
@@ -123,6 +125,7 @@ def test_conversations_from_prefill_to_decode(
         assert decode.core.stats().prefix_cache_hits >= 16 + 64
         hand_over(prefill, decode, {"choices": prompt_of(64)}, answers, num_choices=3)
         assert decode.core.stats().prompt_tokens_computed == 0
+        assert decode.core.stats().drafts.num_accepted_tokens > 0
         assert all(result.ok for node in nodes for result in node.results)
 
 
