@@ -5,6 +5,7 @@
     python -m bench.engine.experts --tune --shape mixtral-8x7b --ranks 2 --tables FOLDER
     python -m bench.engine.experts --tune --shape gpt-oss-120b --format mxfp4 --tokens 2048,8192
     python -m bench.engine.experts --tune --shape gpt-oss-120b --format mxfp4 --like strips=2
+    python -m bench.engine.experts --tune --like none      # the tunings of the table, and borders
     python -m bench.engine.experts --shape qwen3-30b-a3b --format nvfp4,mxfp4,int4
 
 The floor is the bytes of the experts that are touched over what a copy reaches, or the operations
@@ -134,17 +135,16 @@ def smaller(shape: LayerShape) -> LayerShape:
 
 
 def tune(
-    kind: type[ExpertWeights],
+    held: ExpertWeights,
     shape: LayerShape,
     sweep: Sweep,
     part: tuple[int, int] | None,
 ) -> dict[bool, Timed]:
     """Returns the time of every tuning of a sweep, of the first GEMM (True) and of the second. With
-    `part` only compiles every this many-th."""
+    `part` only compiles every this many-th, with `smaller` weights than those of `shape`."""
     found: dict[bool, Timed] = {True: {}, False: {}}
-    held = kind(shape if part is None else smaller(shape))
     layer: Layer | None = None
-    for index, (num_tokens, gated, tuning) in enumerate(sweep.candidates(kind, shape)):
+    for index, (num_tokens, gated, tuning) in enumerate(sweep.candidates(type(held), shape)):
         if part is not None and index % part[1] != part[0]:
             continue
         if layer is None or len(layer.x) != num_tokens:
@@ -156,7 +156,7 @@ def tune(
 
 def ranges(times: Timed, rows_per_token: float) -> tuple[Range, ...]:
     """Returns the fastest tuning of each number of tokens, for all numbers: between two that were
-    measured the border is their geometric mean.
+    measured, with `refine` some more, the border is their geometric mean.
 
     Args:
         rows_per_token: Mean rows of an expert for each token.
@@ -174,26 +174,44 @@ def ranges(times: Timed, rows_per_token: float) -> tuple[Range, ...]:
     return tuple(parts)
 
 
+def refine(held: ExpertWeights, times: Timed, *, gated: bool) -> None:
+    """Adds steps of sizes between two whose fastest tunings differ, with these two: a tile that is
+    best for 256 rows of an expert may waste half of what it computes for 160."""
+    best = {size: min(timed, key=lambda item: item[0])[1] for size, timed in times.items()}
+    for size, after in itertools.pairwise(sorted(best)):
+        both = best[size], best[after]
+        for between in sizes_between(size, after) if both[0] != both[1] else ():
+            layer = Layer(held, between)
+            times[between] = [(layer.gemm_us(one, gated=gated, replays=7), one) for one in both]
+
+
+def sizes_between(size: int, after: int) -> list[int]:
+    """Returns sizes of which each is about the root of two times the one before."""
+    steps = range(1, round(2 * math.log2(after / size)))
+    return sorted({round(size * 2 ** (step / 2)) for step in steps} - {size, after})
+
+
 def completed(times: Timed, table: ExpertTable, rows_per_token: float, *, gated: bool) -> Timed:
     """Returns `times` with what a table says about steps of the sizes that were not timed."""
     kept = {size: table.choose(size * rows_per_token, gated=gated) for size in _TOKENS}
     return {size: times.get(size, [(0.0, kept[size])]) for size in _TOKENS}
 
 
-def write_table(
-    kind: type[ExpertWeights], shape: LayerShape, found: dict[bool, Timed], tables: Path
-) -> Path:
+def write_table(held: ExpertWeights, found: dict[bool, Timed], tables: Path) -> Path:
     """Writes the table of a shape on this GPU, and prints the three fastest of each step. Steps of
     other sizes, where not all were timed, keep what the table there says."""
+    shape = held.shape
     for gated, times in found.items():
         for num_tokens, timed in times.items():
             for us, tuning in sorted(timed, key=lambda item: item[0])[:3]:
                 print(f"T={num_tokens} {'gate-up' if gated else 'down'} {us:.1f} us {tuning}")
     rows = shape.top_k / shape.num_experts
-    gpu, name = gpu_name(torch.device("cuda")), kind.table_shape(shape)
+    gpu, name = gpu_name(torch.device("cuda")), held.table_shape(shape)
     if set(found[True]) < set(_TOKENS):
         before = nearest_table(name, gpu, tables)
         found = {gated: completed(found[gated], before, rows, gated=gated) for gated in found}
+    for gated, times in found.items():
+        refine(held, times, gated=gated)
     table = ExpertTable(gate_up=ranges(found[True], rows), down=ranges(found[False], rows))
     path = tables / gpu / name.file_name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,10 +279,11 @@ def main() -> None:
         options += ["--tokens", ",".join(map(str, given.tokens)), f"--like={given.like}"]
         options += ["--tables", str(given.tables)]
         compile_all(options, min(16, os.cpu_count() or 1))
-        print(write_table(kind, shape, tune(kind, shape, sweep, None), given.tables))
+        held = kind(shape)
+        print(write_table(held, tune(held, shape, sweep, None), given.tables))
     else:
         index, count = map(int, given.part.split("/"))
-        tune(kind, shape, sweep, (index, count))
+        tune(kind(smaller(shape)), shape, sweep, (index, count))
 
 
 if __name__ == "__main__":

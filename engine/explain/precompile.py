@@ -150,6 +150,8 @@ def _facts(gpu: int) -> GpuFacts:
 def main() -> None:
     config = read_config(PrecompileConfig)
     setup_logging(config.log, f"kernels of {config.engine.engine_id}", is_child=True)
+    # What kernels say of missing tables the worker says, too, and once.
+    logging.getLogger("tandem_kernels").setLevel(logging.ERROR)
     cache = KernelCache(config.engine)
     if not cache.begin():
         return

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend, WholeImage
+from engine.layers.attention.layer import ChosenTokens
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight
 from engine.layers.vocab_part import VocabCut, VocabPart
@@ -90,6 +91,7 @@ class ForwardInputs:
         taps: Filled during the pass; None: nothing asks.
         images: None: no token of the pass is of an image, nor of a prompt that is still among
             images.
+        choice: What sparse layers attend to, of a drafter's pass before; None: they choose.
         kept: [n], the tokens whose hidden states are asked for, in this order: behind its attention
             the last layer leaves the others out. None: all. Only of a model that `keeps_rows`.
     """
@@ -103,6 +105,7 @@ class ForwardInputs:
     taps: Taps | None = None
     images: ImageInputs | None = None
     kept: Tensor | None = None
+    choice: ChosenTokens | None = None
 
 
 class CausalLM(nn.Module):

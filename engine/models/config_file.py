@@ -144,6 +144,8 @@ class ConfigFile(msgspec.Struct):
     indexer_types: list[str] | None = None
     index_topk_pattern: str | list[str] | None = None
     """The older form of `indexer_types`, of letters."""
+    index_share_for_mtp_iteration: bool = False
+    """Drafts behind the first one attend to what that one has chosen."""
     index_topk_freq: int = 1
     index_skip_topk_offset: int = 2
     sparse_attention_config: SparseAttentionFields | None = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig, ModelConfig
-from engine.layers.attention.layer import AttentionInputs
+from engine.layers.attention.layer import AttentionInputs, ChosenTokens
 from engine.layers.linear_attention import StateInputs
 from engine.layers.rotary import cos_sin_cache, query_scales
 from engine.models.base import ForwardInputs
@@ -98,7 +98,8 @@ class LayerKinds:
             positions = torch.arange(len(table), device=table.device)
         rest = metadata, step.backend, group.kept, scales
         wholes = () if images is None else images.wholes
-        return AttentionInputs(positions, table, group.slot_mapping, *rest, images=wholes)
+        choice = ChosenTokens() if step.choice is None else step.choice
+        return AttentionInputs(positions, table, group.slot_mapping, *rest, choice, wholes)
 
 
 def _table_of_tokens(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:

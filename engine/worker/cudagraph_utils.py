@@ -38,7 +38,7 @@ next multiple of that costs little more than the prompt itself; of 448 rows the 
 longer than of 512."""
 LONG_PROMPT_TOKENS = (640, 768, 832, 896, 1024)
 """More sizes. Launched one by one, steps of these take as long at best."""
-LONGEST_PROMPT_TOKENS = (1280, 1536, 1792, 2048)
+LONGEST_PROMPT_TOKENS = (1152, 1280, 1408, 1536, 1792, 2048)
 """Still more, where launches take the host longer than such steps take the GPU: in models of many
 launches, where ranks share the work of each, and where quantised weights are multiplied sooner."""
 MOST_PROMPT_TOKENS = (2560, 3072, 3584, 4096)

@@ -31,6 +31,7 @@ from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import BatchOrder, InputBatch, Int32Array
 from engine.config import EngineConfig
 from engine.layers.attention.backend import AttentionBackend
+from engine.layers.attention.layer import ChosenTokens
 from engine.models.base import ForwardInputs, GroupInputs
 from engine.models.drafts.base import DraftNetwork
 from engine.models.drafts.medusa import MedusaHeads
@@ -190,6 +191,7 @@ class DraftPasses:
         features = [part.contiguous() for part in feature.chunk(len(chain), dim=1)]
         drafts = feature.new_full((len(drawn), rows.max_drafts), -1, dtype=torch.int64)
         of_passes = self._networks_of_passes(rows.max_drafts)
+        choice = ChosenTokens() if network.chooses_once else None
         for index in range(rows.max_drafts):
             if isinstance(network, MedusaHeads):
                 if index >= network.num_heads:
@@ -198,7 +200,9 @@ class DraftPasses:
             else:
                 assert room is not None
                 running = of_passes[index]
-                found = self._pass(batch, index, running, features, room)
+                found = self._pass(batch, index, running, features, room, choice)
+                if choice is not None and not choice.stays:
+                    choice.keep()
                 logits = running[0].compute_logits(found[0])
                 features = found[:-1] or found
             drawn_now = self._draw(logits, drawn, next_place + index)
@@ -222,6 +226,7 @@ class DraftPasses:
         networks: Sequence[DraftNetwork],
         features: Sequence[torch.Tensor],
         room: torch.Tensor,
+        choice: ChosenTokens | None,
     ) -> list[torch.Tensor]:
         """Computes the token `ahead` places behind the newest of each row by `networks`, with the
         feature [S, F] that each has of the one before it. Returns what each makes of it."""
@@ -261,6 +266,7 @@ class DraftPasses:
             self._kv_caches,
             self._attention,
             _no_layer,
+            choice=choice,
         )
         return [
             network(step, feature) for network, feature in zip(networks, features, strict=False)

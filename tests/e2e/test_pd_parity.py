@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from tokenizers import Tokenizer
 
 from bench.serving.node_metrics import read_metrics
+from tests.engine.models.reference_models import FAMILIES, GreedyAnswers, save_checkpoint
+from tests.engine.models.reference_models import reference as load
 
 TWO_TOPOLOGIES = [
     pytest.param([], [], id="tp1-tp1-block16-streams4"),
@@ -30,6 +36,7 @@ TWO_TOPOLOGIES = [
     ),
 ]
 
+REMOTE = ["--local-prefill-threshold", "0"]
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 200]
 
 
@@ -114,6 +121,32 @@ async def test_two_nodes_give_what_one_gives(
     cluster = await share_cluster(prefill_args=prefill_args, decode_args=decode_args)
     assert await texts(complete, cluster.url) == expected
     assert await texts(complete, cluster.url) == expected, "with the prefix cached"
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_a_tiny_v32_answers_as_transformers_does(
+    start_cluster: Any, complete: Any, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Prompts and answers are longer than what its indexer chooses: 18 tokens."""
+    family = FAMILIES["deepseek_v32"]
+    sizes = {"vocab_size": 1024, "max_position_embeddings": 512, "mlp_layer_types": None}
+    save_checkpoint(replace(family, changes={**family.changes, **sizes}), tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_checkpoint / name, tmp_path)
+    model = ["--model", str(tmp_path)]
+    ways = {"prefill_args": [*model, "--block-size", "64"], "decode_args": [*model, *REMOTE]}
+    cluster = await start_cluster(**ways)
+    oracle, tokenizer = (
+        GreedyAnswers(load(tmp_path)),
+        Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
+    )
+    for length in (15, 65, 200, 200):
+        expected = tokenizer.decode(oracle.tokens(prompt(length), 24))
+        wish = {"prompt": prompt(length), "max_tokens": 24, "ignore_eos": True}
+        answer = await complete(cluster.url, **wish, temperature=0.0)
+        assert (answer.error, answer.text) == (None, expected)
+        assert answer.timeline["kv_bytes"] > 0
     await cluster.wait_empty()
 
 

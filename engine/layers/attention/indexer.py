@@ -107,6 +107,8 @@ class Indexer(nn.Module):
             _NORM_EPS,
         )
         metadata = inputs.metadata
+        if inputs.choice.stays:
+            return inputs.choice.chosen
         if not isinstance(metadata, LatentMetadata):
             return self._chosen(queries, weights, pages, metadata)
         parts = (

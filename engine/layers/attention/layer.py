@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend, AttentionSpec, WholeImage
@@ -22,9 +23,19 @@ class ChosenTokens:
 
     Attributes:
         chosen: As `tandem_kernels.reference.index.index_topk` returns it; None: everything.
+        stays: Indexers behind it, too, keep their keys alone, and take this.
     """
 
     chosen: Tensor | None = None
+    stays: bool = False
+
+    def keep(self) -> None:
+        """Makes the choice stay for the tokens that follow in the same rows. Where it was all that
+        there was, it goes on with what comes."""
+        if self.chosen is not None:
+            place = torch.arange(self.chosen.shape[1], device=self.chosen.device).int()
+            self.chosen = torch.where(self.chosen < 0, place, self.chosen)
+            self.stays = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,11 @@ class DraftNetwork(nn.Module):
         computes them."""
         return [block for block in self.modules() if isinstance(block, SparseMLP)]
 
+    @property
+    def chooses_once(self) -> bool:
+        """Returns whether all passes attend to what the first one of them has chosen."""
+        return False
+
     def features(self, hidden: Tensor, taps: list[Tensor]) -> Tensor:
         """Returns [T, F] of the other model's output [T, H] and of its tapped streams."""
         return hidden

@@ -71,6 +71,10 @@ class MtpLayer(DraftNetwork):
         return (self,) if self.behind is None else (self, *self.behind.chain)
 
     @property
+    def chooses_once(self) -> bool:
+        return self.spec.drafts_choose_once and self.behind is None
+
+    @property
     def expert_blocks(self) -> Sequence[SparseMLP]:
         return [block for block in self.layer.modules() if isinstance(block, SparseMLP)]
 

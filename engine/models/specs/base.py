@@ -127,6 +127,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.dense_tokens is not None
 
     @property
+    def drafts_choose_once(self) -> bool:
+        """Returns whether a prediction layer's drafts behind its first one attend to what that one
+        has chosen."""
+        return False
+
+    @property
     def dense_tokens(self) -> int | None:
         """Returns up to how many tokens a context is attended as a whole; None: always."""
         return None

@@ -76,12 +76,13 @@ class GlmMoeDsaSpec(DeepseekV32Spec, frozen=True, kw_only=True):
     interleaved_index: ClassVar[bool] = True
 
     sharing_layers: tuple[int, ...] = ()
+    drafts_choose_once: bool = False
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
-        kinds = enumerate(indexer_types(file))
-        sharing = tuple(layer for layer, kind in kinds if kind == "shared")
-        return {**super().read_more(file, max_model_len), "sharing_layers": sharing}
+        sharing = tuple(i for i, kind in enumerate(indexer_types(file)) if kind == "shared")
+        more = {"sharing_layers": sharing, "drafts_choose_once": file.index_share_for_mtp_iteration}
+        return {**super().read_more(file, max_model_len), **more}
 
     def indexer_of(self, layer: int) -> IndexerSpec | None:
         return None if layer in self.sharing_layers else self.indexer

@@ -23,8 +23,8 @@ def sparse_latent_attention(
     """Computes the attention of the step's query tokens over chosen latents of their requests.
 
     Args:
-        chosen: [T, K] int32 positions, ascending, -1 behind the last, as `index.index_topk`
-            returns them.
+        chosen: [T, K] int32 positions, ascending, as `index.index_topk` returns them. Behind the
+            number of tokens that a query sees they may be anything.
 
     Other arguments and the result are those of `latent.latent_attention`.
     """
@@ -37,16 +37,19 @@ def sparse_latent_attention(
             continue
         rows = latent_rows(kv_cache, metadata.block_tables[r], seq_len, kv_scales)
         queries = torch.cat((q_latent[start:end], q_rope[start:end]), dim=-1).float()
+        last = torch.arange(seq_len - (end - start), seq_len, device=rows.device)[:, None]
+        counted = torch.arange(chosen.shape[1], device=rows.device) <= last
+        own_places = torch.where(counted, chosen[start:end].long(), -1)
         for step in range(end - start) if metadata.fixed_order else (None,):
             if step is None:
                 seen = rows
-                places = chosen[start:end].long()
+                places = own_places
                 mask = torch.zeros(end - start, seq_len + 1, dtype=torch.bool, device=rows.device)
                 mask.scatter_(1, torch.where(places < 0, seq_len, places), True)
                 own, mask = slice(None), mask[:, :seq_len]
             else:
-                places = chosen[start + step]
-                seen = rows[places[places >= 0].long()]
+                places = own_places[step]
+                seen = rows[places[places >= 0]]
                 own = slice(step, step + 1)
                 mask = torch.ones(1, len(seen), dtype=torch.bool, device=rows.device)
             scores = torch.einsum("thd,ld->htl", queries[own], seen) * scale

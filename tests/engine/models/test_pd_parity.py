@@ -27,7 +27,7 @@ NGRAMS = parse_speculative_config(
 )
 DRAFTED = frozenset(
     {"mimo_v2", "gemma4", "gemma4_experts", "gemma4_shared", "laguna", "ministral3", "mistral4"}
-    | {"step3p7"}
+    | {"step3p7", "glm_moe_dsa"}
 )
 """Families whose decode nodes draft."""
 

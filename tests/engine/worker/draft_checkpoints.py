@@ -46,10 +46,12 @@ class Reference:
     layer: Layer
     logits: Logits
     behind: tuple[tuple[Layer, Logits], ...] = ()
+    begin: Callable[[], None] = lambda: None
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
         """Returns `count` tokens that are guessed to follow `tokens`."""
+        self.begin()
         streams = self.target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
         feature = self.features([stream[0] for stream in streams])
         known, chain = list(tokens), ((self.layer, self.logits), *self.behind)
@@ -309,18 +311,56 @@ def write_with_mtp(folder: Path, family: str, count: int = 1) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_with_one_choice(folder: Path) -> None:
+    """Writes GLM-5.2: all drafts of a step attend to what the first one has chosen."""
+    write_with_mtp(folder, "glm_moe_dsa")
+    path = folder / "config.json"
+    shares = {"index_share_for_mtp_iteration": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | shares))
+
+
+class OneChoice(nn.Module):
+    """An indexer of transformers by which all behind the first draft's token take its choice."""
+
+    indexer: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        self.first: Tensor | None = None
+        self.place = 0
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        found: Tensor = self.indexer(*given, **named)
+        count = found.shape[2]
+        if self.first is None:
+            self.place, self.first = found.shape[1] - 1, found[:, -1:].clone()
+        if self.place + 1 < count:
+            # It was all that there was.
+            self.first = torch.arange(count, dtype=found.dtype).view(1, 1, -1)
+        found[:, self.place + 1 :] = self.first
+        return found
+
+
 def mtp_reference(target: PreTrainedModel, folder: Path) -> Reference:
     """Drafts as DeepSeek V3's report defines it: the k-th layer reads the output of the one before
     and the embedding of the token k places on. Where there is no such token before, it has zeros.
     """
     config = json.loads((folder / "config.json").read_text())
+    choice = OneChoice() if config.get("index_share_for_mtp_iteration") else None
     first, *behind = (
-        _mtp_layer(target, folder, place) for place in range(config["num_nextn_predict_layers"])
+        _mtp_layer(target, folder, place, choice)
+        for place in range(config["num_nextn_predict_layers"])
     )
-    return Reference(target, lambda streams: streams[-1], *first, tuple(behind))
+    made = Reference(target, lambda streams: streams[-1], *first, tuple(behind))
+    return made if choice is None else replace(made, begin=choice.begin)
 
 
-def _only_layer(folder: Path, index: int) -> Callable[[Tensor], Tensor]:
+def _only_layer(
+    folder: Path, index: int, choice: OneChoice | None = None
+) -> Callable[[Tensor], Tensor]:
     """Returns one layer of the model beside `folder`, see `_bare_layer`."""
     model = reference(folder.with_name("whole"))
     model.model.layers = model.model.layers[index : index + 1]
@@ -330,14 +370,19 @@ def _only_layer(folder: Path, index: int) -> Callable[[Tensor], Tensor]:
     model.config.num_hidden_layers = 1
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = model.config.layer_types[index : index + 1]
+    if choice is not None:
+        attention = model.model.layers[0].self_attn
+        choice.indexer, attention.indexer = attention.indexer, choice
     return _bare_layer(model)
 
 
-def _mtp_layer(target: PreTrainedModel, folder: Path, place: int) -> tuple[Layer, Logits]:
+def _mtp_layer(
+    target: PreTrainedModel, folder: Path, place: int, choice: OneChoice | None
+) -> tuple[Layer, Logits]:
     weights = load_file(folder / "model.safetensors")
     index = NUM_LAYERS + place
     prefix, eps = f"model.layers.{index}", target.config.rms_norm_eps
-    layer = _only_layer(folder, index)
+    layer = _only_layer(folder, index, choice)
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, (HIDDEN,), weights[f"{prefix}.{name}.weight"], eps)

@@ -83,6 +83,11 @@ CASES: dict[str, tuple[DrafterName, Callable[[Path], None], Callable[..., Any]]]
         lambda folder: drafts.write_hybrid_with_mtp(folder, "qwen3_next"),
         drafts.hybrid_mtp_reference,
     ),
+    "mtp of glm_moe_dsa, which chooses once": (
+        "mtp",
+        drafts.write_with_one_choice,
+        drafts.mtp_reference,
+    ),
     "mtp with a layer for each of two drafts": (
         "mtp",
         lambda folder: drafts.write_with_mtp(folder, "deepseek_v3_yarn", 2),
