@@ -97,7 +97,11 @@ def resolve_model(
     for path, is_there in asked:
         if not is_there:
             raise CheckpointError(
-                path, "is missing", "name a folder with a complete Hugging Face checkpoint"
+                path,
+                "is missing",
+                "this is an adapter: name its base model, and the adapter in --lora-modules"
+                if path == asked[0][0] and (folder / "adapter_config.json").is_file()
+                else "name a folder with a complete Hugging Face checkpoint",
             )
     if load_format == "safetensors":
         WeightFiles(folder)

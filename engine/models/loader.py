@@ -22,6 +22,7 @@ from engine.models.cut_projections import cut_projections
 from engine.models.dummy_weights import fill_dummy
 from engine.models.errors import CheckpointError
 from engine.models.fill_jobs import fill_jobs
+from engine.models.foreign_weights import packed_by
 from engine.models.kv_scale_files import is_kv_scale
 from engine.models.passing_digests import PassingDigests
 from engine.models.registry import MODELS
@@ -208,8 +209,6 @@ def _check_names(files: WeightFiles, wanted: set[str], unused: frozenset[str]) -
             "list layers that stay plain in its quantization_config; the experts of a layer must "
             "all be quantised, or none",
         )
-    if missing:
-        raise CheckpointError(files.folder, f"lacks {_some(missing)}", _WRONG_CONFIG)
     prefixes = tuple(name for name in unused if name.endswith("."))
     extra = sorted(
         name
@@ -218,15 +217,19 @@ def _check_names(files: WeightFiles, wanted: set[str], unused: frozenset[str]) -
         and not name.startswith(prefixes)
         and not is_kv_scale(name)
     )
-    scales = [name for name in extra if name.endswith(_QUANTISATION_SUFFIXES)]
-    if scales:
+    packer = packed_by(extra)
+    scales = [name for name in extra if packed_by([name]) or name.endswith(_QUANTISATION_SUFFIXES)]
+    if scales and (packer or not missing):
+        what = f"weights as {packer}" if packer else "numbers of a quantisation"
         raise CheckpointError(
             files.folder,
-            f"has numbers of a quantisation of which config.json says nothing that tandem computes "
-            f"by: {_some(scales)}",
+            f"has {what} of which config.json says nothing that tandem computes by: "
+            f"{_some(scales)}",
             "use a checkpoint that is quantised otherwise, or plain; docs/models.md lists the "
             "formats",
         )
+    if missing:
+        raise CheckpointError(files.folder, f"lacks {_some(missing)}", _WRONG_CONFIG)
     if extra:
         raise CheckpointError(
             files.folder,

@@ -16,6 +16,7 @@ import xxhash
 from engine.images.vision_spec import VisionSpec
 from engine.models.content_digests import FileDigests, content_digests
 from engine.models.errors import CheckpointError
+from engine.models.foreign_weights import other_weights
 from engine.models.json_file import read_json
 from engine.models.mistral_params import is_native
 from engine.models.stored_tensors import DOWNLOAD_AGAIN, StoredTensor, read_header
@@ -80,10 +81,13 @@ class WeightFiles:
     def _single(self) -> Path:
         path = self.folder / self.single_file
         if not path.is_file():
+            other = other_weights(self.folder)
+            instead = f"{other}, but " if other else ""
             raise CheckpointError(
                 self.folder,
-                f"holds neither {self.single_file} nor {self.index_file}",
-                "tandem reads safetensors only: convert the weights, or check the folder",
+                f"holds {instead}neither {self.single_file} nor {self.index_file}",
+                "tandem reads safetensors only: load the model with the tool that wrote it, "
+                "unquantised, and save it with transformers' save_pretrained, or check the folder",
             )
         return path
 

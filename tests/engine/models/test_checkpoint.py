@@ -253,13 +253,27 @@ def test_missing_file(name: str, copy: Callable[[str], Path]) -> None:
     check_error(caught.value, folder / name, "is missing")
 
 
-def test_missing_weights(copy: Callable[[str], Path]) -> None:
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="adapter in --lora-modules"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("pytorch_model.bin", "pytorch_model.bin (pickled), but neither"),
+        ("qmodel.pt", "HQQ's own, pickled"),
+        ("model.tensors", "tensorizer's"),
+    ],
+)
+def test_missing_weights(file: str, kind: str, copy: Callable[[str], Path]) -> None:
     folder = copy("llama")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").rename(folder / file)
     for refuse in (lambda: resolve_model(str(folder)), lambda: load_model_config(folder)):
         with pytest.raises(CheckpointError) as caught:
             refuse()
-        check_error(caught.value, folder, "neither model.safetensors nor", "safetensors only")
+        check_error(caught.value, folder, kind, "neither model.safetensors nor", "safetensors only")
 
 
 class _Hub(BaseHTTPRequestHandler):

@@ -383,6 +383,28 @@ def test_left_over_tensors_are_not_called_a_broken_download(
     assert more in caught.value.fault and "download" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("end", "beside", "tool"),
+    [(".weight._data", ".weight._scale", "optimum-quanto"), (".W_q", ".zero", "HQQ")],
+)
+def test_packed_weights_of_which_config_says_nothing(
+    end: str, beside: str, tool: str, copy: Copy
+) -> None:
+    """As optimum-quanto 0.2.7 (`save_pretrained`) and HQQ 0.2.8 (`save_to_safetensors`) write them:
+    no `quantization_config`."""
+    folder = copy("llama")
+    tensors = load_file(folder / "model.safetensors")
+    plain = [name for name in tensors if name.endswith("_proj.weight")]
+    for name in plain:
+        layer = name.removesuffix(".weight")
+        tensors[layer + end] = tensors.pop(name).to(torch.int8)
+        tensors[layer + beside] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"weights as {tool} packs them") as caught:
+        parameters(folder, 0, 1)
+    assert "download" not in str(caught.value)
+
+
 def test_schemes_are_as_spelled() -> None:
     [rule] = read(FP8_BLOCKS | {"fmt": "float8_e4m3fn"}).rules
     assert isinstance(rule.scheme, Fp8Scheme) and rule.scheme.block == (128, 128)
