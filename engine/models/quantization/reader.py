@@ -95,10 +95,17 @@ def _published(folder: Path, values: dict[str, object] | None, place: str) -> Qu
     if {"bits", "group_size"} <= values.keys() and not fields.has("quant_method"):
         mode = fields.get("mode", str, "affine")
         raise fields.refused("mode", f"weights as MLX packs them ({mode})")
-    # Converters of ModelOpt 0.29 to 0.31 leave it out.
-    method = fields.get("quant_method", str, "modelopt" if fields.has("quant_algo") else "").lower()
+    method = fields.get("quant_method", str, _unnamed(fields)).lower()
     if method not in READERS:
         raise fields.refused("quant_method", f"weights quantised by {method!r}")
     quantization = READERS[method](fields)
     fields.finish()
     return quantization
+
+
+def _unnamed(fields: Fields) -> str:
+    """Returns a method that was left out, as converters of ModelOpt 0.29 to 0.31 do, and as early
+    releases of transformers did for bitsandbytes; "": unknown."""
+    if fields.has("load_in_4bit") or fields.has("load_in_8bit"):
+        return "bitsandbytes"
+    return "modelopt" if fields.has("quant_algo") else ""

@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
+from transformers.utils.quantization_config import QuantizationMethod
 
 from engine.models.checkpoint import CheckpointError, load_model_config
-from engine.models.quantization.reader import read_quantization
+from engine.models.quantization.reader import READERS, read_quantization
+from engine.models.specs.base import UnsupportedField
 from engine.parallel.distributed import ParallelGroup
 from engine.quantization import Fp8Scheme
 from tests.engine.models.loaded_parameters import check_same, parameters
@@ -215,7 +217,7 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "bitsandbytes"}, ("'bitsandbytes'", "quant_method")),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, ("'bitsandbytes'", "quant_method")),
         ({}, ("quant_method",)),
         (FP8_BLOCKS | {"fmt": "e5m2"}, ("'e5m2'", "quantization_config.fmt")),
         (FP8_BLOCKS | {"activation_scheme": "static"}, ("activation_scheme",)),
@@ -248,6 +250,12 @@ def test_what_is_not_here_is_refused_by_name(
     message = refusal(folder, config)
     for word in words:
         assert word in message
+
+
+def test_all_that_transformers_knows_is_read_or_refused_by_name(tmp_path: Path) -> None:
+    for method in {kind.value for kind in QuantizationMethod} - READERS.keys():
+        with pytest.raises(UnsupportedField, match=f"'{method}'"):
+            read_quantization(tmp_path, {"quant_method": method})
 
 
 def load_error(folder: Path) -> str:
