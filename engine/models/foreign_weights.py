@@ -14,7 +14,7 @@ _PACKERS = {
     ".qweight": "GPTQ and AWQ pack them",
     ".weight_packed": "compressed-tensors packs them",
 }
-"""What the names of tensors end with, and whose names they are."""
+"""Maps ends of tensors' names to the tool that packs weights under them."""
 _KINDS = {
     "qmodel.pt": "HQQ's own, pickled",
     "*.tensors": "tensorizer's",
@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def packed_by(names: Iterable[str]) -> str:
-    """Returns who packs weights under one of these names, as a clause; "": nobody who is known."""
+    """Returns what packs weights under one of these names, as a clause; "": unknown."""
     ends = {end for name in names for end in _PACKERS if name.endswith(end)}
     return next((_PACKERS[end] for end in _PACKERS if end in ends), "")
 
