@@ -87,6 +87,7 @@ async def start_engine(
         progress.note(made)
         _report(made)
 
+    progress.stage = "engine"
     starting = asyncio.create_task(AsyncLLM.start(config, report, tokenizer))
     stopping = asyncio.create_task(stop.wait())
     try:
