@@ -1584,7 +1584,13 @@ def sparse_cases(capability: int) -> Iterator[Case]:
             constants = {**shape, "BLOCK": 4096, "PARTS": 32, "STEP": step}
             select = index_select.select_part_kernel
             yield Case(select, f"step={step}", types, constants, {"num_warps": 8})
-    for num_heads, splits, is_fp8 in ((16, 4, False), (128, 1, fp8)):
+    yield Case(
+        sparse_latent_attention.slots_kernel,
+        "",
+        {**types, "slots": "*i32"},
+        {"TOP_K": 2048, "QUERY_LEN": 1, "BLOCK_SIZE": 64, "BLOCK": 1024},
+    )
+    for num_heads, splits, is_fp8 in ((16, 4, False), (128, 1, False), (128, 1, fp8)):
         tuning = sparse_latent_attention.sparse_tuning(num_heads, 2)
         yield Case(
             sparse_latent_attention.sparse_latent_kernel,
@@ -1592,6 +1598,7 @@ def sparse_cases(capability: int) -> Iterator[Case]:
             {
                 **types,
                 **named("*bf16", "q_latent", "q_rope"),
+                "slots": "*i32",
                 "kv_cache": "*fp8e4nv" if is_fp8 else "*bf16",
                 "out": "*fp32" if splits > 1 else "*bf16",
             },

@@ -1,7 +1,11 @@
 """Latent attention to chosen tokens, absorbed: all heads of a token read the same chosen rows.
 
-A program owns ROWS heads of one token, and walks a part of what it attends to, wherever in its
-context that lies. A row is loaded once and serves as key and as value. With few tokens the chosen
+    positions ── block tables ─▶ slots    `slots_kernel`
+    slots, queries, latents ─▶ attended   `sparse_latent_kernel`
+
+A program owns ROWS heads of one token, and walks a part of what it attends to, wherever in the
+cache that lies: slots are known before, so that rows are asked for ahead, and nothing waits for a
+table. A row is loaded once and serves as key and as value. With few tokens the chosen
 are cut into SPLITS parts, joined by `latent_merge_kernel`; how many depends on shapes alone, so
 steps can be recorded.
 """
@@ -21,6 +25,9 @@ from tandem_kernels.attention.latent_decode import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs
+
+_SLOTS = 1024
+"""Counts those that a program finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +54,8 @@ def sparse_tuning(num_heads: int, itemsize: int) -> SparseTuning:
     if itemsize > 2:
         return SparseTuning(rows=16, tile=16, num_warps=4, num_stages=1)
     if num_heads > 16:
-        return SparseTuning(rows=64, tile=32, num_warps=8, num_stages=3, programs_per_sm=1)
-    return SparseTuning(rows=16, tile=32, num_warps=4, num_stages=3)
+        return SparseTuning(rows=64, tile=64, num_warps=8, num_stages=3, programs_per_sm=1)
+    return SparseTuning(rows=16, tile=32, num_warps=4, num_stages=5)
 
 
 @triton.jit
@@ -73,13 +80,53 @@ def request_of_token(
     return lo - 1
 
 
+@triton.jit
+def _seen(
+    query_start_loc: tl.tensor, seq_lens: tl.tensor, token: tl.tensor, r: tl.tensor
+) -> tl.tensor:
+    """Returns how many tokens of request `r` one sees: none if it is padding."""
+    first = tl.load(query_start_loc + r)
+    num_tokens = tl.load(query_start_loc + r + 1) - first
+    seq_len = tl.load(seq_lens + r)
+    # A padding row has no context; one behind the last request has no place in it.
+    is_real = (seq_len > 0) & (token - first < num_tokens)
+    return tl.where(is_real, seq_len - num_tokens + token - first + 1, 0)
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def slots_kernel(
+    chosen: tl.tensor,
+    block_tables: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    slots: tl.tensor,
+    num_reqs: tl.tensor,
+    table_stride: tl.tensor,
+    TOP_K: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Writes, in program (t, i), where BLOCK of the tokens that token t attends to lie in the
+    cache, block * BLOCK_SIZE + offset; of those that it does not see, 0."""
+    token = tl.program_id(0)
+    r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = index < tl.minimum(_seen(query_start_loc, seq_lens, token, r), TOP_K)
+    at = token.to(tl.int64) * TOP_K + index
+    position = tl.load(chosen + at, mask=own, other=0)
+    table = block_tables + r.to(tl.int64) * table_stride
+    block = tl.load(table + position // BLOCK_SIZE, mask=own, other=0)
+    slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(slots + at, tl.where(own, slot, 0), mask=index < TOP_K)
+
+
 @triton.jit(do_not_specialize=["num_reqs"])
 def sparse_latent_kernel(
     q_latent: tl.tensor,
     q_rope: tl.tensor,
     kv_cache: tl.tensor,
-    chosen: tl.tensor,
-    block_tables: tl.tensor,
+    slots: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
     kv_scale: tl.tensor,
@@ -91,7 +138,6 @@ def sparse_latent_kernel(
     rope_token_stride: tl.tensor,
     rope_head_stride: tl.tensor,
     block_stride: tl.tensor,
-    table_stride: tl.tensor,
     scale: tl.tensor,
     TOP_K: tl.constexpr,
     QUERY_LEN: tl.constexpr,
@@ -113,12 +159,7 @@ def sparse_latent_kernel(
     token = tl.program_id(0)
     split = tl.program_id(2)
     r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
-    own = token - tl.load(query_start_loc + r)
-    num_tokens = tl.load(query_start_loc + r + 1) - tl.load(query_start_loc + r)
-    seq_len = tl.load(seq_lens + r)
-    # A padding row has no context; one behind the last request has no place in it.
-    seen = tl.where((seq_len > 0) & (own < num_tokens), seq_len - num_tokens + own + 1, 0)
-    needed = tl.minimum(seen, TOP_K)
+    needed = tl.minimum(_seen(query_start_loc, seq_lens, token, r), TOP_K)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = head < NUM_HEADS
     at = token.to(tl.int64)
@@ -141,21 +182,16 @@ def sparse_latent_kernel(
     first = split * part
     end = tl.minimum(first + part, needed)
     lane = tl.arange(0, TILE)
-    table = block_tables + r.to(tl.int64) * table_stride
-    places = chosen + at * TOP_K
-    position = tl.load(places + first + lane, mask=first + lane < end, other=0)
-    block = tl.load(table + position // BLOCK_SIZE, mask=first + lane < end, other=0).to(tl.int64)
+    places = slots + at * TOP_K
     for start in range(first, end, TILE):
         inside = start + lane < end
-        line = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE)
+        slot = tl.load(places + start + lane, mask=inside, other=0)
+        block = (slot // BLOCK_SIZE).to(tl.int64)
+        line = kv_cache + block * block_stride + slot % BLOCK_SIZE * (LATENT + ROPE)
         mask = inside[:, None] & is_latent
         latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
         mask = inside[:, None] & is_rope
         keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
-        # What is read next is found one tile ahead: its address waits for two loads.
-        ahead = start + TILE + lane
-        position = tl.load(places + ahead, mask=ahead < end, other=0)
-        block = tl.load(table + position // BLOCK_SIZE, mask=ahead < end, other=0).to(tl.int64)
         peak, total, acc = attend_rows(
             query,
             rotated,
@@ -200,13 +236,13 @@ def sparse_latent_attention(
     if splits > 1:
         parts = num_tokens, num_heads, splits
         target, state = (q_rope.new_empty(*parts, n, dtype=torch.float32) for n in (latent, 2))
+    slots = _slots(chosen, metadata, kv_cache.shape[1])
     shape = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
     sparse_latent_kernel[(num_tokens, head_tiles, splits)](
         q_latent,
         q_rope,
         kv_cache,
-        chosen,
-        metadata.block_tables,
+        slots,
         metadata.query_start_loc,
         metadata.seq_lens,
         pointers(kv_scales)[0],
@@ -216,7 +252,6 @@ def sparse_latent_attention(
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
         kv_cache.stride(0),
-        metadata.block_tables.stride(0),
         scale * LOG2_E,
         TOP_K=top_k,
         QUERY_LEN=metadata.uniform_query_len,
@@ -236,6 +271,28 @@ def sparse_latent_attention(
         grid = (num_tokens * num_heads,)
         latent_merge_kernel[grid](target, state, out, OVERLAP=False, num_warps=4, **shape)
     return out
+
+
+def _slots(chosen: Tensor, metadata: AttentionMetadata, block_size: int) -> Tensor:
+    """Returns where in the cache chosen tokens lie, [T, K] int32."""
+    slots = torch.empty_like(chosen)
+    num_tokens, top_k = chosen.shape
+    block = min(_SLOTS, triton.next_power_of_2(top_k))
+    slots_kernel[(num_tokens, triton.cdiv(top_k, block))](
+        chosen,
+        metadata.block_tables,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        slots,
+        len(metadata.seq_lens),
+        metadata.block_tables.stride(0),
+        TOP_K=top_k,
+        QUERY_LEN=metadata.uniform_query_len,
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return slots
 
 
 def _num_splits(device: torch.device, tuning: SparseTuning, num_tiles: int, top_k: int) -> int:
