@@ -155,8 +155,8 @@ class TransferSettings(SecuritySettings):
         default="",
         description="A store of KV behind host memory and disk, which all nodes of one model share "
         "and which outlives them: mooncake://HOST:PORT of a master of Mooncake Store, with "
-        "?protocol=rdma, devices, metadata or replicas. Needs --kv-host-memory-bytes and the extra "
-        "store. Default: none.",
+        "?protocol=rdma, devices, metadata, replicas or connections. Needs "
+        "--kv-host-memory-bytes and the extra store. Default: none.",
     )
     kv_lease_s: float = Field(
         default=30.0,
