@@ -20,8 +20,11 @@ class RMSNorm(nn.Module):
         offset: Added to the checkpoint's weight. The sum is kept in float32: 1 + w in half
             precision would lose what w has.
         factor: Multiplies the checkpoint's weight. The product is kept in float32.
+        has_weight: The checkpoint has one; else it is 1 throughout.
         order: [size] int64 or None: element i of ours is element `order[i]` of the checkpoint's.
     """
+
+    weight: Tensor
 
     def __init__(
         self,
@@ -31,14 +34,19 @@ class RMSNorm(nn.Module):
         *,
         offset: float = 0.0,
         factor: float = 1.0,
+        has_weight: bool = True,
         order: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.has_weight = eps, has_weight
         self.offset, self.factor = offset, factor
         self.order = order
         is_wide = offset != 0.0 or factor != 1.0
-        self.weight = shard.parameter(size, dtype=torch.float32 if is_wide else None)
+        weight = shard.parameter(size, dtype=torch.float32 if is_wide else None)
+        if has_weight:
+            self.weight = weight
+        else:
+            self.register_buffer("weight", torch.ones_like(weight), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
@@ -76,6 +84,8 @@ class RMSNorm(nn.Module):
         return ops.rms_norm_fp8(x.product, residual, self.weight, self.eps, None, *of)[0]
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        if not self.has_weight:
+            return
         shape = tuple(self.weight.shape)
         yield CheckpointWeight(
             prefix + ".weight", self.weight, shape, order=self.order, offset=self.offset

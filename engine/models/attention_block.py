@@ -50,6 +50,7 @@ def attention_block(
         head_norm=spec.head_norm,
         eps=spec.rms_norm_eps,
         norm_offset=spec.norm_offset,
+        has_norm_weights=not spec.has_plain_head_norms,
         scale=spec.attention_scale,
         softcap=spec.attention_softcap,
         head_order=head_order,

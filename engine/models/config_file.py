@@ -122,6 +122,11 @@ class ConfigFile(msgspec.Struct):
     """Gemma's name of `hidden_act`."""
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
+    qk_scale_factor: float | None = None
+    output_multiplier: float | None = None
+    post_norm_eps: float | None = None
+    layer_rope_theta: list[float] | None = None
+    """It is 0 for a layer that does not rotate."""
     final_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
     use_bidirectional_attention: bool | str | None = None
     partial_rotary_factor: float | None = None

@@ -36,13 +36,14 @@ class DecoderLayer(nn.Module):
         self.self_attn: AttentionBlock | LatentAttentionBlock | GatedDeltaNet
         self.spec = spec
 
-        def norm(name: str | None) -> RMSNorm | None:
+        def norm(name: str | None, eps: float | None = None) -> RMSNorm | None:
             if name is None:
                 return None
-            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
+            eps = spec.rms_norm_eps if eps is None else eps
+            return RMSNorm(spec.hidden_size, eps, shard, offset=spec.norm_offset)
 
         self.before_attention = norm(spec.norms.before_attention)
-        after = norm(spec.norms.after_attention)
+        after = norm(spec.norms.after_attention, spec.after_eps)
         if spec.linear is not None and index in spec.linear.layers:
             self.self_attn = linear_attention_block(
                 config, spec, spec.linear, shard.at("linear_attn"), after
@@ -51,7 +52,7 @@ class DecoderLayer(nn.Module):
             self.self_attn = attention_block(config, spec, index, shard.at("self_attn"), after)
         self.before_mlp = norm(spec.norms.before_mlp)
         self.scalar = shard.parameter(1) if spec.scales_layers else None
-        self.mlp = mlp_block(spec, index, shard, norm(spec.norms.after_mlp))
+        self.mlp = mlp_block(spec, index, shard, norm(spec.norms.after_mlp, spec.after_eps))
         self.input = layer_input(spec, shard)
 
     @property

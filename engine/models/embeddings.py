@@ -11,10 +11,13 @@ from engine.config import ModelConfig
 from engine.layers.layer_inputs import LayerInput, LayerInputs
 from engine.layers.shard import Shard
 from engine.models.specs.dense import DenseSpec
+from tandem_kernels import ops
 
 
 def scaled(embedded: Tensor, spec: DenseSpec) -> Tensor:
     """Returns rows of the embedding, [T, H], as the stream begins with them."""
+    if spec.norms_embedding:
+        embedded = ops.rms_norm(embedded, embedded.new_ones(spec.hidden_size), spec.rms_norm_eps)
     if spec.scales_embedding:
         embedded = embedded * torch.tensor(spec.hidden_size**0.5, dtype=embedded.dtype)
     return embedded if spec.stream_scale == 1.0 else embedded * spec.stream_scale

@@ -41,6 +41,7 @@ from engine.models.specs.mistral import Ministral3Spec, MistralSpec
 from engine.models.specs.mistral_latent import Mistral4Spec
 from engine.models.specs.mistral_native import MistralLarge3Spec, MistralNativeSpec
 from engine.models.specs.mixtral import MixtralSpec
+from engine.models.specs.muse import MuseGlimmerSpec
 from engine.models.specs.olmo import Olmo2Spec, Olmo3Spec
 from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import MiMoSpec, Qwen2Spec, Qwen3Spec
@@ -89,6 +90,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "MistralLarge3ForCausalLM": MistralLarge3Spec,
     "MistralNativeForCausalLM": MistralNativeSpec,
     "MixtralForCausalLM": MixtralSpec,
+    "MuseGlimmerForCausalLM": MuseGlimmerSpec,
     "Olmo2ForCausalLM": Olmo2Spec,
     "Olmo3ForCausalLM": Olmo3Spec,
     "Phi3ForCausalLM": Phi3Spec,

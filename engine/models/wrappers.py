@@ -21,6 +21,7 @@ import msgspec
 _VISION = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.",
     "vision_embedder.", "embed_vision.", "vit_large_projector.", "patch_merge_mlp.",
+    "vision_adapter.", "vision_projection.", "vision_encoder.",
 )  # fmt: skip
 _OTHERS = ("thinker.", "talker.", "code2wav.", "time_series.", "audio_tower.", "embed_audio.")
 """These are the other parts of a model that speaks (Qwen3-Omni), takes audio (Gemma 4), or reads
@@ -105,6 +106,7 @@ WRAPPERS = {
         },
     ),
     "MiniMaxM3SparseForConditionalGeneration": Wrapper({"": "MiniMaxM3VLForCausalLM"}),
+    "MuseGlimmerForConditionalGeneration": Wrapper({"": "MuseGlimmerForCausalLM"}),
     "Qwen2_5_VLForConditionalGeneration": Wrapper({"": "Qwen2ForCausalLM"}),
     "Qwen3OmniMoeForConditionalGeneration": Wrapper(
         {"": "Qwen3MoeForCausalLM"}, {"norm_topk_prob": True}, within="thinker_config"

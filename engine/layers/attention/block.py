@@ -47,6 +47,7 @@ class AttentionOptions:
             ranks together, or none.
         eps: Of those norms.
         norm_offset: See `RMSNorm`.
+        has_norm_weights: Those norms have weights.
         scale: Of the scores; None: head_dim ** -0.5.
         softcap: Bound of the scores; 0: none.
         head_order: See `engine.rope.Rotary.head_order`.
@@ -68,6 +69,7 @@ class AttentionOptions:
     head_norm: HeadNorm = "none"
     eps: float = 0.0
     norm_offset: float = 0.0
+    has_norm_weights: bool = True
     scale: float | None = None
     softcap: float = 0.0
     head_order: tuple[int, ...] | None = None
@@ -286,7 +288,9 @@ def _head_norm(
     if options.head_norm == "none" or heads == NO_HEADS:
         return None
     if options.head_norm == "each":
-        return RMSNorm(head_dim, options.eps, shard, offset=options.norm_offset, order=order)
+        has_weight, offset = options.has_norm_weights, options.norm_offset
+        rest = {"has_weight": has_weight, "offset": offset if has_weight else 0.0, "order": order}
+        return RMSNorm(head_dim, options.eps, shard, **rest)
     return SplitRMSNorm(
         heads.start * head_dim,
         heads.count * head_dim,

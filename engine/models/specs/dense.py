@@ -72,6 +72,9 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         interleaved_rotary: See `engine.rope.Rotary`.
         default_output_gate: `output_gate` where the family has no choice.
         gate_activation, gate_name: What is done to it, and its projection's name, if it has one.
+        last_norm_offset: The same of the norm behind all layers; None: as all others.
+        has_plain_head_norms: Norms of heads have no weights.
+        norms_embedding: Embeddings are normalised, without weights.
         gate_bias: The gates of each head have a bias of one number.
         scales_unrotated: `query_scale` belongs to layers that do not rotate alone.
         scales_layers: The stream is multiplied by a number of its own behind each layer.
@@ -102,6 +105,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         window_rotary: How those rotate; None: as all others.
         unrotated_layers: Layers that do not rotate at all.
         query_scale: How scores grow with the position; None: no sequence is so long that they do.
+        after_eps: Of norms of what a block adds; None: as all others.
         attention_scale: Of the scores; None: head_dim ** -0.5.
         stream_scale: Multiplies embeddings. A family that multiplies what each layer adds by a
             number has it here: the whole stream is held divided by that number, which norms undo.
@@ -135,6 +139,9 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     default_output_gate: ClassVar[OutputGate] = "none"
     gate_activation: ClassVar[GateActivation] = "sigmoid"
     gate_name: ClassVar[str] = "gate_proj"
+    last_norm_offset: ClassVar[float | None] = None
+    has_plain_head_norms: ClassVar[bool] = False
+    norms_embedding: ClassVar[bool] = False
     gate_bias: ClassVar[bool] = False
     scales_unrotated: ClassVar[bool] = False
     scales_layers: ClassVar[bool] = False
@@ -165,6 +172,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     query_scale: QueryScale | None = None
     stream_scale: float = 1.0
     logit_scale: float = 1.0
+    after_eps: float | None = None
     attention_scale: float | None = None
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
@@ -356,6 +364,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ("unrotated_layers", self.unrotated_layers, ()),
             ("query_scale", self.query_scale, None),
             ("stream_scale", self.stream_scale, 1.0),
+            ("after_eps", self.after_eps, None),
             ("attention_scale", self.attention_scale, None),
             ("attention_softcap", self.attention_softcap, 0.0),
             ("experts", self.experts, None),

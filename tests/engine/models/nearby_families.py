@@ -30,6 +30,8 @@ from transformers import (
     LlamaForCausalLM,
     Mistral4Config,
     Mistral4ForCausalLM,
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3VLMoeConfig,
@@ -59,6 +61,32 @@ _LATENT_ONE_GROUP = {**LATENT, "n_group": 1, "topk_group": 1}
 _DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 NEARBY_FAMILIES = {
+    "muse_glimmer": Family(
+        MuseGlimmerForConditionalGeneration,
+        MuseGlimmerConfig,
+        {
+            "head_dim": 16,
+            "sliding_window": 17,
+            "num_hidden_layers": 5,
+            "output_multiplier": 8.0,
+            "final_logit_softcapping": 3.0,
+            "eos_token_id": None,
+            "bos_token_id": None,
+        },
+        norm_center=0.0,
+        vision={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        whole={
+            "image_token_id": 1000,
+            "video_token_id": 1001,
+            "out_hidden_size": 32,
+            "projector_hidden_size": 32,
+        },
+    ),
     "beam": Family(
         BeamForCausalLM,
         BeamConfig,

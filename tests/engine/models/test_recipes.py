@@ -12,7 +12,7 @@ def test_the_page_has_the_table() -> None:
     assert shown == table(json.loads(DATA.read_text(encoding="utf-8")))
 
 
-def test_half_of_the_models_are_accepted() -> None:
+def test_four_of_five_models_are_accepted() -> None:
     data = json.loads(DATA.read_text(encoding="utf-8"))
     read = readable(data["formats"])
     accepted = {
@@ -20,6 +20,6 @@ def test_half_of_the_models_are_accepted() -> None:
         for recipe in data["recipes"]
         if is_known(recipe) and recipe["published"][0] in read
     }
-    assert len(data["recipes"]) == 50 and len(accepted) >= 32
+    assert len(data["recipes"]) == 50 and len(accepted) >= 40
     unknown = [recipe for recipe in data["recipes"] if not is_known(recipe)]
     assert unknown and all(recipe["lacks"] for recipe in unknown)
