@@ -50,8 +50,7 @@ class Decoder(CausalLM):
             for index in self.layer_indices
         )
         if self.link.is_last:
-            offset = spec.last_norm_offset
-            offset = spec.norm_offset if offset is None else offset
+            offset = spec.offset_of_last_norm
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=offset)
             more = shared, spec.logit_scale, spec.final_softcap or 0.0
             self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), *more)

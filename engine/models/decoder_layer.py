@@ -37,10 +37,8 @@ class DecoderLayer(nn.Module):
         self.spec = spec
 
         def norm(name: str | None, eps: float | None = None) -> RMSNorm | None:
-            if name is None:
-                return None
-            eps = spec.rms_norm_eps if eps is None else eps
-            return RMSNorm(spec.hidden_size, eps, shard, offset=spec.norm_offset)
+            eps, offset = eps or spec.rms_norm_eps, spec.norm_offset
+            return RMSNorm(spec.hidden_size, eps, shard, offset=offset) if name else None
 
         self.before_attention = norm(spec.norms.before_attention)
         after = norm(spec.norms.after_attention, spec.after_eps)

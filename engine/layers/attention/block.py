@@ -288,9 +288,9 @@ def _head_norm(
     if options.head_norm == "none" or heads == NO_HEADS:
         return None
     if options.head_norm == "each":
-        has_weight, offset = options.has_norm_weights, options.norm_offset
-        rest = {"has_weight": has_weight, "offset": offset if has_weight else 0.0, "order": order}
-        return RMSNorm(head_dim, options.eps, shard, **rest)
+        if not options.has_norm_weights:
+            return RMSNorm(head_dim, options.eps, shard, has_weight=False)
+        return RMSNorm(head_dim, options.eps, shard, offset=options.norm_offset, order=order)
     return SplitRMSNorm(
         heads.start * head_dim,
         heads.count * head_dim,

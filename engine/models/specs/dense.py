@@ -262,6 +262,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         local = set(self.window_layers or ())
         return max(one for one in range(first) if (one in local) == (layer in local))
 
+    @property
+    def offset_of_last_norm(self) -> float:
+        """Returns what is added to the weights of the norm behind all layers."""
+        return self.norm_offset if self.last_norm_offset is None else self.last_norm_offset
+
     def units_of(self, layer: int) -> int:
         """Returns the units of a layer's dense feed-forward block."""
         return self.intermediate_size * (2 if layer in self.wide_layers else 1)
