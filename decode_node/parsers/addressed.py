@@ -18,7 +18,7 @@ from decode_node.parsers.formats import AddressFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.stage import Stage
 from decode_node.parsers.step_stage import MessageStage
-from decode_node.parsers.text_input import MarkerSet, Steps
+from decode_node.parsers.text_input import Steps, marker_set
 
 _RECIPIENT = re.compile(r"\bto=([^\s<\ud800-\udfff]+)")
 
@@ -47,7 +47,7 @@ class AddressedStage(MessageStage):
         self._oneself, self._user = form.oneself, form.user
         to = marked(form.to)
         self._header_begins = (self._start, self._message, to, to.lstrip(), form.role + to)
-        self._header_ends = MarkerSet([self._message, *ends])
+        self._header_ends = marker_set(self._message, *ends)
 
     def finish(self) -> None:
         super().finish()

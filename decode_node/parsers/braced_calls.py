@@ -18,7 +18,7 @@ from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.formats import BracedFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import parameter_types, value_json
-from decode_node.parsers.text_input import MarkerSet, Steps
+from decode_node.parsers.text_input import Steps, marker_set
 from decode_node.protocol.tools import Tool
 
 _WORD_END = re.compile("[,{}\\[\\]\ud800-\udfff]")
@@ -37,9 +37,9 @@ class BracedStage(CallStage):
         self._plain = markers.plain
         self._before_name = marked(form.before_name)
         self._quote = marked(form.quote)
-        self._quotes = MarkerSet([self._quote])
-        self._name_ends = MarkerSet(["{", marked(form.begin), marked(form.end)])
-        self._key_ends = MarkerSet([":", "{", "}", ",", marked(form.end)])
+        self._quotes = marker_set(self._quote)
+        self._name_ends = marker_set("{", marked(form.begin), marked(form.end))
+        self._key_ends = marker_set(":", "{", "}", ",", marked(form.end))
 
     def call(self, marker: str) -> Steps[None]:
         source = self.source

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.marked_text import has_token
 from decode_node.parsers.step_stage import StepStage
-from decode_node.parsers.text_input import MarkerSet, Steps
+from decode_node.parsers.text_input import MarkerSet, Steps, marker_set
 from decode_node.protocol.tools import Tool
 
 MAX_NAME = 256
@@ -41,14 +41,14 @@ class CallStage(StepStage):
         super().__init__(sink)
         self.tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
         self._begins = frozenset(begins)
-        self._markers = MarkerSet((*begins, *ends))
+        self._markers = marker_set(*begins, *ends)
         self._frames: frozenset[str] = frozenset()
         self._awaits_end = False
 
     def drop(self, frames: Collection[str]) -> None:
         """Leaves texts out of content: what stands around it. Comes before anything is read."""
         self._frames = frozenset(frames)
-        self._markers = MarkerSet((*self._markers.markers, *frames))
+        self._markers = marker_set(*self._markers.markers, *frames)
 
     @property
     def begin_tokens(self) -> frozenset[str]:

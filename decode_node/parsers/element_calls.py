@@ -26,7 +26,7 @@ from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.formats import ElementFormat
 from decode_node.parsers.marked_text import MarkerTokens, has_token
 from decode_node.parsers.schema_types import is_text, part_of, types_of, value_json
-from decode_node.parsers.text_input import MarkerSet, Steps
+from decode_node.parsers.text_input import MarkerSet, Steps, marker_set
 from decode_node.protocol.tools import Tool
 
 _MAX_DEPTH = 64
@@ -47,9 +47,9 @@ class ElementStage(CallStage):
         self._plain = markers.plain
         self._item = form.item
         self._tag_begin = marked(form.tag)
-        self._tags = MarkerSet([self._tag_begin])
+        self._tags = marker_set(self._tag_begin)
         self._section_end = f"/{form.section_end.removeprefix(form.tag)[2:-1]}"
-        self._name_ends = MarkerSet([marked(form.after_name), self._tag_begin])
+        self._name_ends = marker_set(marked(form.after_name), self._tag_begin)
         self._after_name = marked(form.after_name)
         self._root: Mapping[str, Any] = {}
         """The schema of the call's arguments."""

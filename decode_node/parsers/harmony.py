@@ -21,7 +21,7 @@ from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.formats import HarmonyFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.step_stage import MessageStage
-from decode_node.parsers.text_input import MarkerSet, Steps
+from decode_node.parsers.text_input import Steps, marker_set
 from decode_node.protocol.tools import Tool
 
 _RECIPIENT = re.compile(r"\bto=([^\s<\ud800-\udfff]+)")
@@ -54,8 +54,8 @@ class HarmonyStage(MessageStage):
         self._in_headers = frozenset((*headers, self._message))
         behind_role = (self._channel, self._message, " to=")
         self._header_begins = (self._start, *behind_role, *(_ROLE + text for text in behind_role))
-        self._any = MarkerSet([*headers, self._message, *ends])
-        self._header_ends = MarkerSet([self._message, *ends])
+        self._any = marker_set(*headers, self._message, *ends)
+        self._header_ends = marker_set(self._message, *ends)
 
     def run(self) -> Steps[None]:
         source = self.source

@@ -21,7 +21,7 @@ from decode_node.parsers.formats import (
     NamedJsonFormat,
 )
 from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.text_input import MarkerSet, Steps
+from decode_node.parsers.text_input import Steps, marker_set
 from decode_node.protocol.tools import Tool
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -228,7 +228,7 @@ class NamedJsonStage(JsonStage):
         self._begin, self._end, self._section = begin, end, section
         self._before_name = markers.translate(form.before_name)
         self._id_end = markers.translate(form.id_end)
-        self._name_ends = MarkerSet([after_name.rstrip() or after_name, begin, end, section_end])
+        self._name_ends = marker_set(after_name.rstrip() or after_name, begin, end, section_end)
         self._after_name = after_name.rstrip() or after_name
 
     def begin(self) -> Steps[None]:
@@ -288,8 +288,8 @@ class MistralStage(JsonStage):
             markers.translate, (form.begin, form.arguments, form.call_id)
         )
         super().__init__(sink, tools, [self._begin], [])
-        self._name_ends = MarkerSet([self._args, self._id, self._begin, "{"])
-        self._id_ends = MarkerSet([self._args, self._begin, "{"])
+        self._name_ends = marker_set(self._args, self._id, self._begin, "{")
+        self._id_ends = marker_set(self._args, self._begin, "{")
 
     def call(self, marker: str) -> Steps[None]:
         char = yield from self.source.skip_white_space()

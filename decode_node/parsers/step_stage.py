@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.paragraphs import Paragraphs
-from decode_node.parsers.text_input import MarkerSet, Steps, TextInput
+from decode_node.parsers.text_input import Steps, TextInput, marker_set
 
 
 class StepStage(ABC):
@@ -50,7 +50,7 @@ class MessageStage(StepStage):
         self.is_reasoning = is_open
         self.paragraphs = Paragraphs()
         self._begins = frozenset(begins)
-        self._body_ends = MarkerSet([*begins, *ends])
+        self._body_ends = marker_set(*begins, *ends)
 
     def reasoning(self) -> Steps[None]:
         """Reads a body as reasoning."""

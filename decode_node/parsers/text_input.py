@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from decode_node.parsers.marked_text import num_held_back
@@ -42,6 +43,12 @@ class MarkerSet:
         if self._firsts.isdisjoint(tail):
             return 0
         return max((num_held_back(text, marker) for marker in self._long), default=0)
+
+
+@lru_cache(maxsize=512)
+def marker_set(*markers: str) -> MarkerSet:
+    """Returns the set of markers of a format, which are the same for every answer."""
+    return MarkerSet(markers)
 
 
 class TextInput:

@@ -24,7 +24,7 @@ from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.formats import XmlFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import is_text, parameter_types, value_json
-from decode_node.parsers.text_input import MarkerSet, Steps
+from decode_node.parsers.text_input import MarkerSet, Steps, marker_set
 from decode_node.protocol.tools import Tool
 
 
@@ -44,14 +44,14 @@ class XmlStage(CallStage):
         self._plain = markers.plain
         self._section, self._before_name = section, before_name
         self._after_name = marked(form.after_name)
-        self._header_ends = MarkerSet([marked(form.header_end)])
+        self._header_ends = marker_set(marked(form.header_end))
         self._before_key = marked(form.before_key)
         self._before_value = marked(form.before_value)
         self._after_value = marked(form.after_value)
-        self._name_ends = MarkerSet([self._after_name or self._before_key, *ends])
-        self._key_ends = MarkerSet([marked(form.after_key)])
+        self._name_ends = marker_set(self._after_name or self._before_key, *ends)
+        self._key_ends = marker_set(marked(form.after_key))
         self._value_marks = [self._after_value, self._end, self._before_key, before_name]
-        self._value_begins = MarkerSet([self._before_value])
+        self._value_begins = marker_set(self._before_value)
         self._behind_value = [self._before_key, *ends]
         self._behind_call = [text for text in (self._section_end, before_name) if text]
         self._ends_values = bool(section) or len(self._end) == 1

@@ -94,11 +94,10 @@ def random_cuts(stream: list[Piece], seed: int) -> list[list[Piece]]:
 
 def merged(stream: list[Piece]) -> list[Piece]:
     """Joins the texts between markers, as if they were long tokens."""
-    groups = itertools.groupby(stream, key=lambda piece: isinstance(piece, str))
     return [
         piece
-        for is_text, group in groups
-        for piece in (["".join(map(str, group))] if is_text else group)
+        for kind, group in itertools.groupby(stream, key=type)
+        for piece in (["".join(group)] if kind is str else group)
     ]
 
 
