@@ -200,7 +200,8 @@ class AttentionBlock(nn.Module):
         if self.num_gates:
             gates, qkv = projected[:, : self.num_gates], projected[:, self.num_gates :]
             if self.gate_bias is not None:
-                of_heads = gates.view(len(gates), len(self.gate_bias), -1)
+                count = len(self.gate_bias)
+                of_heads = gates.view(len(gates), count, self.num_gates // count)
                 of_heads.add_(self.gate_bias[:, None])
         q_weight = k_weight = None
         if isinstance(self.q_norm, SplitRMSNorm) and isinstance(self.k_norm, SplitRMSNorm):
