@@ -1,6 +1,18 @@
 """Sparse attention over latents, and to blocks: what is kept of a token, what goes from node to
 node, and what is refused. Parity with transformers is asked of these families where it is of all
-others."""
+others.
+
+What went wrong elsewhere, and the test that would have seen it:
+
+    index keys were not sent (ATOM 1368)     `test_nodes_of_other_sizes_hand_over_all_that_is_
+                                             chosen_from`
+    an indexer of one kernel chose others    `test_index_keys_in_e4m3_choose_nearly_the_same`
+    (SGLang 30088)                           (`tests/kernels`)
+    batches change beside prediction layers  `test_drafts_are_those_of_the_reference`
+    (SGLang 30854, 39072)                    of deepseek_v32 and glm_moe_dsa
+    answers drift over requests              `test_answers_do_not_drift_over_a_hundred_requests`
+    (SGLang 23020)
+"""
 
 from __future__ import annotations
 
