@@ -218,5 +218,6 @@ def delta_tokens(
         VALUES=tuning.values,
         PENDING=0 if pending is None else pending.most,
         num_warps=tuning.num_warps,
+        enable_fp_fusion=tuning.fuses,
         **in_turn(mixed.device, len(gates)),
     )

@@ -18,14 +18,17 @@ class DeltaTuning:
     Attributes:
         values: Columns of a state in one program.
         num_warps: Where a kernel multiplies matrices, at most `MOST_WARPS`.
+        fuses: Products are added without being rounded first. Of `a * b + c * d` the compiler
+            chooses which one, differently in each kernel and loop.
     """
 
     values: int
     num_warps: int
     num_stages: int = 1
+    fuses: bool = True
 
 
-FIXED = DeltaTuning(values=32, num_warps=1)
+FIXED = DeltaTuning(values=32, num_warps=1, fuses=False)
 """That of tokens one by one where a row must have the same bits in any company."""
 _MANY_REQUESTS = 32
 

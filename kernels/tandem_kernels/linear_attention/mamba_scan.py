@@ -144,5 +144,6 @@ def mamba_tokens(
         BLOCK_SIZE=triton.next_power_of_2(size),
         VALUES=tuning.values,
         num_warps=tuning.num_warps,
+        enable_fp_fusion=tuning.fuses,
         **in_turn(mixed.device, len(mixed)),
     )
