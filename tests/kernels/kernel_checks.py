@@ -389,8 +389,11 @@ def prepare_inputs(
 
 
 def post_update(op: Op, lengths: list[int], seed: int, width: int, device: str = "cpu") -> None:
-    """The last request is padding; the others get up to `width` tokens."""
-    rows = make_rows(seed, device)
+    """The last request is padding; the others get up to `width` tokens. States of the first one
+    take its tokens in later."""
+    taken = torch.full((NUM_ROWS,), -7, dtype=torch.int32, device=device)
+    rows = replace(make_rows(seed, device), num_taken=taken)
+    expected_taken = taken.tolist()
     mapping = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
     mapping[-1], lengths = -1, [*lengths[:-1], 0]
     sampled = torch.randint(0, 1000, (len(lengths), width))
@@ -405,15 +408,18 @@ def post_update(op: Op, lengths: list[int], seed: int, width: int, device: str =
             if token >= 0 and totals[row] < limits[row]:
                 tokens[row][totals[row]] = token
                 totals[row] += 1
+        expected_taken[row] = computed[row] + lengths[r] * (r > 0)
         computed[row] = min(computed[row] + lengths[r], totals[row] - 1)
         if totals[row] >= limits[row]:
             computed[row] = limits[row]
 
     idx_mapping = torch.tensor(mapping, dtype=torch.int32, device=device)
-    op(idx_mapping, oracle.cumulative(lengths).to(device), sampled.to(device), rows)
+    bounds = oracle.cumulative(lengths).to(device)
+    op(idx_mapping, bounds, sampled.to(device), rows, 1)
     assert rows.token_ids.tolist() == tokens
     assert rows.num_computed.tolist() == computed
     assert rows.total_len.tolist() == totals
+    assert taken.tolist() == expected_taken
 
 
 def write_drafts(op: Op, num_reqs: int, seed: int, device: str = "cpu") -> None:
