@@ -1,21 +1,67 @@
-"""The gated feed-forward block. Source: Shazeer, GLU Variants (arXiv 2002.05202)."""
+"""The feed-forward block, gated or not. Source: Shazeer, GLU Variants (arXiv 2002.05202)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from engine.layers.linear import GateUpParallelLinear, RowParallelLinear
+from engine.layers.linear import (
+    GateUpParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
+from engine.layers.methods.base import ColumnPart
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import RowForm, Rows
 from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels import ops
 from tandem_kernels.elementwise.gate_form import GateForm
 
 
-class GatedMLP(nn.Module):
-    """Adds `down(activation(gate(x)) * up(x))` of `x` [T, H] to the residual stream.
+class DenseMLP(nn.Module):
+    """Adds what `down` makes of activated `x` [T, H] to the residual stream.
+
+    Args:
+        norm: Of what is added; None: none.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, shard: Shard, norm: RMSNorm | None
+    ) -> None:
+        super().__init__()
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard.at("down_proj"))
+        self.norm = norm
+
+    @property
+    @abstractmethod
+    def input_form(self) -> RowForm | None:
+        """Returns how inputs are best given; see `LinearMethod`."""
+
+    @abstractmethod
+    def _activated(self, x: Rows) -> Rows: ...
+
+    @abstractmethod
+    def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
+        """Lists the checkpoint's tensors; `is_fused` says that gate and up are one tensor."""
+
+    def forward(self, x: Rows, stream: ResidualStream) -> None:
+        """Computes the MLP of the normed `x`: [T, H]."""
+        self.down_proj.add_to(stream, self._activated(x), self.norm)
+
+    def partial(self, x: Rows) -> Tensor:
+        """Returns this rank's part of the sum over ranks, [T, H], instead of adding it."""
+        return self.down_proj.partial(self._activated(x))
+
+    def accumulate(self, x: Rows, out: Tensor) -> None:
+        """Adds this rank's part of the sum over ranks to `out`, [T, H]."""
+        self.down_proj.accumulate(self._activated(x), out)
+
+
+class GatedMLP(DenseMLP):
+    """Computes `down(activation(gate(x)) * up(x))`.
 
     Args:
         is_gelu: The activation is GELU by its tanh formula, not SiLU.
@@ -33,35 +79,50 @@ class GatedMLP(nn.Module):
         gate: GateForm | None = None,
         norm: RMSNorm | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(hidden_size, intermediate_size, shard, norm)
         self.gate_up_proj = GateUpParallelLinear(
             hidden_size, intermediate_size, shard, is_gelu=is_gelu, gate=gate
         )
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, shard.at("down_proj"))
-        self.norm = norm
 
     @property
     def input_form(self) -> RowForm | None:
-        """Returns how inputs are best given; see `LinearMethod`."""
         return self.gate_up_proj.input_form
-
-    def forward(self, x: Rows, stream: ResidualStream) -> None:
-        """Computes the MLP of the normed `x`: [T, H]."""
-        self.down_proj.add_to(stream, self._activated(x), self.norm)
-
-    def partial(self, x: Rows) -> Tensor:
-        """Returns this rank's part of the sum over ranks, [T, H], instead of adding it."""
-        return self.down_proj.partial(self._activated(x))
-
-    def accumulate(self, x: Rows, out: Tensor) -> None:
-        """Adds this rank's part of the sum over ranks to `out`, [T, H]."""
-        self.down_proj.accumulate(self._activated(x), out)
 
     def _activated(self, x: Rows) -> Rows:
         return self.gate_up_proj.activated(x, self.down_proj.input_form)
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
-        """Lists the checkpoint's tensors; `is_fused` says that gate and up are one tensor."""
         names = ("gate_up_proj",) if is_fused else ("gate_proj", "up_proj")
         yield from self.gate_up_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
+        yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")
+
+
+class SquaredMLP(DenseMLP):
+    """Computes `down(relu(up(x)) ** 2)`. Source: So et al., Primer (arXiv 2109.08668).
+
+    Args:
+        norm: Of what is added; None: none.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        shard: Shard,
+        *,
+        norm: RMSNorm | None = None,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, shard, norm)
+        part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
+        self.up_proj = MergedColumnParallelLinear(hidden_size, (part,), shard, names=("up_proj",))
+
+    @property
+    def input_form(self) -> RowForm | None:
+        return self.up_proj.input_form
+
+    def _activated(self, x: Rows) -> Rows:
+        return ops.relu_squared(self.up_proj(x))
+
+    def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
+        yield from self.up_proj.checkpoint_weights(f"{prefix}.up_proj")
         yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")

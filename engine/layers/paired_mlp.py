@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.layers.mlp import GatedMLP
+from engine.layers.mlp import DenseMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.sparse_mlp import SparseMLP
@@ -27,7 +27,7 @@ class PairedMLP(nn.Module):
     """
 
     def __init__(
-        self, dense: GatedMLP, sparse: SparseMLP, norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
+        self, dense: DenseMLP, sparse: SparseMLP, norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
     ) -> None:
         super().__init__()
         self.dense, self.sparse = dense, sparse

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from engine.layers.mlp import GatedMLP
+from engine.layers.mlp import DenseMLP, GatedMLP, SquaredMLP
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 from tandem_kernels.elementwise.gate_form import GateForm
@@ -19,6 +19,7 @@ class SharedExpert(nn.Module):
     Args:
         has_gate: Its output counts by the sigmoid of a projection of the token.
         form: Of its activation; see `GateUpParallelLinear`.
+        squared: It is a `SquaredMLP`.
     """
 
     gate: nn.Parameter | None
@@ -31,10 +32,15 @@ class SharedExpert(nn.Module):
         *,
         has_gate: bool,
         form: GateForm | None = None,
+        squared: bool = False,
     ) -> None:
         super().__init__()
         self.deterministic = shard.gemms.deterministic
-        self.mlp = GatedMLP(hidden_size, intermediate_size, shard, gate=form)
+        self.mlp: DenseMLP
+        if squared:
+            self.mlp = SquaredMLP(hidden_size, intermediate_size, shard)
+        else:
+            self.mlp = GatedMLP(hidden_size, intermediate_size, shard, gate=form)
         self.gate = shard.parameter(1, hidden_size) if has_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +65,10 @@ class SharedExpert(nn.Module):
             return ops.invariant_gemm(x, gate, None, torch.float32)
         return (x.float() * gate.float()).sum(-1, keepdim=True)
 
-    def checkpoint_weights(self, prefix: str, gate: str) -> Iterator[CheckpointWeight]:
-        yield from self.mlp.checkpoint_weights(prefix, is_fused=False)
+    def checkpoint_weights(
+        self, prefix: str, gate: str, *, is_fused: bool
+    ) -> Iterator[CheckpointWeight]:
+        """Lists the checkpoint's tensors; `is_fused`: see `GatedMLP`."""
+        yield from self.mlp.checkpoint_weights(prefix, is_fused=is_fused)
         if self.gate is not None:
             yield CheckpointWeight(gate, self.gate, tuple(self.gate.shape))

@@ -26,6 +26,7 @@ from engine.layers.expert_methods.base import PROJECTIONS, ExpertLayer, ExpertPa
 from engine.layers.expert_methods.choice import expert_method
 from engine.layers.expert_methods.stacked import STACKED_NAMES, bias_weights
 from engine.layers.expert_share import ExpertShare
+from engine.layers.linear import ReplicatedLinear
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
@@ -34,7 +35,7 @@ from engine.layers.rows import PairOutputs, PartialSum
 from engine.layers.shard import CheckpointWeight, Shard, unread
 from engine.layers.shared_expert import SharedExpert
 from engine.layers.side_stream import SideStream, is_recording, side_stream
-from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.elementwise.gate_form import GateForm, has_gate
 
 PROJECTION_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -45,7 +46,7 @@ class Experts(ExpertLayer):
     matter.
 
     Args:
-        names: The checkpoint's names of gate, up and down.
+        names: The checkpoint's names of gate, up and down; "": there is no gate.
         biases: Both projections have one.
         stacked: The checkpoint has the tensors of all experts in one; see
             `engine.layers.expert_methods.stacked`.
@@ -66,7 +67,7 @@ class Experts(ExpertLayer):
     ) -> None:
         super().__init__()
         self.names, self.stacked, self.gate = names, stacked, gate
-        modules = STACKED_NAMES if stacked else tuple(f"0.{name}" for name in names)
+        modules = STACKED_NAMES if stacked else tuple(f"0.{name}" for name in names if name)
         self.method = expert_method(shard, shard.scheme(*modules), gate)
         self.fixed_order = shard.gemms.deterministic
         ranks, count = shard.place.expert_ranks, len(share.held)
@@ -74,7 +75,7 @@ class Experts(ExpertLayer):
         if not ranks.are_whole:
             start, width = _units_of(shard, intermediate_size, self.method.unit)
         self.sizes = ExpertSizes(
-            hidden_size, intermediate_size, start, width, share.total, share.held
+            hidden_size, intermediate_size, start, width, share.total, share.held, has_gate(gate)
         )
         self.b13 = shard.parameter(count, 2 * width) if biases else None
         has_b2 = biases and (ranks.are_whole or ranks.rank == 0)
@@ -122,6 +123,8 @@ class Experts(ExpertLayer):
         for expert in range(self.sizes.total):
             own = held.get(expert, 0)
             for name, projection in zip(self.names, PROJECTIONS, strict=True):
+                if not name:
+                    continue
                 part = ExpertPart(f"{prefix}.{expert}.{name}", own, projection)
                 weights = self.method.checkpoint_weights(self, part)
                 yield from weights if expert in held else map(unread, weights)
@@ -145,6 +148,8 @@ class SparseMLP(nn.Module):
         norm: Of what is added; None: none.
         input_norm: Of what experts read, where the router reads another norm; None: both read the
             same.
+        latents: What experts read is projected by the first, and their sum by the second; None:
+            neither is.
     """
 
     def __init__(
@@ -156,16 +161,19 @@ class SparseMLP(nn.Module):
         *,
         norm: RMSNorm | None = None,
         input_norm: RMSNorm | None = None,
+        latents: tuple[ReplicatedLinear, ReplicatedLinear] | None = None,
     ) -> None:
         super().__init__()
         self.router = router
+        self.to_latent = None if latents is None else latents[0]
+        self.from_latent = None if latents is None else latents[1]
         self.experts = experts
         self.shared = shared
         self.norm, self.input_norm = norm, input_norm
         self.group = shard.tp
         self.exchange = shard.place.token_exchange
         is_one_rank = shard.tp.size == 1 and shard.place.exchange is None
-        self.is_alone = is_one_rank and shared is None and norm is None
+        self.is_alone = is_one_rank and shared is None and norm is None and latents is None
         self.fused_rows = shard.gemms.fused_router_rows if self.is_alone else 0
         self.beside_rows = shard.gemms.beside_rows
         if self.beside_rows > 0 and shard.device.type == "cuda":
@@ -226,4 +234,8 @@ class SparseMLP(nn.Module):
         tokens, slots = self.exchange.gather(x, slot_mapping)
         chosen = self.router(tokens, slots)
         given = tokens if self.input_norm is None else self.input_norm(tokens)
-        return self.exchange.combine(self.experts(given, *chosen), len(x))
+        if self.to_latent is not None:
+            given = self.to_latent(given)
+        out = self.exchange.combine(self.experts(given, *chosen), len(x))
+        # A sum of what ranks have projected is what their sum would be.
+        return out if self.from_latent is None else self.from_latent(out)

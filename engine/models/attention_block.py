@@ -9,13 +9,15 @@ from engine.layers.attention.indexer import IndexerSizes
 from engine.layers.attention.latent_block import LatentAttentionBlock, LatentSizes
 from engine.layers.kv_scales import layer_scales
 from engine.layers.linear_attention import DeltaSizes, GatedDeltaNet
+from engine.layers.mamba import MambaMixer, MambaSizes
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import Shard
 from engine.models.specs.dense import DenseSpec
-from engine.models.specs.linear import LinearSpec
 from engine.rope import Rotary
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.value_form import ValueForm
+
+StateBlock = GatedDeltaNet | MambaMixer
 
 
 def attention_block(
@@ -95,12 +97,26 @@ def _block_indexer_sizes(spec: DenseSpec, index: int) -> BlockIndexerSizes | Non
     return BlockIndexerSizes(groups=indexer.heads, dim=indexer.dim, choice=choice)
 
 
-def linear_attention_block(
-    config: EngineConfig, spec: DenseSpec, linear: LinearSpec, shard: Shard, norm: RMSNorm | None
-) -> GatedDeltaNet:
+def state_block(
+    config: EngineConfig, spec: DenseSpec, shard: Shard, norm: RMSNorm | None
+) -> StateBlock:
     """Returns the block of a layer that keeps a state, not yet loaded."""
+    hidden_size, eps = spec.hidden_size, spec.rms_norm_eps
     drafting = config.scheduler.max_num_seqs, config.decode_query_len
-    sizes = DeltaSizes(
+    kept = drafting if config.decode_query_len > 1 else None
+    if (mamba := spec.mamba) is not None:
+        sizes = MambaSizes(
+            heads=mamba.heads,
+            groups=mamba.groups,
+            head_dim=mamba.head_dim,
+            size=mamba.size,
+            kernel=mamba.kernel,
+            conv_bias=mamba.conv_bias,
+        )
+        return MambaMixer(hidden_size, sizes, mamba.eps, shard, norm=norm, drafting=kept)
+    linear = spec.linear
+    assert linear is not None
+    delta = DeltaSizes(
         key_heads=linear.key_heads,
         value_heads=linear.value_heads,
         key_dim=linear.key_dim,
@@ -108,11 +124,4 @@ def linear_attention_block(
         kernel=linear.kernel,
         is_split=linear.is_split,
     )
-    return GatedDeltaNet(
-        spec.hidden_size,
-        sizes,
-        spec.rms_norm_eps,
-        shard,
-        norm=norm,
-        drafting=drafting if config.decode_query_len > 1 else None,
-    )
+    return GatedDeltaNet(hidden_size, delta, eps, shard, norm=norm, drafting=kept)

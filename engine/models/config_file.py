@@ -99,9 +99,10 @@ class ConfigFile(msgspec.Struct):
 
     vocab_size: int
     hidden_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
+    num_hidden_layers: int = 0
+    """Nemotron-H has a list of them instead."""
     intermediate_size: int = 0
     """Checkpoints whose every layer has experts may leave it out."""
     num_key_value_heads: int | None = None
@@ -269,6 +270,32 @@ class ConfigFile(msgspec.Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
+
+    mamba_n_heads: int | None = None
+    mamba_n_groups: int | None = None
+    mamba_d_state: int | None = None
+    mamba_d_head: int | str | None = None
+    mamba_d_conv: int | None = None
+    mamba_expand: float = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: list[float | dict[str, str]] | None = None
+    """transformers 5 writes an infinite number as an object."""
+    hybrid_override_pattern: str | None = None
+    """A letter for each layer, Nemotron's form of `layers_block_type`; so are the names below."""
+    layers_block_type: list[str] | None = None
+    mamba_num_heads: int | None = None
+    mamba_head_dim: int | None = None
+    n_groups: int | None = None
+    ssm_state_size: int | None = None
+    conv_kernel: int | None = None
+    use_conv_bias: bool = True
+    layer_norm_epsilon: float | None = None
+    mlp_hidden_act: str = "relu2"
+    mamba_hidden_act: str = "silu"
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_latent_size: int | None = None
+    position_embedding_type: str | None = None
 
     num_attention_groups: int | None = None
     """Step's names: this one of `num_key_value_heads`."""

@@ -10,14 +10,14 @@ from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock
 from engine.layers.attention.latent_block import LatentAttentionBlock
 from engine.layers.attention.layer import AttentionInputs
-from engine.layers.linear_attention import GatedDeltaNet, StateInputs
+from engine.layers.linear_attention import StateInputs
 from engine.layers.norm import RMSNorm
 from engine.layers.paired_mlp import PairedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
-from engine.models.attention_block import attention_block, linear_attention_block
+from engine.models.attention_block import StateBlock, attention_block, state_block
 from engine.models.embeddings import layer_input
 from engine.models.expert_block import mlp_block, mlp_weights
 from engine.models.specs.dense import DenseSpec
@@ -33,7 +33,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard, index: int) -> None:
         super().__init__()
-        self.self_attn: AttentionBlock | LatentAttentionBlock | GatedDeltaNet
+        self.self_attn: AttentionBlock | LatentAttentionBlock | StateBlock
         self.spec = spec
 
         def norm(name: str | None, eps: float | None = None) -> RMSNorm | None:
@@ -42,15 +42,17 @@ class DecoderLayer(nn.Module):
 
         self.before_attention = norm(spec.norms.before_attention)
         after = norm(spec.norms.after_attention, spec.after_eps)
-        if spec.linear is not None and index in spec.linear.layers:
-            self.self_attn = linear_attention_block(
-                config, spec, spec.linear, shard.at("linear_attn"), after
-            )
+        if (states := spec.states) is not None and index in states.layers:
+            self.module = states.module
+            self.self_attn = state_block(config, spec, shard.at(self.module), after)
         else:
-            self.self_attn = attention_block(config, spec, index, shard.at("self_attn"), after)
-        self.before_mlp = norm(spec.norms.before_mlp)
+            self.module = "self_attn"
+            self.self_attn = attention_block(config, spec, index, shard.at(self.module), after)
+        is_bare = index in spec.bare_layers
+        self.before_mlp = None if is_bare else norm(spec.norms.before_mlp)
         self.scalar = shard.parameter(1) if spec.scales_layers else None
-        self.mlp = mlp_block(spec, index, shard, norm(spec.norms.after_mlp, spec.after_eps))
+        after = norm(spec.norms.after_mlp, spec.after_eps)
+        self.mlp = None if is_bare else mlp_block(spec, index, shard, after)
         self.input = layer_input(spec, shard)
 
     @property
@@ -77,7 +79,7 @@ class DecoderLayer(nn.Module):
             slots = slots.index_select(0, kept)
         if isinstance(mlp, SparseMLP | PairedMLP):
             mlp(stream, self.before_mlp, slots)
-        else:
+        elif mlp is not None:
             mlp(stream.read_rows(self.before_mlp, mlp.input_form), stream)
         if self.input is not None and given is not None:
             self.input(stream, given if kept is None else given.index_select(0, kept))
@@ -99,21 +101,20 @@ class DecoderLayer(nn.Module):
             (self.before_attention, names.before_attention),
             (self.self_attn.norm, names.after_attention),
             (self.before_mlp, names.before_mlp),
-            (self.mlp.norm, names.after_mlp),
+            (None if self.mlp is None else self.mlp.norm, names.after_mlp),
         ):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")
         if self.scalar is not None:
             yield CheckpointWeight(f"{prefix}.layer_scalar", self.scalar, (1,))
-        attention = f"{prefix}.self_attn"
-        if isinstance(self.self_attn, GatedDeltaNet):
-            yield from self.self_attn.checkpoint_weights(f"{prefix}.linear_attn")
-        elif isinstance(self.self_attn, LatentAttentionBlock):
+        attention = f"{prefix}.{self.module}"
+        if not isinstance(self.self_attn, AttentionBlock):
             yield from self.self_attn.checkpoint_weights(attention)
         else:
             yield from self.self_attn.checkpoint_weights(
                 attention, is_fused=spec.fused_qkv, cut_for=spec.projection_ranks
             )
-        yield from mlp_weights(self.mlp, spec, prefix)
+        if self.mlp is not None:
+            yield from mlp_weights(self.mlp, spec, prefix)
         if self.input is not None:
             yield from self.input.checkpoint_weights(prefix)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.layers.expert_share import ExpertShare
-from engine.layers.mlp import GatedMLP
+from engine.layers.linear import ReplicatedLinear
+from engine.layers.mlp import DenseMLP, GatedMLP, SquaredMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.paired_mlp import PairedMLP
 from engine.layers.router import Router, RouterOptions
@@ -13,10 +14,10 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.shared_expert import SharedExpert
 from engine.layers.sparse_mlp import Experts, SparseMLP
 from engine.models.specs.dense import DenseSpec
-from engine.models.specs.experts import ExpertNames, ExpertSpec
+from engine.models.specs.experts import ExpertSpec
 from tandem_kernels.elementwise.gate_form import GateForm
 
-FeedForward = GatedMLP | SparseMLP | PairedMLP
+Block = DenseMLP | SparseMLP | PairedMLP
 
 
 def sparse_mlp(
@@ -51,6 +52,7 @@ def sparse_mlp(
             inner.at(names.shared),
             has_gate=spec.shared_gate,
             form=_dense_gate(spec, index),
+            squared=spec.squared,
         )
     share = ExpertShare.of(spec.count, shard.place.expert_ranks)
     router_norm = input_norm = None
@@ -62,7 +64,7 @@ def sparse_mlp(
         Router(hidden_size, spec.count, options, inner, share, router_norm),
         Experts(
             share,
-            hidden_size,
+            spec.latent_size or hidden_size,
             spec.intermediate_size,
             inner.at("experts"),
             (names.gate, names.up, names.down),
@@ -74,10 +76,26 @@ def sparse_mlp(
         inner,
         norm=norm,
         input_norm=input_norm,
+        latents=_latents(hidden_size, spec, inner),
+    )
+
+
+def _latents(
+    hidden_size: int, spec: ExpertSpec, inner: Shard
+) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
+    """Returns the projections around routed experts; None: there are none."""
+    size, names = spec.latent_size, spec.names
+    if size == 0:
+        return None
+    return (
+        ReplicatedLinear(hidden_size, size, inner.at(names.to_latent)),
+        ReplicatedLinear(size, hidden_size, inner.at(names.from_latent)),
     )
 
 
 def _gate(spec: ExpertSpec, limit: float) -> GateForm | None:
+    if spec.squared:
+        return GateForm("relu_squared")
     if spec.gelu:
         return GateForm("gelu_tanh")
     if limit > 0.0:
@@ -93,7 +111,7 @@ def _dense_gate(spec: ExpertSpec, index: int) -> GateForm | None:
     return GateForm("limited", limit) if limit > 0.0 else None
 
 
-def mlp_block(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) -> FeedForward:
+def mlp_block(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) -> Block:
     """Returns the feed-forward block of layer `index`, [T, H] -> [T, H], not yet loaded; `norm` is
     that of what it adds."""
     experts, eps = spec.experts, spec.rms_norm_eps
@@ -110,18 +128,21 @@ def mlp_block(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) -
     )
 
 
-def _dense_mlp(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) -> GatedMLP:
+def _dense_mlp(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) -> DenseMLP:
+    if spec.activation == "relu_squared":
+        units, inner = spec.units_of(index), shard.at(spec.mlp_module)
+        return SquaredMLP(spec.hidden_size, units, inner, norm=norm)
     return GatedMLP(
         spec.hidden_size,
         spec.units_of(index),
-        shard.at("mlp"),
+        shard.at(spec.mlp_module),
         is_gelu=spec.activation == "gelu_tanh",
         gate=None if spec.experts is None else _dense_gate(spec.experts, index),
         norm=norm,
     )
 
 
-def mlp_weights(block: FeedForward, spec: DenseSpec, prefix: str) -> Iterator[CheckpointWeight]:
+def mlp_weights(block: Block, spec: DenseSpec, prefix: str) -> Iterator[CheckpointWeight]:
     """Lists the checkpoint's tensors of one layer's block; `prefix` is the layer's name."""
     if isinstance(block, PairedMLP):
         assert spec.experts is not None
@@ -132,16 +153,18 @@ def mlp_weights(block: FeedForward, spec: DenseSpec, prefix: str) -> Iterator[Ch
         ):
             yield from norm.checkpoint_weights(f"{prefix}.{name}")
         yield from mlp_weights(block.dense, spec, prefix)
-        yield from expert_weights(block.sparse, names, prefix)
+        yield from expert_weights(block.sparse, spec, prefix)
     elif isinstance(block, SparseMLP):
-        assert spec.experts is not None
-        yield from expert_weights(block, spec.experts.names, prefix)
+        yield from expert_weights(block, spec, prefix)
     else:
-        yield from block.checkpoint_weights(f"{prefix}.mlp", is_fused=spec.fused_gate_up)
+        name = f"{prefix}.{spec.mlp_module}"
+        yield from block.checkpoint_weights(name, is_fused=spec.fused_gate_up)
 
 
-def expert_weights(block: SparseMLP, names: ExpertNames, prefix: str) -> Iterator[CheckpointWeight]:
+def expert_weights(block: SparseMLP, spec: DenseSpec, prefix: str) -> Iterator[CheckpointWeight]:
     """Lists the checkpoint's tensors of one layer's experts; `prefix` is the layer's name."""
+    assert spec.experts is not None
+    names = spec.experts.names
     own = f"{prefix}.{names.block}"
     of_router = (
         names.router, names.choice_bias, names.router_bias, names.expert_scales, names.router_norm,
@@ -149,8 +172,12 @@ def expert_weights(block: SparseMLP, names: ExpertNames, prefix: str) -> Iterato
     yield from block.router.checkpoint_weights(*(f"{own}.{name}" for name in of_router))
     yield from block.experts.checkpoint_weights(f"{own}.experts")
     if block.shared is not None:
+        name = f"{own}.{names.shared}"
         yield from block.shared.checkpoint_weights(
-            f"{own}.{names.shared}", f"{own}.{names.shared}_gate.weight"
+            name, f"{name}_gate.weight", is_fused=spec.fused_gate_up
         )
+    if block.to_latent is not None and block.from_latent is not None:
+        yield from block.to_latent.checkpoint_weights(f"{own}.{names.to_latent}")
+        yield from block.from_latent.checkpoint_weights(f"{own}.{names.from_latent}")
     if block.input_norm is not None:
         yield from block.input_norm.checkpoint_weights(f"{prefix}.{names.input_norm}")

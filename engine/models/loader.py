@@ -23,6 +23,7 @@ from engine.models.dummy_weights import fill_dummy
 from engine.models.errors import CheckpointError
 from engine.models.fill_jobs import fill_jobs
 from engine.models.foreign_weights import packed_by
+from engine.models.joined_layers import joined
 from engine.models.kv_scale_files import is_kv_scale
 from engine.models.passing_digests import PassingDigests
 from engine.models.registry import MODELS
@@ -108,6 +109,8 @@ def load_weights(
                 files.take_tower(config.model.vision)
             if num_ranks := config.model.spec.get("projection_ranks", 0):
                 files.tensors = cut_projections(files.tensors, num_ranks)
+            if numbers := config.model.spec.get("stored_layers", ()):
+                files.tensors = joined(files.tensors, tuple(numbers))
             if (experts := model.stackable_experts) is not None:
                 files.tensors = unstacked(files.tensors, experts)
             _take_tied_head(files, wanted)

@@ -30,7 +30,7 @@ from engine.models.specs.gemma4 import Gemma4Spec
 from engine.models.specs.glm4 import Glm4Spec, Glm4vSpec
 from engine.models.specs.glm4_moe import Glm4MoeSpec, SolarOpenSpec
 from engine.models.specs.gpt_oss import GptOssSpec
-from engine.models.specs.granite import GraniteSpec
+from engine.models.specs.granite import GraniteHybridSpec, GraniteSpec
 from engine.models.specs.hunyuan import HYV3Spec
 from engine.models.specs.laguna import LagunaSpec
 from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec, TeleChat3Spec
@@ -42,6 +42,7 @@ from engine.models.specs.mistral_latent import Mistral4Spec
 from engine.models.specs.mistral_native import MistralLarge3Spec, MistralNativeSpec
 from engine.models.specs.mixtral import MixtralSpec
 from engine.models.specs.muse import MuseGlimmerSpec
+from engine.models.specs.nemotron import NemotronHSpec
 from engine.models.specs.olmo import Olmo2Spec, Olmo3Spec
 from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import MiMoSpec, Qwen2Spec, Qwen3Spec
@@ -73,6 +74,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteSpec,
     "GlmMoeDsaForCausalLM": GlmMoeDsaSpec,
     "GraniteForCausalLM": GraniteSpec,
+    "GraniteMoeHybridForCausalLM": GraniteHybridSpec,
     "GptOssForCausalLM": GptOssSpec,
     "HYV3ForCausalLM": HYV3Spec,
     "IQuestCoderForCausalLM": IQuestCoderSpec,
@@ -91,6 +93,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "MistralNativeForCausalLM": MistralNativeSpec,
     "MixtralForCausalLM": MixtralSpec,
     "MuseGlimmerForCausalLM": MuseGlimmerSpec,
+    "NemotronHForCausalLM": NemotronHSpec,
     "Olmo2ForCausalLM": Olmo2Spec,
     "Olmo3ForCausalLM": Olmo3Spec,
     "Phi3ForCausalLM": Phi3Spec,

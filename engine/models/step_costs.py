@@ -26,9 +26,6 @@ from engine.quantization import (
 from kv_transfer.group_sizes import INDEX_PLANE, INDEX_SCALE_PLANE
 from kv_transfer.layout import DTYPE_BYTES, KVGroup
 
-_FLOPS_PER_STATE = 7
-"""Counts the gated delta rule, for each element and token: decay, read, correct, read again."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
@@ -53,7 +50,7 @@ class _Costs:
         self._model = config.model
         self._spec = spec
         self._ranks = config.parallel.tensor_parallel_size
-        self._states = () if spec.linear is None else spec.linear.layers
+        self._states = spec.states
 
     def model(self) -> ModelCost:
         spec, model = self._spec, self._model
@@ -82,17 +79,22 @@ class _Costs:
 
     def _layer(self, index: int) -> Iterator[_Linear]:
         """Yields a layer's linear layers that every token goes through."""
-        if index in self._states:
-            yield from self._delta(f"model.layers.{index}.linear_attn")
+        if (states := self._states) is not None and index in states.layers:
+            for name, inputs, outputs in states.projections(self._spec.hidden_size):
+                yield _Linear(f"model.layers.{index}.{states.module}.{name}", inputs, outputs)
         elif self._spec.latent is not None:
             yield from self._latent(f"model.layers.{index}.self_attn")
             yield from self._indexer(f"model.layers.{index}.self_attn.indexer", index)
         else:
             yield from self._heads(index)
+        if index in self._spec.bare_layers:
+            return
         experts, hidden = self._spec.experts, self._spec.hidden_size
         is_dense = experts is None or index in experts.dense_layers
         if experts is None or is_dense or experts.stands_beside_dense:
-            yield from _gated(f"model.layers.{index}.mlp", hidden, self._spec.units_of(index))
+            name = f"model.layers.{index}.{self._spec.mlp_module}"
+            is_gated = self._spec.activation != "relu_squared"
+            yield from _feed_forward(name, hidden, self._spec.units_of(index), is_gated)
         if (size := self._spec.layer_input_size) > 0:
             for name in ("per_layer_input_gate", "per_layer_projection", "projection"):
                 yield _Linear(f"model.layers.{index}.{name}", hidden, size, is_shared=False)
@@ -100,8 +102,12 @@ class _Costs:
             return
         block = f"model.layers.{index}.{experts.names.block}"
         yield _Linear(f"{block}.gate", hidden, experts.count, is_shared=False)
+        if (size := experts.latent_size) > 0:
+            yield _Linear(f"{block}.{experts.names.to_latent}", hidden, size, is_shared=False)
+            yield _Linear(f"{block}.{experts.names.from_latent}", size, hidden, is_shared=False)
         if experts.shared_size:
-            yield from _gated(f"{block}.{experts.names.shared}", hidden, experts.shared_size)
+            name = f"{block}.{experts.names.shared}"
+            yield from _feed_forward(name, hidden, experts.shared_size, not experts.squared)
             if experts.shared_gate:
                 yield _Linear(f"{block}.shared_expert_gate", hidden, 1, is_shared=False)
 
@@ -143,26 +149,20 @@ class _Costs:
             yield _Linear(f"{name}.wk", hidden, sizes.dim, is_shared=False)
             yield _Linear(f"{name}.weights_proj", hidden, sizes.heads, is_shared=False)
 
-    def _delta(self, name: str) -> Iterator[_Linear]:
-        sizes, hidden = self._spec.linear, self._spec.hidden_size
-        assert sizes is not None
-        keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-        yield _Linear(f"{name}.in_proj_qkvz", hidden, 2 * keys + 2 * values)
-        yield _Linear(f"{name}.in_proj_ba", hidden, 2 * sizes.value_heads)
-        yield _Linear(f"{name}.out_proj", values, hidden)
-
     def _expert_layers(self, experts: ExpertSpec) -> list[int]:
-        return [i for i in range(self._model.num_layers) if i not in experts.dense_layers]
+        others = (*experts.dense_layers, *self._spec.bare_layers)
+        return [i for i in range(self._model.num_layers) if i not in others]
 
     def _expert(self, index: int) -> Iterator[_Linear]:
         """Yields one expert of a layer."""
         experts = self._spec.experts
         assert experts is not None
         name = f"model.layers.{index}.{experts.names.block}.experts.0"
-        names = experts.names
-        yield _Linear(f"{name}.{names.gate}", self._spec.hidden_size, experts.intermediate_size)
-        yield _Linear(f"{name}.{names.up}", self._spec.hidden_size, experts.intermediate_size)
-        yield _Linear(f"{name}.{names.down}", experts.intermediate_size, self._spec.hidden_size)
+        names, hidden = experts.names, experts.latent_size or self._spec.hidden_size
+        for projection in (names.gate, names.up):
+            if projection:
+                yield _Linear(f"{name}.{projection}", hidden, experts.intermediate_size)
+        yield _Linear(f"{name}.{names.down}", experts.intermediate_size, hidden)
 
     def _share(self, layer: _Linear) -> float:
         return 1 / self._ranks if layer.is_shared else 1.0
@@ -248,22 +248,22 @@ class _Costs:
         return 2 * heads * expanded, 2 * heads * absorbed
 
     def _state_flops(self) -> float:
-        sizes = self._spec.linear
-        if sizes is None:
+        states = self._states
+        if states is None:
             return 0.0
-        elements = sizes.value_heads * sizes.key_dim * sizes.value_dim
-        return _FLOPS_PER_STATE * elements * len(sizes.layers) / self._ranks
+        return states.flops_per_element * states.elements * len(states.layers) / self._ranks
 
     def _state_bytes(self) -> float:
-        sizes = self._spec.linear
-        if sizes is None:
+        states = self._states
+        if states is None:
             return 0.0
-        planes = sizes.planes(self._model.dtype)
-        return sum(p.heads * p.row_bytes for p in planes) * len(sizes.layers) / self._ranks
+        planes = states.planes(self._model.dtype)
+        return sum(p.heads * p.row_bytes for p in planes) * len(states.layers) / self._ranks
 
 
-def _gated(name: str, hidden: int, width: int) -> Iterator[_Linear]:
-    yield _Linear(f"{name}.gate_proj", hidden, width)
+def _feed_forward(name: str, hidden: int, width: int, is_gated: bool) -> Iterator[_Linear]:
+    if is_gated:
+        yield _Linear(f"{name}.gate_proj", hidden, width)
     yield _Linear(f"{name}.up_proj", hidden, width)
     yield _Linear(f"{name}.down_proj", width, hidden)
 

@@ -53,7 +53,13 @@ from tandem_kernels.collectives import (
     peer_reduce,
     peer_reduce_norm,
 )
-from tandem_kernels.elementwise import embedding, rms_norm, sigmoid_and_mul, silu_and_mul
+from tandem_kernels.elementwise import (
+    embedding,
+    relu_squared,
+    rms_norm,
+    sigmoid_and_mul,
+    silu_and_mul,
+)
 from tandem_kernels.experts import (
     expert_rows,
     expert_sums,
@@ -230,6 +236,8 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                     "OVERLAP": capability >= 90,
                 },
             )
+        squared = {"BLOCK": relu_squared.BLOCK, "OVERLAP": capability >= 90}
+        yield Case(relu_squared.relu_squared_kernel, dtype, pointers, squared)
 
 
 def small_m_cases(capability: int) -> Iterator[Case]:
@@ -920,7 +928,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "BY_PAIR": num_pairs <= 128,
                 "OVERLAP": capability >= 90 and not is_sorted,
                 "HAS_BIAS": num_pairs == 8192,
-                "GATE": int(num_pairs == 8192 and bool(gated)),
+                "GATE": {8192: 1, 65536: 4}.get(num_pairs, 0) * gated,
                 "EVEN": num_pairs != 8192,
                 "PRECISION": "tf32",
             },
@@ -1293,15 +1301,20 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
 
 def mamba_cases(capability: int) -> Iterator[Case]:
     names = "a_log", "dt_bias", "skip", "states", "pieces", "decays", "sizes", "means"
-    types = {**named("*fp32", *names), **named("*i32", "blocks", "query_start_loc", "seq_lens")}
-    types |= named("*bf16", "mixed", "steps", "befores", "out", "x", "gate", "weight")
+    types = {
+        **named("*fp32", *names),
+        **named("*i32", "blocks", "query_start_loc", "seq_lens", "rows", "num_taken"),
+    }
+    types |= named("*bf16", "mixed", "steps", "befores", "out", "x", "gate", "weight", "kept_steps")
     types["eps"] = "fp32"
     overlap = {"OVERLAP": capability >= 90}
     shape = {"NUM_HEADS": 64, "NUM_GROUPS": 8, "SIZE": 128, "HEAD_DIM": 64, "BLOCK_SIZE": 128}
-    for count in (1, 256):
-        decode = delta_tuning.decode_tuning(count)
+    for count, pending in ((1, 0), (256, 0), (256, 4)):
+        decode = mamba_scan.token_tuning(count)
         part, warps = {"VALUES": decode.values, **overlap}, {"num_warps": decode.num_warps}
-        yield Case(mamba_scan.mamba_scan_kernel, f"{count}", types, {**shape, **part}, warps)
+        part["PENDING"] = pending
+        name = f"{count}, {pending} pending"
+        yield Case(mamba_scan.mamba_scan_kernel, name, types, {**shape, **part}, warps)
     prompts = mamba_chunks.TUNING
     tile = {"CHUNK": prompts.chunk, "PRECISION": "tf32", "BLOCK_DIM": 64}
     warps = {"num_warps": prompts.piece_warps}
@@ -1309,7 +1322,7 @@ def mamba_cases(capability: int) -> Iterator[Case]:
     passed = {"NUM_HEADS": 64, "NUMBERS": 8192, "CHUNK": prompts.chunk}
     elements = {"ELEMENTS": mamba_chunks.ELEMENTS}
     yield Case(mamba_chunks.mamba_pass_kernel, "", types, {**passed, **elements})
-    heads = {"HEADS": mamba_chunks.heads_at_once(8, prompts.heads), "READERS": prompts.readers}
+    heads = {"HEADS": mamba_chunks.heads_at_once(8, prompts.heads)}
     warps = {"num_warps": prompts.warps, "num_stages": prompts.stages}
     yield Case(mamba_chunks.mamba_chunk_kernel, "", types, {**shape, **tile, **heads}, warps)
     for label, absent in (("", ("means",)), ("sums", ("means", "weight")), ("shared", ())):

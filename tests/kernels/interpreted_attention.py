@@ -312,6 +312,8 @@ def test_mamba_scan(dtype: torch.dtype) -> None:
     mamba_checks.mamba_scan(op, batch, sizes, dtype)
     short = delta_checks.Batch((1, 5), (3, 0), num_decodes=1)
     mamba_checks.mamba_scan(op, short, mamba_checks.Sizes(), dtype, fixed_order=True)
+    conv = ops.causal_conv.kernel
+    pending_checks.mamba_drafts(conv, op, dtype, most=3)
     norms = ops.gated_group_norm.kernel, ops.gated_square_sums.kernel
     mamba_checks.gated_group_norm(*norms, 3, (2, 24), dtype)
     mamba_checks.gated_group_norm(*norms, 2, (1, 1100), dtype)

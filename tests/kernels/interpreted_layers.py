@@ -49,6 +49,7 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
     check.silu_and_mul(ops.silu_and_mul.kernel, 3, 1100, dtype)
     check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul.kernel, 3, 1100, dtype)
     check.bounded_gate_and_mul(ops.bounded_gate_and_mul.kernel, 3, 1100, dtype)
+    check.relu_squared(ops.relu_squared.kernel, 3, 1100, dtype)
 
 
 def test_products_of_few_rows() -> None:

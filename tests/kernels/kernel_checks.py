@@ -20,7 +20,7 @@ from tandem_kernels.attention.kv_scales import E4M3, KVScales
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 from tandem_kernels.attention.value_form import ValueForm
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs, WordTables
-from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.elementwise.gate_form import GateForm, has_gate
 
 Op = Callable[..., Any]
 
@@ -163,6 +163,13 @@ def bounded_gate_and_mul(
         (GateForm("limited", 1.5), limited), (GateForm("clamped", 1.5, 1.7), clamped)
     ):  # fmt: skip
         assert oracle.relative_error(op(x, form), expected) < ELEMENTWISE[dtype]
+
+
+def relu_squared(op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Rows lie apart."""
+    x = (torch.randn(rows, 2 * width, device=device) * 4).to(dtype)[:, :width]
+    expected = x.double().clip(0.0) ** 2
+    assert oracle.relative_error(op(x), expected) < ELEMENTWISE[dtype]
 
 
 def gelu_tanh_and_mul(
@@ -738,6 +745,7 @@ GATES: dict[str, GateForm | None] = {
     "clamped": GateForm("clamped", limit=1.25, alpha=1.702),
     "gelu": GateForm("gelu_tanh"),
     "limited": GateForm("limited", limit=0.75),
+    "squared": GateForm("relu_squared"),
 }
 """Limits are reached."""
 
@@ -753,17 +761,18 @@ def fused_experts(
     """Checks the experts of a step. `shape` is (T, k, E, H, I). Some pairs go nowhere; in fixed
     order rows have the same bits in any company. With a gate there are biases, too."""
     num_tokens, top_k, num_experts, hidden, width = shape
+    rows = width * (1 + has_gate(gate))
     x = torch.randn(num_tokens, hidden, device=device).to(dtype)
-    w13 = (torch.randn(num_experts, 2 * width, hidden, device=device) * hidden**-0.5).to(dtype)
+    w13 = (torch.randn(num_experts, rows, hidden, device=device) * hidden**-0.5).to(dtype)
     w2 = (torch.randn(num_experts, hidden, width, device=device) * width**-0.5).to(dtype)
     weights = torch.rand(num_tokens, top_k, device=device)
     chosen = torch.rand(num_tokens, num_experts, device=device).argsort(-1)[:, :top_k].int()
     chosen[num_tokens // 3] = -1
     more: dict[str, Any] = {}
-    expected = oracle.experts(x, w13, w2, weights, chosen)
+    expected = oracle.experts(x, w13, w2, weights, chosen) if gate is None else x
     if gate is not None:
         b13, b2 = (
-            torch.randn(num_experts, size, device=device).to(dtype) for size in (2 * width, hidden)
+            torch.randn(num_experts, size, device=device).to(dtype) for size in (rows, hidden)
         )
         more = {"b13": b13, "b2": b2, "gate": gate}
         expected = oracle.experts(x, w13, w2, weights, chosen, b13, b2, gate)

@@ -299,7 +299,10 @@ def experts(
                 both = w13[expert].double() @ rounded(x[token].double())
                 if b13 is not None:
                     both += b13[expert].double()
-                hidden = rounded(_activated(*both.chunk(2), form))
+                if form == GateForm("relu_squared"):
+                    hidden = rounded(both.clip(0.0) ** 2)
+                else:
+                    hidden = rounded(_activated(*both.chunk(2), form))
                 down = w2[expert].double() @ hidden
                 if b2 is not None:
                     down += b2[expert].double()

@@ -23,13 +23,15 @@ _ROWS, _LENGTH = 4, 26
 
 @dataclass
 class Rows:
-    """Sequences of inputs, and how far each row is. `most`: tokens of a decode."""
+    """Sequences of inputs, and how far each row is. `most`: tokens of a decode; `per_head`: gates
+    of each head."""
 
     sizes: Sizes
     dtype: torch.dtype
     device: str
     most: int
     fixed_order: bool
+    per_head: int = 2
     rng: random.Random = field(default_factory=lambda: random.Random(3))
 
     def __post_init__(self) -> None:
@@ -39,7 +41,7 @@ class Rows:
             return torch.randn(*shape, device=self.device)
 
         self.inputs = randn(_ROWS, _LENGTH, channels).to(self.dtype)
-        self.gates = (2 * randn(_ROWS, _LENGTH, 2 * heads)).to(self.dtype)
+        self.gates = (2 * randn(_ROWS, _LENGTH, self.per_head * heads)).to(self.dtype)
         self.weight = randn(channels, width).to(self.dtype)
         self.a_log, self.dt_bias = randn(heads) - 1, randn(heads)
         shape = _ROWS + 2, heads, self.sizes.key_dim, self.sizes.value_dim
@@ -48,8 +50,9 @@ class Rows:
         last = torch.full((_ROWS + 2, channels, width - 1), math.nan, device=self.device)
         self.last = in_pages(last.to(self.dtype))
         self.kept = KeptInputs.allocate(
-            _ROWS + 1, self.most, channels, 2 * heads, torch.full((1,), math.nan).to(self.inputs)
-        )
+            _ROWS + 1, self.most, channels, self.per_head * heads,
+            torch.full((1,), math.nan).to(self.inputs),
+        )  # fmt: skip
         self.num_taken = torch.zeros(_ROWS + 1, dtype=torch.int32, device=self.device)
         self.done = [0] * _ROWS
 
@@ -128,11 +131,11 @@ class Rows:
 
 def drafts(
     conv: Op, rule: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu",
-    *, most: int = 4, fixed_order: bool = True, tolerance: float = 0.0,
+    *, most: int = 4, fixed_order: bool = True, tolerance: float = 0.0, per_head: int = 2,
 ) -> None:  # fmt: skip
     """All but the last row decode, in steps of any number of tokens and in changing company; the
     last row's prompt comes in chunks beside them."""
-    rows = Rows(sizes, dtype, device, most, fixed_order)
+    rows = Rows(sizes, dtype, device, most, fixed_order, per_head)
     rng, decoding = rows.rng, _ROWS - 1
     found: dict[int, list[Tensor]] = {row: [] for row in range(_ROWS)}
 
@@ -166,3 +169,18 @@ def drafts(
     if rows.done[-1]:
         read = rows.one_by_one(conv, rule, decoding, rows.done[-1])[0]
         assert relative_error(torch.cat(found[decoding]), read.double()) < max(tolerance, 1e-5)
+
+
+def mamba_drafts(
+    conv: Op, scan: Op, dtype: torch.dtype, device: str = "cpu", *, sizes: Sizes | None = None,
+    most: int = 4, fixed_order: bool = True, tolerance: float = 0.0,
+) -> None:  # fmt: skip
+    """The same of Mamba 2: key heads are groups, and keys and values B and x, of other places."""
+    sizes = sizes or Sizes()
+    skip = torch.randn(sizes.value_heads, device=device)
+
+    def rule(mixed: Tensor, steps: Tensor, a_log: Tensor, dt_bias: Tensor, *rest: Any) -> Tensor:
+        return scan(mixed, steps, a_log, dt_bias, skip, *rest)
+
+    given = {"most": most, "fixed_order": fixed_order, "tolerance": tolerance, "per_head": 1}
+    drafts(conv, rule, sizes, dtype, device, **given)

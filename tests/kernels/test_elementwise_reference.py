@@ -132,6 +132,7 @@ def test_gated_activations(dtype: torch.dtype, rows: int, width: int) -> None:
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype)
     check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul, rows, width, dtype)
     check.bounded_gate_and_mul(ops.bounded_gate_and_mul, rows, width, dtype)
+    check.relu_squared(ops.relu_squared, rows, width, dtype)
 
 
 @dtypes

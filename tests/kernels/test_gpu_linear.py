@@ -29,6 +29,7 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype, "cuda")
     check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul, rows, width, dtype, "cuda")
     check.bounded_gate_and_mul(ops.bounded_gate_and_mul, rows, width, dtype, "cuda")
+    check.relu_squared(ops.relu_squared, rows, width, dtype, "cuda")
 
 
 @halves

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import delta_checks
 import mamba_checks as check
+import pending_checks
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 LONG = delta_checks.Batch((1, 300, 127, 128, 129, 1, 511), (700, 5, 0, 9, 0, 0, 400), 1)
-BATCHES = [delta_checks.DECODES, delta_checks.MIXED, delta_checks.BORDERS, LONG]
+BATCHES = [delta_checks.DECODES, delta_checks.MIXED, delta_checks.BORDERS]
 SIZES = [
     check.Sizes(),
     check.Sizes(heads=8, groups=1, size=128, head_dim=64),
@@ -37,10 +38,25 @@ def test_mamba_scan(
     check.mamba_scan(ops.mamba_scan, batch, sizes, dtype, "cuda", fixed_order=fixed_order)
 
 
+@dtypes
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_long_prompts_beside_decodes(dtype: torch.dtype, sizes: check.Sizes) -> None:
+    check.mamba_scan(ops.mamba_scan, LONG, sizes, dtype, "cuda")
+
+
 def test_how_a_request_is_cut_changes_no_bit() -> None:
     for sizes in SIZES:
         for dtype in (torch.float32, torch.bfloat16):
             check.cut_anywhere(ops.mamba_scan, sizes, dtype, "cuda")
+
+
+@dtypes
+def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
+    sizes = delta_checks.Sizes(key_heads=1, value_heads=4, key_dim=128, value_dim=64)
+    given = ops.causal_conv, ops.mamba_scan, dtype, "cuda"
+    pending_checks.mamba_drafts(*given, sizes=sizes)
+    tolerance = delta_checks.TOLERANCE[dtype]
+    pending_checks.mamba_drafts(*given, sizes=sizes, fixed_order=False, tolerance=tolerance)
 
 
 @dtypes

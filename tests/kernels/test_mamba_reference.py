@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import delta_checks
 import mamba_checks as check
+import pending_checks
 import pytest
 import torch
 
@@ -25,6 +26,11 @@ def test_mamba_scan(dtype: torch.dtype, batch: delta_checks.Batch) -> None:
 
 def test_how_a_request_is_cut_changes_no_bit() -> None:
     check.cut_anywhere(ops.mamba_scan, check.Sizes(), torch.float32)
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_drafts_change_no_bit(most: int) -> None:
+    pending_checks.mamba_drafts(ops.causal_conv, ops.mamba_scan, torch.float32, most=most)
 
 
 @dtypes

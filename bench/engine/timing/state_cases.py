@@ -24,13 +24,13 @@ _CHUNK = 64
 
 
 def state_cases() -> Iterator[Case]:
-    """Lists decodes, and prompts that begin."""
-    for num_decodes in _DECODES:
-        yield _mamba(num_decodes, 1)
-        yield _delta(num_decodes, 1)
+    """Lists prompts that begin, and decodes."""
     for length in _PROMPTS:
         yield _mamba(1, length)
         yield _delta(1, length)
+    for num_decodes in _DECODES:
+        yield _mamba(num_decodes, 1)
+        yield _delta(num_decodes, 1)
 
 
 def _metadata(num_reqs: int, length: int) -> StateMetadata:

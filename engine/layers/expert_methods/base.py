@@ -36,6 +36,7 @@ class ExpertSizes:
         start, width: This rank has units [start, start + width) of each of its experts.
         total: Experts of the checkpoint.
         held: Their numbers, by those that they have on this rank.
+        has_gate: Else their first projection is `up` alone.
     """
 
     hidden: int
@@ -44,6 +45,13 @@ class ExpertSizes:
     width: int
     total: int
     held: tuple[int, ...]
+
+    has_gate: bool = True
+
+    @property
+    def rows13(self) -> int:
+        """Returns the outputs of an expert's first projections on this rank."""
+        return (1 + self.has_gate) * self.width
 
     @property
     def count(self) -> int:
@@ -72,7 +80,7 @@ class ExpertLayer(nn.Module):
     Attributes:
         sizes: Of the experts.
         fixed_order: A token gets the same bits whatever the others are.
-        b13, b2: Biases [E, 2 width], gate before up, and [E, H], if experts are slices on the first
+        b13, b2: Biases [E, rows13], gate before up, and [E, H], if experts are slices on the first
             rank alone; or None.
         gate: None: SiLU.
     """

@@ -22,7 +22,7 @@ from engine.quantization import (
     Nvfp4Scheme,
     Scheme,
 )
-from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.elementwise.gate_form import GateForm, has_gate
 
 ExpertFactory = Callable[[Any, Shard], ExpertMethod | None]
 """Is given scheme and rank; returns a method for them, or None: dequantise."""
@@ -38,13 +38,14 @@ EXPERTS: dict[type[Any], ExpertFactory] = {
 
 
 WITH_SILU = (Int4Scheme, Int8Scheme)
-"""Kernels of these know no other activation: experts that have one are dequantised."""
+"""Kernels of these know no other activation: experts that have one are dequantised. So are those
+without a gate, of which no kernel of quantised experts knows."""
 
 
 def expert_method(shard: Shard, scheme: Scheme | None, gate: GateForm | None) -> ExpertMethod:
     """Returns the method for experts on this rank, of an activation; None: SiLU."""
     factory = None if scheme is None else EXPERTS.get(type(scheme))
-    if gate is not None and isinstance(scheme, WITH_SILU):
+    if not has_gate(gate) or (gate is not None and isinstance(scheme, WITH_SILU)):
         factory = None
     method = None if factory is None else factory(scheme, shard)
     if method is None and isinstance(scheme, Mxfp4Scheme) and scheme.layout == "gpt-oss":

@@ -15,7 +15,7 @@ from tandem_kernels import ops
 
 
 class PlainExperts(ExpertMethod):
-    """Holds `w13` [E, 2 I, H], gate before up, and `w2` [E, H, I].
+    """Holds `w13` [E, 2 I, H], gate before up, or up alone [E, I, H], and `w2` [E, H, I].
 
     Args:
         form: How the checkpoint has each expert's matrices; None: plainly.
@@ -26,7 +26,7 @@ class PlainExperts(ExpertMethod):
 
     def create(self, layer: ExpertLayer, shard: Shard) -> None:
         sizes = layer.sizes
-        layer.w13 = shard.parameter(sizes.count, 2 * sizes.width, sizes.hidden)
+        layer.w13 = shard.parameter(sizes.count, sizes.rows13, sizes.hidden)
         layer.w2 = shard.parameter(sizes.count, sizes.hidden, sizes.width)
 
     def checkpoint_weights(
@@ -68,7 +68,7 @@ def target_of(layer: ExpertLayer, part: ExpertPart) -> Tensor:
     projection."""
     if part.projection == "down":
         return layer.w2[part.expert]
-    start = layer.sizes.width if part.projection == "up" else 0
+    start = layer.sizes.rows13 - layer.sizes.width if part.projection == "up" else 0
     return layer.w13[part.expert].narrow(0, start, layer.sizes.width)
 
 

@@ -12,29 +12,31 @@ from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.experts import ExpertSpec, first_layers
 from engine.models.specs.faults import head_faults, number_faults, size_faults
-from engine.models.specs.kv_planes import planes_of_heads
+from engine.models.specs.kv_planes import layers_alike
 from engine.models.specs.latent import LatentSpec
 from engine.models.specs.linear import LinearSpec
+from engine.models.specs.mamba import MambaSpec
 from engine.models.specs.parallel_checks import (
     check_counts,
     check_experts,
     check_kv_heads,
     check_one_stage,
+    check_states,
 )
 from engine.models.specs.rope import read_rotary
+from engine.models.specs.states import StateSpec
 from engine.rope import UNROTATED, QueryScale, Rotary
-from kv_transfer.layout import Plane
 
 HeadNorm = Literal["none", "each", "all"]
 OutputGate = Literal["none", "paired", "apart", "per_head"]
 GateActivation = Literal["sigmoid", "softplus"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu_squared"]
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu_squared",
 }
-"""Maps names of transformers to ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         default_head_dim: Where config.json has none; None: hidden_size / heads.
         norms: Where norms stand.
         norm_offset: Added to the weights of norms: 1 where checkpoints hold their distance from 1.
-        activation: Of the gate.
+        activation: Of the gate; `relu_squared`: there is none.
         default_eps: Of norms, where config.json does not say.
         default_tied: Where config.json does not say whether embedding and head share weights.
         default_rotary_part: The part of a head that rotates where config.json does not say; None:
@@ -83,8 +85,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         other_weights: Names of the checkpoint's tensors that are not read, such as layers that
             predict several tokens at once; those that begin with them.
         has_dense_layers: Layers may have an ordinary feed-forward block.
-        num_dense: This many first layers have one where config.json does not say; None: those
-            without experts are no first ones.
+        num_dense: How many first layers have one by default; None: those are no first ones.
         scales_embedding: Embeddings are multiplied by the root of the hidden size.
         attention_bias: Queries, keys and values have a bias.
         output_bias: So has the projection behind attention.
@@ -119,13 +120,16 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             the tokens that have them; see `engine.layers.layer_inputs`. 0: there are none.
         experts: Those of layers with a mixture of experts; None: no layer has one.
         latent: All heads share one latent vector a token; None: heads have keys and values.
-        linear: Some layers keep one state of all tokens instead; None: none does.
+        linear, mamba: Some layers keep one state of all tokens instead; None: none does so.
+        bare_layers: Layers without a feed-forward block.
+        stored_layers: The checkpoint's numbers; see `engine.models.joined_layers`. Empty: ours.
     """
 
     default_attention_bias: ClassVar[bool] = False
     default_head_norm: ClassVar[HeadNorm] = "none"
     fused_qkv: ClassVar[bool] = False
     fused_gate_up: ClassVar[bool] = False
+    mlp_module: ClassVar[str] = "mlp"
     default_head_dim: ClassVar[int | None] = None
     norms: ClassVar[NormNames] = NormNames()
     norm_offset: ClassVar[float] = 0.0
@@ -183,6 +187,9 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
     linear: LinearSpec | None = None
+    mamba: MambaSpec | None = None
+    bare_layers: tuple[int, ...] = ()
+    stored_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
@@ -271,25 +278,20 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         """Returns the units of a layer's dense feed-forward block."""
         return self.intermediate_size * (2 if layer in self.wide_layers else 1)
 
+    @property
+    def states(self) -> StateSpec | None:
+        """Returns the layers that keep a state; None: there are none."""
+        return self.linear or self.mamba
+
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
+        if self.states is not None:
+            return self.states.kv_layers(model)
         if self.sliding_window is None and not model.layer_heads:
             return ()
         every = range(self.first_sharing_layer or model.num_layers)
         windows = self.window_layers or every
         local = () if self.sliding_window is None else [one for one in windows if one in every]
-        kinds: dict[tuple[int | None, tuple[Plane, ...]], list[int]] = {}
-        for layer in sorted(every, key=lambda layer: layer in local):
-            window = self.sliding_window if layer in local else None
-            planes = planes_of_heads(model.heads_of(layer), model.dtype)
-            kinds.setdefault((window, planes), []).append(layer)
-        # A block has a page for each layer of the largest group, so groups are best of one size.
-        whole = [len(layers) for (window, _), layers in kinds.items() if window is None]
-        size = min(whole or map(len, kinds.values()))
-        return tuple(
-            KVLayers(layers=tuple(layers[start : start + size]), planes=planes, window=window)
-            for (window, planes), layers in kinds.items()
-            for start in range(0, len(layers), size)
-        )
+        return layers_alike(model, every, local, self.sliding_window)
 
     @property
     def rare_attention(self) -> str:
@@ -336,11 +338,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             (self.intermediate_size if has_dense else 0, "feed-forward units"),
             (units, "units in each expert"),
             (0 if experts is None else experts.shared_size, "units in the shared expert"),
-            (0 if self.linear is None else self.linear.key_heads, "key heads of linear attention"),
         )
         check_counts(model, parallel, counts)
         if self.latent is None:
             check_kv_heads(model, parallel)
+        check_states(model, parallel, self.states)
 
     def hash_facts(self, model: ModelConfig) -> tuple[Any, ...]:
         return (
@@ -375,6 +377,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ("experts", self.experts, None),
             ("latent", self.latent, None),
             ("linear", self.linear, None),
+            ("mamba", self.mamba, None),
             ("layer_heads", model.layer_heads, ()),
             ("shared_projections", self.shared_projections, ()),
             ("value_scale", self.value_scale, 1.0),

@@ -15,7 +15,8 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
         block: Of the whole block.
         router, choice_bias, router_bias: Of the router's weight, of the bias it chooses by, and of
             the bias of its logits.
-        gate, up, down: Of an expert's projections, unless they are stacked.
+        gate, up, down: Of an expert's projections, unless they are stacked; gate "": there is none.
+        to_latent, from_latent: Of projections around routed experts, where they read latents.
         shared: Of the expert that every token goes to.
         router_norm, expert_scales: Of the weight of a norm of what the router reads, and of numbers
             by which experts' weights are multiplied; "": there are none.
@@ -28,6 +29,8 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    to_latent: str = ""
+    from_latent: str = ""
     shared: str = "shared_expert"
     choice_bias: str = "gate.e_score_correction_bias"
     router_bias: str = "gate.bias"
@@ -68,6 +71,8 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
         limits: Of the activations of routed experts, a number a layer; see `GateForm`'s "limited".
             0: there is none. Empty: no layer has one.
         dense_limits: The same of shared experts, and of dense blocks.
+        squared: There is no gate: the activation is relu(up) ** 2, of shared experts as well.
+        latent_size: Numbers of a token that routed experts read and give; 0: as the model has.
     """
 
     count: int
@@ -91,6 +96,8 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
     gelu: bool = False
     limits: tuple[float, ...] = ()
     dense_limits: tuple[float, ...] = ()
+    squared: bool = False
+    latent_size: int = 0
     names: ExpertNames = ExpertNames()
 
     def limit_of(self, layer: int) -> float:

@@ -1,8 +1,10 @@
-"""Says what a layer with heads keeps of a token."""
+"""Says what layers with heads keep of a token, and which of them keep alike."""
 
 from __future__ import annotations
 
-from engine.config import Dtype
+from collections.abc import Collection
+
+from engine.config import Dtype, KVLayers, ModelConfig
 from engine.head_sizes import HeadSizes
 from kv_transfer.layout import Plane, attention_group
 
@@ -18,3 +20,21 @@ def planes_of_heads(heads: HeadSizes, dtype: Dtype) -> tuple[Plane, ...]:
         block_size=1,
     )
     return group.planes
+
+
+def layers_alike(
+    model: ModelConfig, layers: range, local: Collection[int], window: int | None
+) -> tuple[KVLayers, ...]:
+    """Returns groups of layers that cache alike; those in `local` have the window."""
+    kinds: dict[tuple[int | None, tuple[Plane, ...]], list[int]] = {}
+    for layer in sorted(layers, key=lambda layer: layer in local):
+        planes = planes_of_heads(model.heads_of(layer), model.dtype)
+        kinds.setdefault((window if layer in local else None, planes), []).append(layer)
+    # A block has a page for each layer of the largest group, so groups are best of one size.
+    whole = [len(alike) for (seen, _), alike in kinds.items() if seen is None]
+    size = min(whole or map(len, kinds.values()))
+    return tuple(
+        KVLayers(layers=tuple(alike[start : start + size]), planes=planes, window=seen)
+        for (seen, planes), alike in kinds.items()
+        for start in range(0, len(alike), size)
+    )

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterator
+from typing import ClassVar
 
-from engine.config import Dtype, KVLayers, ModelConfig
+from engine.config import Dtype
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField, of_each_layer
-from engine.models.specs.kv_planes import planes_of_heads
+from engine.models.specs.base import UnsupportedField
+from engine.models.specs.states import STATE_DTYPE, StateSpec, state_layers, state_number
 from kv_transfer.layout import DTYPE_BYTES, Plane
 
-_STATE_DTYPE = "float32"
 _FULL_LAYER_EVERY = 4
 """Says which layers have attention where config.json does not: the last of this many."""
 
 
-class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that keep a state instead of keys and values; see
-    `engine.layers.linear_attention.DeltaSizes`.
+class LinearSpec(StateSpec, frozen=True, kw_only=True):
+    """Layers with the gated delta rule; see `engine.layers.linear_attention.DeltaSizes`."""
 
-    Attributes:
-        layers: Their numbers, ascending.
-    """
+    module: ClassVar[str] = "linear_attn"
+    flops_per_element: ClassVar[int] = 7
+    """Decay, read, correct, read again."""
 
-    layers: tuple[int, ...]
     key_heads: int
     value_heads: int
     key_dim: int
@@ -32,10 +30,10 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_split: bool
 
     def planes(self, dtype: Dtype) -> tuple[Plane, ...]:
-        """Returns what a layer keeps of a request: its state, and the last inputs of the
-        convolution of queries, keys and values, which ranks cut by different heads."""
+        """Returns a state, and the last inputs of the convolution of queries, keys and values,
+        which ranks cut by different heads."""
         last = (self.kernel - 1) * DTYPE_BYTES[dtype]
-        state = self.key_dim * self.value_dim * DTYPE_BYTES[_STATE_DTYPE]
+        state = self.key_dim * self.value_dim * DTYPE_BYTES[STATE_DTYPE]
         return (
             Plane("state", self.value_heads, state),
             Plane("q_inputs", self.key_heads, self.key_dim * last),
@@ -43,37 +41,35 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
             Plane("v_inputs", self.value_heads, self.value_dim * last),
         )
 
-    def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
-        """Returns the layers with attention, and these in groups of as many."""
-        full = [i for i in range(model.num_layers) if i not in self.layers]
-        attention = planes_of_heads(model.heads_of(full[0]), model.dtype)
-        planes = self.planes(model.dtype)
-        return (
-            KVLayers(layers=tuple(full), planes=attention),
-            *(
-                KVLayers(layers=self.layers[i : i + len(full)], planes=planes, is_state=True)
-                for i in range(0, len(self.layers), len(full))
-            ),
-        )
+    @property
+    def elements(self) -> int:
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def counts(self) -> tuple[tuple[int, str], ...]:
+        return ((self.key_heads, "key heads of linear attention"),)
+
+    def projections(self, hidden_size: int) -> Iterator[tuple[str, int, int]]:
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        yield "in_proj_qkvz", hidden_size, 2 * keys + 2 * values
+        yield "in_proj_ba", hidden_size, 2 * self.value_heads
+        yield "out_proj", values, hidden_size
 
 
 def read_linear(file: ConfigFile, *, is_split: bool) -> LinearSpec:
     """Returns the layers with a state. Raises `UnsupportedField`."""
     every = file.full_attention_interval or _FULL_LAYER_EVERY
-    kinds = of_each_layer(file, "layer_types") or [
+    kinds = [
         "linear_attention" if (i + 1) % every else "full_attention"
         for i in range(file.num_hidden_layers)
     ]
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
-    if not 0 < len(layers) < file.num_hidden_layers:
-        raise UnsupportedField("layer_types", "layers of one kind alone")
     linear = LinearSpec(
-        layers=layers,
-        key_heads=_number(file, "linear_num_key_heads"),
-        value_heads=_number(file, "linear_num_value_heads"),
-        key_dim=_number(file, "linear_key_head_dim"),
-        value_dim=_number(file, "linear_value_head_dim"),
-        kernel=_number(file, "linear_conv_kernel_dim"),
+        layers=state_layers(file, kinds),
+        key_heads=state_number(file, "linear_num_key_heads"),
+        value_heads=state_number(file, "linear_num_value_heads"),
+        key_dim=state_number(file, "linear_key_head_dim"),
+        value_dim=state_number(file, "linear_value_head_dim"),
+        kernel=state_number(file, "linear_conv_kernel_dim"),
         is_split=is_split,
     )
     if linear.value_heads % linear.key_heads:
@@ -82,10 +78,3 @@ def read_linear(file: ConfigFile, *, is_split: bool) -> LinearSpec:
     if linear.kernel < 2:
         raise UnsupportedField("linear_conv_kernel_dim", "no convolution")
     return linear
-
-
-def _number(file: ConfigFile, name: str) -> int:
-    value: int | None = getattr(file, name)
-    if value is None or value < 1:
-        raise UnsupportedField(name, "linear attention without it")
-    return value

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from engine.config import ModelConfig, ParallelConfig
 from engine.models.errors import CheckpointError
+from engine.models.specs.states import StateSpec
 
 
 def check_experts(model: ModelConfig, parallel: ParallelConfig, num_experts: int) -> None:
@@ -43,6 +44,23 @@ def check_counts(
                 model.path,
                 f"has {count} {name}, which {tp_size} tensor-parallel ranks cannot share evenly",
                 "choose a tensor_parallel_size that divides them",
+            )
+
+
+def check_states(model: ModelConfig, parallel: ParallelConfig, states: StateSpec | None) -> None:
+    """Refuses ranks that cannot share layers with a state: heads evenly, and what else is kept
+    evenly or by repeating it."""
+    if states is None:
+        return
+    check_counts(model, parallel, states.counts)
+    tp_size = parallel.tensor_parallel_size
+    for plane in states.planes(model.dtype):
+        if not plane.can_be_split(tp_size):
+            raise CheckpointError(
+                model.path,
+                f"keeps {plane.name} in {plane.heads} parts, which {tp_size} tensor-parallel ranks "
+                "can neither share nor repeat evenly",
+                "choose a tensor_parallel_size that divides them or is a multiple of them",
             )
 
 

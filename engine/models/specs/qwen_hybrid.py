@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import UnsupportedField
@@ -55,10 +54,6 @@ class HybridSpec(Qwen3Spec, frozen=True, kw_only=True):
         has_ahead = file.mtp_num_hidden_layers != 0 and not file.mtp_use_dedicated_embeddings
         linear = read_linear(file, is_split=cls.is_split)
         return {"linear": linear, "num_extra_layers": int(has_ahead)}
-
-    def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
-        assert self.linear is not None
-        return self.linear.kv_layers(model)
 
 
 class Qwen3NextSpec(HybridSpec, frozen=True, kw_only=True):

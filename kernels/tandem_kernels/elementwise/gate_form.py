@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GateKind = Literal["silu", "clamped", "gelu_tanh", "limited"]
-_KINDS: tuple[GateKind, ...] = ("silu", "clamped", "gelu_tanh", "limited")
+GateKind = Literal["silu", "clamped", "gelu_tanh", "limited", "relu_squared"]
+_KINDS: tuple[GateKind, ...] = ("silu", "clamped", "gelu_tanh", "limited", "relu_squared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class GateForm:
     gelu_tanh   gelu(gate) * up, by its tanh formula (Gemma)
     limited     silu(gate) * up, silu(gate) at most `limit`, up within +-`limit` (StepFun,
                 Step-3.5-Flash, 2026)
+    relu_squared  relu(up) ** 2: there is no gate (NVIDIA, Nemotron-H, 2025)
     """
 
     kind: GateKind
@@ -33,3 +34,8 @@ def gate_arguments(gate: GateForm | None) -> tuple[float, float]:
 def gate_code(gate: GateForm | None) -> int:
     """Returns the number by which kernels know a kind; None: SiLU."""
     return 0 if gate is None else _KINDS.index(gate.kind)
+
+
+def has_gate(gate: GateForm | None) -> bool:
+    """Returns whether there is a gate at all; None: SiLU."""
+    return gate is None or gate.kind != "relu_squared"

@@ -11,6 +11,9 @@ def activated(
     gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, GATE: tl.constexpr
 ) -> tl.tensor:
     """Returns silu(gate) * up, or what `GateForm` says; GATE is a `gate_code`."""
+    if GATE == 4:
+        gate = tl.maximum(gate, 0.0)
+        return gate * gate
     if GATE == 1:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

@@ -32,7 +32,7 @@ def write_pairs(
     if HAS_BIAS:
         of_col = bias + of_part + col
         acc += tl.load(of_col, mask=real_col, other=0.0).to(tl.float32)[None, :]
-        if GATED:
+        if GATED and GATE != 4:
             of_up = tl.load(of_col + num_outputs, mask=real_col, other=0.0)
             second += of_up.to(tl.float32)[None, :]
     if GATED:

@@ -61,7 +61,8 @@ def expert_gemm_kernel(
 ) -> None:
     """Computes one tile of pairs times one tile of outputs in each program.
 
-    GATED: x [T, H], weight [E, 2 * num_outputs, H], activated. Else x [pairs, I], weight
+    GATED: x [T, H], weight [E, 2 * num_outputs, H] or without a gate half as many outputs,
+    activated. Else x [pairs, I], weight
     [E, num_outputs, I], times the pair's weight. A bias has a number for each row of the weight.
     """
     num_col_tiles = tl.cdiv(num_outputs, COLS)
@@ -79,7 +80,8 @@ def expert_gemm_kernel(
     real_col = col < num_outputs
     lane = tl.arange(0, DEPTH)
     inputs = x + row.to(tl.int64)[:, None] * x_stride
-    width = 2 * num_outputs if GATED else num_outputs
+    HAS_UP: tl.constexpr = GATED and GATE != 4
+    width = 2 * num_outputs if HAS_UP else num_outputs
     places = weight + (expert.to(tl.int64) * width + col)[None, :] * inner
     up = num_outputs.to(tl.int64) * inner
     acc = tl.zeros([ROWS, COLS], tl.float32)
@@ -95,7 +97,7 @@ def expert_gemm_kernel(
             inside = real_k[:, None] & real_col[None, :]
             by = tl.load(places + k[:, None], mask=inside, other=0.0)
         acc = tl.dot(given, by, acc, input_precision=PRECISION)
-        if GATED:
+        if HAS_UP:
             if EVEN:
                 by = tl.load(places + up + k[:, None])
             else:
@@ -121,13 +123,13 @@ def fused_experts(
 ) -> Tensor:
     """See `reference.experts.fused_experts`."""
     num_tokens, hidden_size = x.shape
-    num_experts, doubled, _ = w13.shape
+    num_experts, _, width = w2.shape
     num_pairs = experts.numel()
     if num_tokens == 0:
         return torch.empty_like(x)
-    shape = ExpertShape(num_experts, doubled // 2, hidden_size, weight_format(w13.dtype))
+    shape = ExpertShape(num_experts, width, hidden_size, weight_format(w13.dtype))
     plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
-    hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
+    hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     expert_gemm(x, w13, weights, plan.rows, hidden, plan.gate_up, gated=True, bias=b13, gate=gate)
     expert_gemm(hidden, w2, weights, plan.rows, parts, plan.down, gated=False, bias=b2)
@@ -150,7 +152,7 @@ def expert_gemm(
 
     Args:
         x: [T, H] when `gated`, else [T * k, I].
-        weight: [E, 2 I, H], or [E, H, I].
+        weight: [E, 2 I, H], without a gate [E, I, H], or [E, H, I].
         pair_weights: [T, k].
         out: [T * k, I], or [T * k, H].
         bias: [E, 2 I], or [E, H]; None: none.

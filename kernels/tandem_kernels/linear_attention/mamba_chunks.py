@@ -34,8 +34,7 @@ class ChunkTuning:
     shared memory, where the fault of `tandem_kernels.warpgroup_waits` cannot be.
 
     Attributes:
-        chunk: Tokens of a chunk.
-        readers: Tokens of it whose y one program computes.
+        chunk: Tokens of a chunk; one program computes y of half of them.
         heads: Heads of one program at most, which share B and C.
         piece_warps: Of programs that compute what a chunk adds.
         warps: Of programs that compute y.
@@ -43,10 +42,9 @@ class ChunkTuning:
     """
 
     chunk: int = 128
-    readers: int = 64
     heads: int = 4
     piece_warps: int = 4
-    warps: int = 8
+    warps: int = 4
     stages: int = 1
 
 
@@ -62,7 +60,9 @@ def _chunk_of(
     r = request_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
     start = tl.load(query_start_loc + r)
     stop = tl.load(query_start_loc + r + 1)
-    return start + (tile - (start - first_req) // CHUNK - (r - first_req)) * CHUNK, stop
+    first = start + (tile - (start - first_req) // CHUNK - (r - first_req)) * CHUNK
+    # Decodes of several tokens leave tiles in front of the first prompt's.
+    return tl.where(first < start, stop, first), stop
 
 
 @triton.jit(do_not_specialize=["first_req", "num_reqs"])
@@ -184,61 +184,67 @@ def mamba_chunk_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    READERS: tl.constexpr,
     HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Computes, in program (i, j, k), what tokens k * READERS and on of chunk i read in heads
-    j * HEADS and on."""
+    """Computes, in program (i, j, k), what the tokens of half k of chunk i read in heads j * HEADS
+    and on."""
     first, stop = _chunk_of(query_start_loc, first_req, num_reqs, CHUNK)
-    first_reader = first + tl.program_id(2) * READERS
-    if first_reader >= stop:
+    HALF: tl.constexpr = CHUNK // 2
+    half = tl.program_id(2)
+    lane = tl.arange(0, HALF)
+    own, earlier = half * HALF + lane, lane
+    if first + half * HALF >= stop:
         return
-    lane, reader = tl.arange(0, CHUNK), first_reader + tl.arange(0, READERS)
-    lane_of_reader = reader - first
-    token = first + lane
-    inside, reads = token < stop, reader < stop
+    inside = first + own < stop
     row, column = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_DIM)
     in_row, in_column = row < SIZE, column < HEAD_DIM
-    line = mixed + token.to(tl.int64)[:, None] * mixed_stride
+    line = mixed + (first + own).to(tl.int64)[:, None] * mixed_stride
+    earlier_line = mixed + (first + earlier).to(tl.int64)[:, None] * mixed_stride
     first_head = tl.program_id(1) * HEADS
     group = first_head // (NUM_HEADS // NUM_GROUPS)
-    keys = line + NUM_HEADS * HEAD_DIM + group * SIZE + row[None, :]
-    key = tl.load(keys, mask=inside[:, None] & in_row[None, :], other=0.0)
-    queries = mixed + reader.to(tl.int64)[:, None] * mixed_stride + row[None, :]
-    queries += NUM_HEADS * HEAD_DIM + (NUM_GROUPS + group) * SIZE
-    query = tl.trans(tl.load(queries, mask=reads[:, None] & in_row[None, :], other=0.0))
-    # By the token that is read, then by the one that reads.
+    keys = NUM_HEADS * HEAD_DIM + group * SIZE + row[None, :]
+    real = inside[:, None] & in_row[None, :]
+    key = tl.load(line + keys, mask=real, other=0.0)
+    query = tl.trans(tl.load(line + keys + NUM_GROUPS * SIZE, mask=real, other=0.0))
+    # By the token that is read, then by the one that reads. In front of the second half is the
+    # whole first one.
     likeness = tl.dot(key, query, input_precision=PRECISION)
-    seen = token[:, None] <= reader[None, :]
-    own = lane[:, None] == lane_of_reader[None, :]
-    in_out = in_column[:, None] & reads[None, :]
+    earlier_key = tl.load(earlier_line + keys, mask=in_row[None, :] & (half > 0), other=0.0)
+    earlier_likeness = tl.dot(earlier_key, query, input_precision=PRECISION)
+    seen = lane[:, None] <= lane[None, :]
+    is_own = lane[:, None] == lane[None, :]
+    in_out = in_column[:, None] & inside[None, :]
     kind = mixed.dtype.element_ty
     for head in range(first_head, first_head + HEADS):
         number = tl.program_id(0).to(tl.int64) * NUM_HEADS + head
-        since = tl.load(decays + number * CHUNK + lane)
-        dt = tl.load(sizes + number * CHUNK + lane)
-        until = tl.load(decays + number * CHUNK + lane_of_reader)
+        until = tl.load(decays + number * CHUNK + own)
+        dt = tl.load(sizes + number * CHUNK + own)
         place = befores + number * (SIZE * HEAD_DIM) + row[:, None] * HEAD_DIM + column[None, :]
         before = tl.load(place, mask=in_row[:, None] & in_column[None, :], other=0.0)
         read = tl.dot(tl.trans(before), query, input_precision=PRECISION)
         read *= tl.exp(until)[None, :]
-        decay = tl.exp(tl.where(seen, until[None, :] - since[:, None], 0.0))
+        decay = tl.exp(tl.where(seen, until[None, :] - until[:, None], 0.0))
         scores = tl.where(seen, likeness * decay * dt[:, None], 0.0)
-        scores += tl.where(own, tl.load(skip + head), 0.0)
-        values = line + head * HEAD_DIM + column[None, :]
-        value = tl.load(values, mask=inside[:, None] & in_column[None, :], other=0.0)
+        scores += tl.where(is_own, tl.load(skip + head), 0.0)
+        values = head * HEAD_DIM + column[None, :]
+        value = tl.load(line + values, mask=inside[:, None] & in_column[None, :], other=0.0)
         read = tl.dot(tl.trans(value), scores.to(kind), read, input_precision=PRECISION)
-        to = out + (reader.to(tl.int64) * NUM_HEADS + head)[None, :] * HEAD_DIM + column[:, None]
+        if half > 0:
+            since = tl.load(decays + number * CHUNK + earlier)
+            dt = tl.load(sizes + number * CHUNK + earlier)
+            scores = earlier_likeness * tl.exp(until[None, :] - since[:, None]) * dt[:, None]
+            value = tl.load(earlier_line + values, mask=in_column[None, :], other=0.0)
+            read = tl.dot(tl.trans(value), scores.to(kind), read, input_precision=PRECISION)
+        token = (first + own).to(tl.int64)
+        to = out + (token * NUM_HEADS + head)[None, :] * HEAD_DIM + column[:, None]
         tl.store(to, read.to(kind), mask=in_out)
 
 
 def mamba_chunks(
     mixed: Tensor,
     steps: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    skip: Tensor,
+    numbers: tuple[Tensor, Tensor, Tensor],
     states: Tensor,
     metadata: StateMetadata,
     out: Tensor,
@@ -248,8 +254,10 @@ def mamba_chunks(
     `reference.mamba.mamba_scan`.
 
     Args:
+        numbers: a_log, dt_bias and skip.
         out: [T, H, P]; rows of these requests are written.
     """
+    a_log, dt_bias, skip = numbers
     _, num_heads, size, head_dim = states.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     most = triton.cdiv(mixed.shape[0] - first_req, tuning.chunk) + num_reqs - first_req
@@ -269,8 +277,8 @@ def mamba_chunks(
         num_warps=tuning.piece_warps,
         **shape,
     )
-    numbers = size * head_dim
-    mamba_pass_kernel[(num_reqs - first_req, num_heads, triton.cdiv(numbers, ELEMENTS))](
+    of_state = size * head_dim
+    mamba_pass_kernel[(num_reqs - first_req, num_heads, triton.cdiv(of_state, ELEMENTS))](
         states,
         metadata.blocks,
         lengths,
@@ -281,17 +289,16 @@ def mamba_chunks(
         first_req,
         states.stride(0),
         NUM_HEADS=num_heads,
-        NUMBERS=numbers,
+        NUMBERS=of_state,
         CHUNK=tuning.chunk,
         ELEMENTS=ELEMENTS,
         num_warps=4,
     )
     heads = heads_at_once(num_heads // shape["NUM_GROUPS"], tuning.heads)
-    mamba_chunk_kernel[(most, num_heads // heads, tuning.chunk // tuning.readers)](
+    mamba_chunk_kernel[(most, num_heads // heads, 2)](
         *(mixed, skip, lengths, befores),
         *(*kept, out),
         *after,
-        READERS=tuning.readers,
         HEADS=heads,
         num_warps=tuning.warps,
         num_stages=tuning.stages,

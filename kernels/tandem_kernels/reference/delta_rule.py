@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
-from tandem_kernels.reference.state_runs import StateRun, state_runs
+from tandem_kernels.reference.state_runs import gates_of, state_runs
 from tandem_kernels.reference.steady import sigmoid, silu, softplus
 
 L2_EPS = 1e-6
@@ -98,7 +98,7 @@ def gated_delta_rule(
     out = mixed.new_zeros((len(gates), num_values, value_dim))
     if not runs:
         return out
-    every = torch.cat([_gates_of(run, gates, kept) for run in runs])
+    every = torch.cat([gates_of(run, gates, kept) for run in runs])
     lines = torch.cat([torch.arange(run.line, run.line + run.count) for run in runs])
     q, k, v = split_heads(mixed[lines].float(), states)
     decay, rate = decay_and_rate(every, a_log, dt_bias)
@@ -126,18 +126,6 @@ def gated_delta_rule(
         own = read[start + run.num_pending : start + run.count]
         out[run.start : run.stop] = own.to(mixed.dtype)
     return out
-
-
-def _gates_of(run: StateRun, gates: Tensor, kept: Tensor | None) -> Tensor:
-    """Returns the gates of a run's tokens, and keeps those of a decode with drafts."""
-    own = gates[run.start : run.stop]
-    if run.row is None:
-        return own
-    assert kept is not None
-    places = torch.arange(run.first, run.first + run.count) % kept.shape[1]
-    pending = kept[run.row, places[: run.num_pending]]
-    kept[run.row, places[run.num_pending :]] = own
-    return torch.cat((pending, own))
 
 
 def split_heads(mixed: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,14 +168,3 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
-
-
-def requests_of(metadata: StateMetadata) -> list[tuple[int, int, int, bool]]:
-    """Returns (first token, behind the last one, block, whether it has a state) of each request."""
-    bounds = metadata.query_start_loc.tolist()
-    columns = metadata.seq_lens.tolist(), metadata.blocks.tolist()
-    return [
-        (start, stop, block, seq_len > stop - start)
-        for start, stop, seq_len, block in zip(bounds[:-1], bounds[1:], *columns, strict=True)
-        if seq_len > 0 and stop > start
-    ]

@@ -90,6 +90,12 @@ def bounded_gate_and_mul(x: Tensor, form: GateForm) -> Tensor:
     return (sigmoid(gate * form.alpha).mul_(gate) * (up + 1.0)).to(x.dtype)
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    """Computes max(x, 0) ** 2 of [T, I] (So et al., Primer, 2021). The memory of `x` may be
+    reused."""
+    return x.float().clamp(min=0.0).square().to(x.dtype)
+
+
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     """Computes `x * sigmoid(gate)`: x [T, I], gate [T, I], or [T, H] with a number for each I / H
     neighbours. The memory of `x` may be reused."""

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.elementwise.gate_form import GateForm, has_gate
 from tandem_kernels.reference import steady
-from tandem_kernels.reference.elementwise import fused_add_rms_norm, rms_norm
+from tandem_kernels.reference.elementwise import fused_add_rms_norm, relu_squared, rms_norm
 from tandem_kernels.reference.gemm import few_row_gemm
 
 
@@ -117,7 +117,7 @@ def fused_experts(
 
     Args:
         x: [T, H].
-        w13: [E, 2 I, H], of each expert its gate, then its up projection.
+        w13: [E, 2 I, H], of each expert its gate, then its up projection; without a gate [E, I, H].
         w2: [E, H, I].
         weights: [T, k] float32.
         experts: [T, k] int32; -1: none.
@@ -181,6 +181,8 @@ def _one_expert(
     gate: GateForm | None,
 ) -> Tensor:
     """Computes [n, H] -> [n, H] float32, as halves round it."""
+    if not has_gate(gate):
+        return F.linear(relu_squared(F.linear(x, w13, b13)), w2, b2).float()
     gates, ups = F.linear(x, w13, b13).float().chunk(2, dim=-1)
     return F.linear(activated(gates, ups, gate).to(x.dtype), w2, b2).float()
 

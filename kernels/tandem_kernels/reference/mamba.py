@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
-from tandem_kernels.reference.delta_rule import requests_of
+from tandem_kernels.reference.state_runs import gates_of, state_runs
 from tandem_kernels.reference.steady import silu, softplus
 
 
@@ -22,6 +22,7 @@ def mamba_scan(
     states: Tensor,
     metadata: StateMetadata,
     fixed_order: bool = False,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Take each token into its request's state, and read the state.
 
@@ -30,12 +31,14 @@ def mamba_scan(
     where dt = softplus(steps + dt_bias). Head i has B and C of group i // (heads per group).
 
     Args:
-        mixed: [T, H P + 2 G N], the heads' x, then B and C of the groups.
+        mixed: [T + num_pending_rows, H P + 2 G N], the heads' x, then B and C of the groups, as
+            `causal_conv` returns them.
         steps: [T, H].
         a_log, dt_bias, skip: [H] float32.
         states: [blocks, H, N, P] float32; those of `metadata.blocks` are replaced.
         metadata: Whose tokens these are.
         fixed_order: The result must not depend on how a request's tokens are cut into steps.
+        kept: `KeptInputs.gates`, steps that decodes read and write; None: nothing is pending.
 
     Returns:
         [T, H, P] of the dtype of `mixed`. Rows of padding are zero.
@@ -49,17 +52,23 @@ def mamba_scan(
         part.reshape(len(mixed), groups, size).repeat_interleave(num_heads // groups, dim=1)
         for part in wide[:, inner:].chunk(2, dim=1)
     )
-    dt = softplus(steps.float() + dt_bias)
-    decay = torch.exp(-a_log.exp() * dt)
-    out = torch.zeros(x.shape)
-    for start, stop, block, goes_on in requests_of(metadata):
-        state = states[block] if goes_on else torch.zeros_like(states[block])
-        for t in range(start, stop):
-            taken = b[t][:, :, None] * (dt[t][:, None] * x[t])[:, None]
-            state = decay[t][:, None, None] * state + taken
-            out[t] = (state * c[t][:, :, None]).sum(-2) + skip[:, None] * x[t]
-        states[block] = state
-    return out.to(mixed.dtype)
+    out = mixed.new_zeros((len(steps), num_heads, head_dim))
+    for run in state_runs(metadata):
+        state = states[run.block] if run.goes_on else torch.zeros_like(states[run.block])
+        stays = state
+        dt = softplus(gates_of(run, steps, kept).float() + dt_bias)
+        decay = torch.exp(-a_log.exp() * dt)
+        for i in range(run.count):
+            t = run.line + i
+            taken = b[t][:, :, None] * (dt[i][:, None] * x[t])[:, None]
+            state = decay[i][:, None, None] * state + taken
+            if i >= run.num_pending:
+                read = (state * c[t][:, :, None]).sum(-2) + skip[:, None] * x[t]
+                out[run.start + i - run.num_pending] = read.to(mixed.dtype)
+            if i + 1 == run.num_taken_in:
+                stays = state
+        states[run.block] = stays
+    return out
 
 
 def gated_square_sums(x: Tensor, gate: Tensor, groups: int) -> Tensor:

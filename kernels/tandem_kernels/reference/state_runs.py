@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from tandem_kernels.batch.state_metadata import StateMetadata
 
 
@@ -59,3 +62,15 @@ def state_runs(metadata: StateMetadata) -> list[StateRun]:
         line = r * (pending.most + stop - start) + pending.most - count
         runs.append(StateRun(block, taken > 0, start, stop, count, count, line, row, first - count))
     return runs
+
+
+def gates_of(run: StateRun, gates: Tensor, kept: Tensor | None) -> Tensor:
+    """Returns the gates of a run's tokens, and keeps those of a decode with drafts."""
+    own = gates[run.start : run.stop]
+    if run.row is None:
+        return own
+    assert kept is not None
+    places = torch.arange(run.first, run.first + run.count) % kept.shape[1]
+    pending = kept[run.row, places[: run.num_pending]]
+    kept[run.row, places[run.num_pending :]] = own
+    return torch.cat((pending, own))

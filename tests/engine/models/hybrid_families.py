@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
@@ -30,7 +34,77 @@ _MROPE = {
     "mrope_section": [1, 1, 1], "mrope_interleaved": True,
 }  # fmt: skip
 
+_GRANITE = {
+    "num_hidden_layers": 4, "head_dim": 24,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "shared_intermediate_size": 48,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+    "logits_scaling": 2.0, "intermediate_size": 24, "num_experts_per_tok": 3,
+}  # fmt: skip
+
+_NEMOTRON = {
+    "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8,
+    "time_step_min": 1e-9,
+}  # fmt: skip
+
+
+def _kinds(pattern: str) -> list[str]:
+    """Returns a name for each layer, by the letters of Nemotron-H."""
+    names = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+    return [names[letter] for letter in pattern]
+
+
 HYBRID_FAMILIES = {
+    "granite_hybrid": Family(
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        {
+            **_GRANITE,
+            "num_local_experts": 8,
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite_hybrid_dense": Family(
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        {
+            **_GRANITE,
+            "num_local_experts": 0,
+            "mamba_n_groups": 2,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "position_embedding_type": "rope",
+        },
+        published={"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    ),
+    "nemotron_h": Family(
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        {
+            **_NEMOTRON,
+            "layers_block_type": _kinds("ME*-MEM"),
+            "n_groups": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 32,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "nemotron_h_dense": Family(
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        {
+            **_NEMOTRON,
+            "layers_block_type": _kinds("M-M*-M-"),
+            "n_groups": 1,
+            "use_conv_bias": False,
+        },
+        published={"hybrid_override_pattern": "M-M*-M-", "layers_block_type": None},
+    ),
     "qwen3_next": Family(
         Qwen3NextForCausalLM, Qwen3NextConfig, {**_HYBRID, **_EXPERTS}, norm_center=0.0
     ),

@@ -235,6 +235,11 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
                 parameter.copy_(2 * torch.randn(parameter.shape))
+            if name.endswith("A_log"):
+                # Some heads forget at once, some remember whole prompts.
+                parameter.copy_(torch.linspace(-5.0, 0.5, parameter.numel()).view_as(parameter))
+            if name.endswith("dt_bias"):
+                parameter.copy_(torch.randn(parameter.shape) - 1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))

@@ -33,10 +33,10 @@ _NGRAMS = SpeculativeConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hybrid")
-    save_checkpoint(FAMILIES["qwen3_next"], folder)
+@pytest.fixture(scope="module", params=["qwen3_next", "granite_hybrid"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(FAMILIES[request.param], folder)
     return folder
 
 
@@ -45,11 +45,19 @@ def answers(folder: Path) -> GreedyAnswers:
     return GreedyAnswers(reference(folder))
 
 
+qwen_alone = pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True, scope="module")
+
+
 def prompt_of(length: int) -> list[int]:
     return [(length * 31 + i * i * 7) % VOCAB for i in range(length)]
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("folder", "num_drafts"),
+    [("qwen3_next", 0), ("qwen3_next", 3), ("granite_hybrid", 3)],
+    indirect=["folder"],
+    scope="module",
+)
 def test_one_node_with_little_room(num_drafts: int, folder: Path, answers: GreedyAnswers) -> None:
     known = {n: answers.tokens(prompt_of(n), NUM_TOKENS) for n in LENGTHS}
     config = engine_config(load_model_config(folder), block_size=8, num_blocks=36, chunk=40)
@@ -129,6 +137,7 @@ def test_conversations_from_prefill_to_decode(
         assert all(result.ok for node in nodes for result in node.results)
 
 
+@qwen_alone
 def test_warming_up_lets_no_attention_read_a_state(folder: Path) -> None:
     """As keys and values its bytes may be no numbers, and samplers search among logits."""
     config = engine_config(load_model_config(folder), block_size=8, num_blocks=40)
@@ -145,6 +154,7 @@ def test_warming_up_lets_no_attention_read_a_state(folder: Path) -> None:
         assert pages[:, 1].any() and not pages[:, 2:].any()
 
 
+@qwen_alone
 def test_memory_is_measured_with_many_chunks_that_are_not_full(folder: Path) -> None:
     model = load_model_config(folder)
     *_, step = largest_steps(150, 6, model, expands_contexts=False)

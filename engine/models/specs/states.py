@@ -1,0 +1,83 @@
+"""Describes layers that keep a state instead of keys and values, whatever their kind."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import msgspec
+
+from engine.config import Dtype, KVLayers, ModelConfig
+from engine.models.config_file import ConfigFile
+from engine.models.specs.base import UnsupportedField, of_each_layer
+from engine.models.specs.kv_planes import planes_of_heads
+from kv_transfer.layout import Plane
+
+STATE_DTYPE = "float32"
+LINEAR_KINDS = {"linear_attention", "mamba"}
+"""Releases of transformers and publishers differ in the name."""
+
+
+class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that keep a state.
+
+    Attributes:
+        module: Their block's name in the checkpoint.
+        flops_per_element: Of a state, for each token.
+        layers: Their numbers, ascending.
+    """
+
+    module: ClassVar[str]
+    flops_per_element: ClassVar[int]
+
+    layers: tuple[int, ...]
+
+    @abstractmethod
+    def planes(self, dtype: Dtype) -> tuple[Plane, ...]:
+        """Returns what a layer keeps of a request."""
+
+    @property
+    @abstractmethod
+    def elements(self) -> int:
+        """Returns the numbers of a layer's state."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> tuple[tuple[int, str], ...]:
+        """Returns what ranks must share evenly, with its name."""
+
+    @abstractmethod
+    def projections(self, hidden_size: int) -> Iterator[tuple[str, int, int]]:
+        """Yields (name, inputs, outputs) of a layer's linear layers."""
+
+    def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
+        """Returns the layers with attention, and these in groups of as many."""
+        full = [i for i in range(model.num_layers) if i not in self.layers]
+        attention = planes_of_heads(model.heads_of(full[0]), model.dtype)
+        planes = self.planes(model.dtype)
+        return (
+            KVLayers(layers=tuple(full), planes=attention),
+            *(
+                KVLayers(layers=self.layers[i : i + len(full)], planes=planes, is_state=True)
+                for i in range(0, len(self.layers), len(full))
+            ),
+        )
+
+
+def state_layers(file: ConfigFile, kinds: list[str] | None = None) -> tuple[int, ...]:
+    """Returns the layers that keep a state, by `layer_types`; where it says nothing, by `kinds`.
+    Raises `UnsupportedField`."""
+    kinds = of_each_layer(file, "layer_types") or kinds or []
+    layers = tuple(i for i, kind in enumerate(kinds) if kind in LINEAR_KINDS)
+    if not 0 < len(layers) < file.num_hidden_layers:
+        raise UnsupportedField("layer_types", "layers of one kind alone")
+    return layers
+
+
+def state_number(file: ConfigFile, name: str) -> int:
+    """Returns a size that layers with a state must have. Raises `UnsupportedField`."""
+    value: int | None = getattr(file, name)
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedField(name, "layers that keep a state without it")
+    return value
