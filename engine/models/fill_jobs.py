@@ -11,9 +11,11 @@ from torch import Tensor
 
 from engine.layers.shard import CheckpointWeight, TensorSlice
 from engine.models.content_digests import block_bytes
+from engine.models.passing_digests import Block
 from engine.models.stored_tensors import StoredTensor
 from engine.models.weight_files import WeightFiles
 from engine.models.weight_reader import Piece
+from tandem_kernels.checksums.xxh3_sizes import is_hashed_on_gpu
 
 STORED_TYPES = {
     "BF16": torch.bfloat16,
@@ -81,11 +83,17 @@ class StoredRows:
         shape = (stop - start, *self.shape[1:])
         return StoredRows(self.tensor, self.first + start, shape, self.dim, self.start, self.count)
 
-    def piece(self, into: Tensor | None = None, *, is_kept: bool = False) -> Piece:
+    @property
+    def block(self) -> Block:
+        """Returns the bytes of the file."""
         start = self.tensor.start + self.first * self.row_bytes
         num_rows = self.shape[0] if self.shape else 1
-        stop = start + num_rows * self.row_bytes
-        return Piece(self.tensor.file, start, stop, into, is_kept, block_bytes(self.row_bytes))
+        return self.tensor.file, start, start + num_rows * self.row_bytes
+
+    def piece(
+        self, into: Tensor | None = None, *, is_kept: bool = False, is_hashed: bool = True
+    ) -> Piece:
+        return Piece(*self.block, into, is_kept, block_bytes(self.row_bytes) if is_hashed else 0)
 
     def numbers(self, memory: Tensor, device: torch.device) -> Tensor:
         """Returns what was asked for, in `shape` but cut by `dim`, on `device`, out of `memory`
@@ -101,20 +109,31 @@ class FillJob:
 
     Attributes:
         target: The rows.
-        is_direct: They are read into the parameter itself.
+        is_verbatim: They are the bytes of the file, as they lie there.
     """
 
     weight: CheckpointWeight
     target: Tensor
     stored: tuple[StoredRows, ...]
-    is_direct: bool = False
+    is_verbatim: bool = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Returns whether bytes are read into the parameter itself."""
+        return self.is_verbatim and self.target.device.type == "cpu"
+
+    @property
+    def is_hashed_on_gpu(self) -> bool:
+        """Returns whether a GPU hashes the target, so that those who read need not."""
+        on_gpu = self.is_verbatim and self.target.device.type == "cuda"
+        return on_gpu and is_hashed_on_gpu(self.target.nbytes)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         into = self.target if self.is_direct else None
         # What a format makes of its tensors on a CPU may be a view of them, and wait for others.
-        is_kept = self.weight.fill is not None
-        return tuple(rows.piece(into, is_kept=is_kept) for rows in self.stored)
+        is_kept, is_hashed = self.weight.fill is not None, not self.is_hashed_on_gpu
+        return tuple(rows.piece(into, is_kept=is_kept, is_hashed=is_hashed) for rows in self.stored)
 
     def fill(self, memory: list[Tensor]) -> None:
         """Fills the target from the bytes of `pieces`, each [bytes] uint8 on the host."""
@@ -152,10 +171,9 @@ def fill_jobs(weight: CheckpointWeight, files: WeightFiles) -> Iterator[FillJob]
     if whole.is_turned or weight.fill is not None or weight.order is not None or not whole.shape:
         yield FillJob(weight, target, stored)
         return
-    is_direct = (
+    is_verbatim = (
         whole.dim is None
         and not weight.offset
-        and target.device.type == "cpu"
         and target.is_contiguous()
         and target.dtype == STORED_TYPES[whole.tensor.dtype]
     )
@@ -164,4 +182,4 @@ def fill_jobs(weight: CheckpointWeight, files: WeightFiles) -> Iterator[FillJob]
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
         part = (whole.rows(start, stop),)
-        yield FillJob(weight, target[start:stop], part, is_direct)
+        yield FillJob(weight, target[start:stop], part, is_verbatim)

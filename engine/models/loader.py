@@ -187,6 +187,8 @@ def _load(
     told = 0
     for job, memory in reader.read(jobs):
         job.fill(memory)
+        if digests is not None and job.is_hashed_on_gpu:
+            digests.lies_in(job.stored[0].block, job.target)
         if reader.num_bytes - told >= total / _REPORTS:
             told = reader.num_bytes
             report(told / total)

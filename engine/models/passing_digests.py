@@ -1,8 +1,10 @@
 """Digests of a checkpoint's tensors, of the bytes that a rank reads anyway.
 
     1. `expect` the tensors of the checkpoint, before any is read
-    2. reading threads hash each block while its bytes are in their core's cache: `took`
-    3. `complete`: of tensors that were read as a whole, in files that have not changed
+    2. reading threads hash each block while its bytes are in their core's cache: `took`. What goes
+       to a GPU as it is they leave: `lies_in`
+    3. `complete`: the GPU hashes what lies there, all of it in a few milliseconds; digests are of
+       tensors that were read as a whole, in files that have not changed
 
 Other tensors, such as those of which a rank reads a slice, the engine core reads for itself.
 """
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+
+from torch import Tensor
 
 from engine.models.content_digests import (
     FileDigests,
@@ -32,6 +36,7 @@ class PassingDigests:
         self._tensors: dict[Path, list[StoredTensor]] = {}
         self._states: dict[Path, tuple[int, ...]] = {}
         self._digests: dict[Block, bytes] = {}
+        self._on_gpu: dict[Block, Tensor] = {}
 
     def expect(self, tensors: Iterable[StoredTensor]) -> None:
         """Follows these tensors, but those of files whose digests are known."""
@@ -50,8 +55,21 @@ class PassingDigests:
         """Takes the digest of a block of a file that it follows."""
         self._digests[block] = digest
 
+    def lies_in(self, block: Block, memory: Tensor) -> None:
+        """Remembers a block whose bytes are on a GPU, where they stay unchanged until all is
+        `complete`. Others than those of files that it follows are left."""
+        if self.follows(block[0]):
+            self._on_gpu[block] = memory
+
     def complete(self) -> tuple[FileDigests, ...]:
         """Returns all that is whole, of files that are as they were."""
+        if self._on_gpu:
+            # Triton, which machines without a GPU may lack.
+            from tandem_kernels.checksums.xxh3 import xxh3_128
+
+            hashed = xxh3_128(list(self._on_gpu.values()))
+            self._digests |= zip(self._on_gpu, hashed, strict=True)
+            self._on_gpu.clear()
         return tuple(
             FileDigests(str(file.resolve()), self._states[file], self._whole(own))
             for file, own in self._tensors.items()

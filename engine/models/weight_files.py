@@ -19,6 +19,7 @@ from engine.models.errors import CheckpointError
 from engine.models.foreign_weights import other_weights
 from engine.models.json_file import read_json
 from engine.models.mistral_params import is_native
+from engine.models.slow_reads import telling_slow_reads
 from engine.models.stored_tensors import DOWNLOAD_AGAIN, StoredTensor, read_header
 from engine.models.wrappers import text_name
 
@@ -95,8 +96,9 @@ class WeightFiles:
         path = self.folder / self.index_file
         weight_map = read_json(path, _Index).weight_map
         tensors: dict[str, StoredTensor] = {}
-        for shard in sorted(set(weight_map.values())):
-            tensors.update(read_header(self._shard(shard)))
+        with telling_slow_reads(path):
+            for shard in sorted(set(weight_map.values())):
+                tensors.update(read_header(self._shard(shard)))
         for name, shard in weight_map.items():
             if name not in tensors or tensors[name].file.name != shard:
                 raise CheckpointError(

@@ -47,6 +47,7 @@ from tandem_kernels.attention import (
     window_attention,
 )
 from tandem_kernels.batch import batch_prep, block_copies, ngrams, word_pieces
+from tandem_kernels.checksums import xxh3
 from tandem_kernels.collectives import (
     peer_exchange,
     peer_memory,
@@ -1386,6 +1387,13 @@ def batch_cases(capability: int) -> Iterator[Case]:
     )
 
 
+def checksum_cases(capability: int) -> Iterator[Case]:
+    types = named("*i64", "addresses", "sizes", "firsts", "table", "sums", "out")
+    yield Case(xxh3.block_sums_kernel, "", types, {"ROWS": xxh3.ROWS})
+    constants = {"PARTS": xxh3.PARTS, "AHEAD": xxh3.AHEAD}
+    yield Case(xxh3.xxh3_chain_kernel, "", types, constants, {"num_warps": 1})
+
+
 def sampling_cases(capability: int) -> Iterator[Case]:
     floats = ["logits", "temperature", "top_p", "min_p", "floors", "copies", "ranges", "sums"]
     types = {
@@ -1710,6 +1718,7 @@ def compile_all(capability: int) -> None:
         linear_attention_cases,
         mamba_cases,
         batch_cases,
+        checksum_cases,
         lora_cases,
         sampling_cases,
         collective_cases,

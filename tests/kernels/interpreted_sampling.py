@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from checksum_checks import hashes_are_the_librarys
 from interpreted_fixtures import (  # noqa: F401
     dtypes,
     remembers,
@@ -30,6 +31,11 @@ def test_batch_tables(seed: int) -> None:
     pieces = [(0, 7), (3, 0), (100, 2500)]
     check.write_pieces(ops.write_pieces.kernel, pieces, 2700, seed)
     check.copy_blocks(ops.copy_blocks.kernel, [24, 4100, 34][seed], seed)
+
+
+def test_hashes_are_the_librarys() -> None:
+    """One stripe more or less than a block, parts of several programs, none of a whole warp."""
+    hashes_are_the_librarys([248, 256, 1016, 1024, 1032, 1088, 33 * 1024, 32 * 1024, 17 * 1024 + 8])
 
 
 @pytest.mark.parametrize(("length", "num_tokens"), [(40, 2), (5000, 9)])

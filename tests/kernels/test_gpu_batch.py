@@ -5,6 +5,7 @@ from __future__ import annotations
 import kernel_checks as check
 import pytest
 import torch
+from checksum_checks import hashes_are_the_librarys
 from gpu_fixtures import halves, head_dims, poisoned_and_fresh  # noqa: F401
 
 from tandem_kernels import ops
@@ -42,6 +43,10 @@ def test_rope_and_cache_of_many_heads_at_once(
 ) -> None:
     shape = {"head_dim": head_dim, "num_kv_heads": 8, "group": group, "block_size": 64}
     check.rope_and_cache(ops.rope_and_cache, dtype, num_tokens=600, device="cuda", **shape)
+
+
+def test_hashes_are_the_librarys() -> None:
+    hashes_are_the_librarys([8 << 20, 248, 1024, 1032, 5 << 20, 8192, 40_000, 12_345_672], "cuda")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,6 +10,9 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_digest
 
 from engine.config import CacheConfig, DraftModel, EngineConfig, SpeculativeConfig
 from engine.contracts.model_identity import PENDING, identified
@@ -19,10 +22,13 @@ from engine.models import content_digests
 from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_model
+from engine.models.fill_jobs import FillJob
 from engine.models.identity import IdentityJob, model_hash_of
 from engine.models.loader import load_weights
 from engine.models.passing_digests import PassingDigests
 from engine.models.stored_tensors import StoredTensor
+from tandem_kernels.checksums import xxh3
+from tandem_kernels.checksums.xxh3_sizes import is_hashed_on_gpu
 from tests.engine.models.digest_reads import watch_digests
 from tests.engine.tiny_model import place_alone
 
@@ -68,6 +74,35 @@ def test_a_rank_alone_hashes_what_it_reads(
     finally:
         executor.shutdown()
     assert all(name.endswith(again) for name in read), read
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("family", "least"), [("llama", 0.9), ("mixtral", 0.9), ("gpt_oss", 0.1)])
+def test_what_lies_on_a_gpu_is_hashed_there(
+    family: str, least: float, device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that read hash the rest. Without a GPU the library hashes in its place."""
+    hashed: list[int] = []
+    on_gpu = xxh3.xxh3_128
+
+    def watched(parts: list[Tensor]) -> list[bytes]:
+        hashed.extend(part.nbytes for part in parts)
+        if device == "cuda":
+            return on_gpu(parts)
+        return [xxh3_128_digest(part.view(torch.uint8).numpy()) for part in parts]
+
+    monkeypatch.setattr(xxh3, "xxh3_128", watched)
+    if device == "cpu":
+        on_host = property(lambda job: job.is_verbatim and is_hashed_on_gpu(job.target.nbytes))
+        monkeypatch.setattr(FillJob, "is_hashed_on_gpu", on_host)
+    config = pending_engine(checkpoints / family)
+    expected = load_model_config(checkpoints / family).model_hash
+    model = create_model(config, place_alone(config.model), device)
+    digests = PassingDigests()
+    load_weights(model, config, lambda fraction: None, digests=digests)
+    assert model_hash_of(config.model, digests.complete()) == expected
+    weights = sum(part.nbytes for part in model.parameters())
+    assert least * weights < sum(hashed) <= weights
 
 
 def test_a_file_that_changes_while_it_is_loaded_is_read_again(

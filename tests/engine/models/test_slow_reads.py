@@ -5,23 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from engine.models import slow_reads
 from engine.models.json_file import read_json
+from engine.models.slow_reads import telling_slow_reads
 from engine.models.stored_tensors import read_header
 
 EMPTY_HEADER = (2).to_bytes(8, "little") + b"{}"
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
 def test_a_file_that_does_not_come_is_named_until_it_does(
+    is_inside: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A pipe without a writer holds its reader as a dead server of files does."""
+    """A pipe without a writer holds its reader as a dead server of files does. Of many files that
+    are read one after the other, it is the one that is awaited."""
     path = tmp_path / "config.json"
     os.mkfifo(path)
     monkeypatch.setattr(slow_reads, "AFTER_S", 0.01)
@@ -34,7 +39,13 @@ def test_a_file_that_does_not_come_is_named_until_it_does(
     handler = Seen()
     slow_reads.logger.addHandler(handler)
     found: list[object] = []
-    reader = threading.Thread(target=lambda: found.append(read_json(path, dict[str, int])))
+
+    def read() -> None:
+        around = telling_slow_reads(tmp_path / "index") if is_inside else nullcontext()
+        with around:
+            found.append(read_json(path, dict[str, int]))
+
+    reader = threading.Thread(target=read)
     try:
         reader.start()
         assert told.wait(30.0) and not found
@@ -43,7 +54,7 @@ def test_a_file_that_does_not_come_is_named_until_it_does(
     finally:
         slow_reads.logger.removeHandler(handler)
     assert found == [{"a": 1}]
-    assert str(path) in caplog.text and "does its file system answer?" in caplog.text
+    assert f"{path} has been read" in caplog.text and "does its file system answer?" in caplog.text
 
 
 def test_quick_reads_say_nothing_and_leave_no_thread(
