@@ -95,10 +95,14 @@ class StoredRows:
     ) -> Piece:
         return Piece(*self.block, into, is_kept, block_bytes(self.row_bytes) if is_hashed else 0)
 
+    def on_host(self, memory: Tensor) -> Tensor:
+        """Returns the numbers in `memory`, [bytes] uint8 of `piece`."""
+        return memory.view(STORED_TYPES[self.tensor.dtype]).view(self.shape)
+
     def numbers(self, memory: Tensor, device: torch.device) -> Tensor:
         """Returns what was asked for, in `shape` but cut by `dim`, on `device`, out of `memory`
         [bytes] uint8 of `piece`. The cut is made there: rows are read as a whole."""
-        rows = memory.view(STORED_TYPES[self.tensor.dtype]).view(self.shape).to(device)
+        rows = self.on_host(memory).to(device, non_blocking=_is_read_by(device, memory))
         asked = rows if self.dim is None else rows.narrow(self.dim, self.start, self.count)
         return asked.t() if self.is_turned else asked
 
@@ -136,14 +140,25 @@ class FillJob:
         return tuple(rows.piece(into, is_kept=is_kept, is_hashed=is_hashed) for rows in self.stored)
 
     def fill(self, memory: list[Tensor]) -> None:
-        """Fills the target from the bytes of `pieces`, each [bytes] uint8 on the host."""
+        """Fills the target from the bytes of `pieces`, each [bytes] uint8 on the host. A GPU may
+        still have to read those that are pinned, in the order of its stream."""
         if self.is_direct:
+            return
+        if self.is_verbatim:
+            [part] = memory
+            is_on_its_way = _is_read_by(self.target.device, part)
+            self.target.copy_(self.stored[0].on_host(part), non_blocking=is_on_its_way)
             return
         device = self.target.device
         numbers = [
             rows.numbers(part, device) for rows, part in zip(self.stored, memory, strict=True)
         ]
         fill_weight(self.weight, self.target, *numbers)
+
+
+def _is_read_by(device: torch.device, memory: Tensor) -> bool:
+    """Returns whether a device copies from the memory by itself, while the host goes on."""
+    return device.type == "cuda" and memory.is_pinned()
 
 
 def fill_weight(

@@ -182,8 +182,8 @@ def _load(
     jobs = [job for weight in by_file for job in fill_jobs(weight, files)]
     total = max(1, sum(piece.num_bytes for job in jobs for piece in job.pieces))
     on_total(total)
-    is_for_gpu = any(weight.target.device.type == "cuda" for weight in wanted)
-    reader = WeightReader(num_reading_threads(), pins=is_for_gpu, digests=digests)
+    gpu = next((one.target.device for one in wanted if one.target.device.type == "cuda"), None)
+    reader = WeightReader(num_reading_threads(), gpu=gpu, digests=digests)
     told = 0
     for job, memory in reader.read(jobs):
         job.fill(memory)

@@ -8,19 +8,27 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from engine.config import EngineConfig, ParallelConfig
+from engine.config import Dtype, EngineConfig, ParallelConfig
 from engine.executor.uniproc_executor import UniprocExecutor
+from engine.models import weight_reader
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
+from engine.models.identity import model_hash_of
 from engine.models.loader import SkippedTensors, load_weights
+from engine.models.passing_digests import PassingDigests
 from engine.models.stored_tensors import PIECE_BYTES
 from engine.models.weight_reader import Piece, WeightReader
 from engine.parallel.place import ParallelPlace
@@ -37,7 +45,7 @@ GIB = 1 << 30
 HIDDEN, WIDTH, LAYERS, VOCAB = 1024, 3072, 3, 8192
 
 
-def write_shards(folder: Path) -> int:
+def write_shards(folder: Path, fill: Callable[..., Tensor] = torch.zeros) -> int:
     """Writes a checkpoint of two shards, about 60 MB each, and returns the size of the larger."""
     config = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": WIDTH,
@@ -58,7 +66,7 @@ def write_shards(folder: Path) -> int:
     names = sorted(shapes)
     shards = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
     for shard, held in shards.items():
-        tensors = {name: torch.zeros(shapes[name], dtype=torch.bfloat16) for name in held}
+        tensors = {name: fill(shapes[name], dtype=torch.bfloat16) for name in held}
         save_file(tensors, folder / shard)
     weight_map = {name: shard for shard, held in shards.items() for name in held}
     index = folder / "model.safetensors.index.json"
@@ -80,6 +88,24 @@ def test_peak_memory_of_loading(tmp_path: Path) -> None:
     assert found["total"] == stored
     num_threads = min(8, len(os.sched_getaffinity(0)))
     assert found["peak"] < (num_threads + 1) * PIECE_BYTES + 0.35 * shard
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_gpu_gets_what_the_host_gets(dtype: Dtype, tmp_path: Path) -> None:
+    """Whether as it lies in the files or converted, and it finds the same identity."""
+    write_shards(tmp_path, torch.randn)
+    found = []
+    for device in ("cpu", "cuda"):
+        model = load_model_config(tmp_path, dtype=dtype, hashes_later=True)
+        config = EngineConfig(engine_id="load", epoch=1, model=model)
+        loaded, digests = create_model(config, place_alone(model), device), PassingDigests()
+        load_weights(loaded, config, lambda fraction: None, digests=digests)
+        identity = model_hash_of(model, digests.complete())
+        found.append((identity, [part.cpu() for part in loaded.parameters()]))
+    (own, on_host), (same, on_gpu) = found
+    assert own == same
+    assert all(torch.equal(one, other) for one, other in zip(on_host, on_gpu, strict=True))
 
 
 # Bytes of each rank ---------------------------------------------------------------------------
@@ -196,6 +222,58 @@ def test_pieces_come_in_order_and_whole(num_threads: int, tmp_path: Path) -> Non
         assert reader.num_bytes == seen
     assert torch.equal(into.view(torch.uint8), contents[1][5:2005])
     assert torch.equal(keeping[0], contents[0][9 : 9 + PIECE_BYTES])
+
+
+class Stream:
+    """Stands in for a device that copies as late as it may: when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.copies: list[Callable[[], object]] = []
+        self._num_done = 0
+        self._lock = Lock()
+
+    def finish(self, count: int) -> None:
+        with self._lock:
+            for copy in self.copies[self._num_done : count]:
+                copy()
+            self._num_done = max(self._num_done, count)
+
+    def synchronize(self) -> None:
+        self.finish(len(self.copies))
+
+
+@dataclass
+class Event:
+    stream: Stream
+    count: int = 0
+
+    def record(self, stream: Stream) -> None:
+        self.count = len(stream.copies)
+
+    def synchronize(self) -> None:
+        self.stream.finish(self.count)
+
+
+def test_memory_is_not_written_while_a_device_copies_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = PIECE_BYTES // 2
+    content = torch.randint(256, (20 * size,), dtype=torch.uint8)
+    (tmp_path / "a").write_bytes(content.numpy().tobytes())
+    jobs = [Job((Piece(tmp_path / "a", i * size, (i + 1) * size),)) for i in range(20)]
+    stream = Stream()
+    unregistered: list[int] = []
+    runtime = SimpleNamespace(cudaHostUnregister=unregistered.append)
+    monkeypatch.setattr(weight_reader, "_register", lambda memory: True)
+    monkeypatch.setattr(weight_reader, "_cuda", lambda: runtime)
+    monkeypatch.setattr(weight_reader, "_event", lambda: Event(stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    copied = torch.zeros_like(content)
+    for job, [memory] in WeightReader(2, gpu=torch.device("cuda")).read(jobs):
+        [piece] = job.pieces
+        stream.copies.append(partial(copied[piece.start : piece.stop].copy_, memory))
+    assert torch.equal(copied, content)
+    assert 0 < len(unregistered) < len(jobs)
 
 
 def test_a_caller_that_gives_up_leaves_nothing_open(tmp_path: Path) -> None:
