@@ -56,8 +56,8 @@ class PassingDigests:
         self._digests[block] = digest
 
     def lies_in(self, block: Block, memory: Tensor) -> None:
-        """Remembers a block whose bytes are on a GPU, where they stay unchanged until all is
-        `complete`. Others than those of files that it follows are left."""
+        """Remembers a block whose bytes are those of `memory` [rows, ...], of any dtype, on a GPU,
+        unchanged until all is `complete`. Blocks of files that it does not follow are left."""
         if self.follows(block[0]):
             self._on_gpu[block] = memory
 

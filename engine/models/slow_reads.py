@@ -21,7 +21,7 @@ AFTER_S = 10.0
 
 
 class _Read:
-    """What a thread reads, and since when. Set by it, and looked at by the one that logs."""
+    """Holds what a thread reads, and since when. It sets this; the one that logs looks."""
 
     def __init__(self, path: Path) -> None:
         self.now = path, time.monotonic()
