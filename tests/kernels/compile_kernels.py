@@ -1597,14 +1597,15 @@ def sparse_cases(capability: int) -> Iterator[Case]:
             },
             {"num_warps": 4, "num_stages": 4 if fp8 else 1},
         )
-        types |= named("*i32", "counted", "of_parts")
-        constants = {**shape, "BLOCK": 4096}
+        types |= named("*i32", "candidates", "found")
+        constants = {**shape, "CANDIDATES": 4096, "BLOCK": 4096}
+        options = {"num_warps": 8}
         select = index_select.select_kernel
-        yield Case(select, f"query_len={query_len}", types, constants, {"num_warps": 16})
-        for step in (0, 4, 5) if query_len else ():
-            constants = {**shape, "BLOCK": 4096, "PARTS": 32, "STEP": step}
-            select = index_select.select_part_kernel
-            yield Case(select, f"step={step}", types, constants, {"num_warps": 8})
+        yield Case(select, f"query_len={query_len}", types, constants, options)
+        constants["PARTS"] = 32
+        for kernel in (index_select.gather_part_kernel, index_select.select_part_kernel):
+            if query_len:
+                yield Case(kernel, "", types, constants, options)
     yield Case(
         sparse_latent_attention.slots_kernel,
         "",

@@ -48,9 +48,16 @@ def test_choice_of_decodes(query_len: int) -> None:
 @pytest.mark.parametrize("lengths", [([90, 3, 0, 45], [1] * 4), RAGGED])
 def test_choice_of_parts_of_rows(lengths: check.Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal scores lie in several parts, and some parts have nothing."""
-    monkeypatch.setattr(index_select, "_PART_BLOCK", 16)
+    monkeypatch.setattr(index_select, "_BLOCK", 16)
     monkeypatch.setattr(index_select, "_PROGRAMS_PER_SM", 400)
     check.index_topk(ops.index_topk.kernel, lengths, (3, 16, 12), fp8=False, ties=True)
+
+
+@pytest.mark.parametrize("programs", [1, 400])
+def test_choice_from_rows_that_mislead(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are chosen from whole, and in parts."""
+    monkeypatch.setattr(index_select, "_PROGRAMS_PER_SM", programs)
+    check.highest_of_rows(index_select.select, 12, 180)
 
 
 @pytest.mark.parametrize(

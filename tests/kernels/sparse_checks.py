@@ -12,6 +12,7 @@ from kernel_checks import ATTENTION
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import IndexPages
+from tandem_kernels.attention.index_select import SelectedRows
 from tandem_kernels.attention.kv_scales import E4M3
 
 Op = Callable[..., Any]
@@ -143,6 +144,31 @@ def index_topk(
                 _check_choice(scores, own, exact=ties, error=SCORES[fp8 and device != "cpu"])
             row += 1
     return chosen
+
+
+def highest_of_rows(select: Op, top_k: int, width: int, device: str = "cpu") -> None:
+    """Checks the choice from rows that a sample says little of: equal scores, more than there may
+    be candidates, scores that rise or fall, a few high ones side by side, and no numbers."""
+    drawn = torch.randn(width)
+    few = torch.where(torch.arange(width) // top_k == 3, drawn.abs() + 9.0, drawn)
+    kinds = [
+        drawn, drawn.round(), torch.ones(width), torch.zeros(width) * drawn.sign(),
+        drawn.clamp(max=-0.5), (drawn > 1.0).float(), (drawn > 2.5).float() - 3.0,
+        drawn.cumsum(0), drawn.cumsum(0).flip(0), drawn.abs().cumsum(0), -drawn.abs().cumsum(0),
+        few, few.flip(0), drawn * 1e30, drawn * 1e-40, torch.full((width,), float("-inf")),
+        torch.full((width,), float("nan")),
+    ]  # fmt: skip
+    lengths = [width - 5 * index for index in range(len(kinds))]
+    lengths += [top_k - 1, top_k, top_k + 1, 2 * top_k, 0]
+    scores = torch.stack([*kinds, *kinds[:5]])
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+    chosen = torch.full((len(lengths), top_k), -9, dtype=torch.int32, device=device)
+    rows = SelectedRows(starts, seq_lens, 0, len(lengths), 1, 1, width)
+    select(scores.to(device), rows, chosen)
+    for length, own, found in zip(lengths, scores, chosen.tolist(), strict=True):
+        best = (own[:length] + 0.0).sort(descending=True, stable=True).indices[:top_k]
+        assert found == [*best.sort().values.tolist(), *[-1] * (top_k - len(best))]
 
 
 def index_topk_is_invariant(

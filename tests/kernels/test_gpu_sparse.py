@@ -9,6 +9,7 @@ import torch
 from gpu_fixtures import halves, poisoned_and_fresh  # noqa: F401
 
 from tandem_kernels import ops
+from tandem_kernels.attention import index_select
 from tandem_kernels.attention.block_choice import BlockChoice
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +36,16 @@ def test_choice(lengths: check.Lengths, num_heads: int, ties: bool) -> None:
         ops.index_topk, lengths, (num_heads, 128, 64), fp8=True, block_size=64,
         num_decodes=decodes, ties=ties, device="cuda",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("programs", [1, 64])
+@pytest.mark.parametrize(("top_k", "width"), [(12, 700), (2048, 40_000)])
+def test_choice_from_rows_that_mislead(
+    top_k: int, width: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are chosen from whole, and in parts."""
+    monkeypatch.setattr(index_select, "_PROGRAMS_PER_SM", programs)
+    check.highest_of_rows(index_select.select, top_k, width, "cuda")
 
 
 def test_choice_does_not_depend_on_what_else_is_there() -> None:

@@ -1,13 +1,17 @@
 """The exact choice of the highest of rows of scores.
 
-The highest are found by their bits, eight at a time from the top: how many scores have each value
-of the next eight says which of them the last one to be chosen has. So the choice is exact, in five
-walks over a row, whatever its length; equal scores are taken by position. Lengths are read on the
-device.
+    sample     how high the highest are is guessed from some scores of the row
+    gather     one walk over the row writes those that are as high, in order: candidates
+    choose     the last one to be chosen is found among them by halving, in registers
 
-    rows enough for all SMs    a program walks a row five times
-    few rows, long ones        parts of a row are programs of their own; each walk is a launch,
-                               which adds what its parts have counted, and the last one writes
+A guess is good if there are at least as many candidates as are chosen, and no more than fit; until
+it is, another walk tries another. So the choice is exact, and depends on nothing but the row: equal
+scores are taken by position, and where more are equal than there is room for, one more walk takes
+the first of them. Lengths are read on the device.
+
+    rows enough for all SMs    a program does all of a row
+    few rows, long ones        parts of a row are gathered by programs of their own, and a second
+                               launch chooses
 """
 
 from __future__ import annotations
@@ -22,11 +26,16 @@ from torch import Tensor
 from tandem_kernels.attention.prefill_attention import request_of
 from tandem_kernels.device import num_programs
 
-_BLOCK, _WARPS = 4096, 16
-_PART_BLOCK, _PART_WARPS = 4096, 8
+_BLOCK, _WARPS = 4096, 8
 _PROGRAMS_PER_SM = 4
-_FEWEST_PARTS = 4
-"""Is the number from which on the launches take less than the walks that they spare."""
+_FEWEST_PARTS, _MOST_PARTS = 2, 32
+_LOWEST = tl.constexpr(-(1 << 31))
+_HIGHEST = tl.constexpr((1 << 31) - 1)
+"""Are the bounds of scores as whole numbers: all are at least the one, and below the other."""
+_RUN = tl.constexpr(8)
+"""Counts scores side by side in a sample: what memory gives at once."""
+_STEP = tl.constexpr(1 << 18)
+"""Says by how much a guess that was wrong is changed first: the 32nd part of a doubling."""
 
 
 @triton.jit
@@ -70,76 +79,157 @@ def _row(
 
 @triton.jit
 def _ordered(scores: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Loads scores as uint32 numbers of the same order; both zeros are one."""
+    """Loads scores as int32 numbers of the same order, the lowest where not `mask`; both zeros are
+    one, and what is no number is below `_HIGHEST`, too."""
     bits = tl.load(scores, mask=mask, other=0.0).to(tl.int32, bitcast=True)
-    bits = tl.where(bits == -2147483648, 0, bits)
-    turned = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return turned.to(tl.uint32, bitcast=True) ^ 0x80000000
+    bits = tl.where(bits == _LOWEST, 0, bits)
+    number = tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _HIGHEST - 1)
+    return tl.where(mask, number, _LOWEST)
 
 
 @triton.jit
-def _counts(
+def _floor(
+    numbers: tl.tensor, low: tl.tensor, high: tl.tensor, fewest: tl.tensor, most: tl.tensor
+) -> tl.tensor:
+    """Returns a number that at least `fewest` of `numbers` reach, and no more than `most`: if there
+    is none, the highest that `fewest` do.
+
+    Args:
+        low, high: int64. At least `fewest` reach the one, and fewer the other.
+    """
+    while high - low > 1:
+        middle = (low + high) >> 1
+        count = tl.sum((numbers >= middle.to(tl.int32)).to(tl.int32), axis=0)
+        enough = count >= fewest
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, tl.where(count <= most, middle + 1, high), middle)
+    return low
+
+
+@triton.jit
+def _guess(
+    scores: tl.tensor, length: tl.tensor, TOP_K: tl.constexpr, CANDIDATES: tl.constexpr
+) -> tl.tensor:
+    """Returns a number that about one and a half times TOP_K of a row's scores reach, by a sample
+    of CANDIDATES. Of a row that has no more, all scores reach it."""
+    low = tl.full([], _LOWEST, tl.int64)
+    if length > CANDIDATES:
+        lane = tl.arange(0, CANDIDATES)
+        apart = length // (CANDIDATES // _RUN) // _RUN * _RUN
+        sample = _ordered(scores + lane // _RUN * apart + lane % _RUN, lane >= 0)
+        share = TOP_K * 1.0 * CANDIDATES / length
+        fewest = tl.maximum((1.4 * share).to(tl.int32), 1)
+        high = tl.max(sample, axis=0).to(tl.int64) + 1
+        low = _floor(sample, low, high, fewest, (1.6 * share).to(tl.int32))
+    return low
+
+
+@triton.jit
+def _gather(
     scores: tl.tensor,
+    candidates: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    prefix: tl.tensor,
-    SHIFT: tl.constexpr,
+    floor: tl.tensor,
+    CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Counts, of the scores [first, end) that begin with the bits `prefix`, how many have each
-    value of the eight bits from SHIFT on: [256] int32."""
-    counts = tl.zeros([256], tl.int32)
+    """Writes which of the scores [first, end) reach `floor`, and behind CANDIDATES of them these as
+    numbers. Returns how many there are, which may be more."""
     lane = tl.arange(0, BLOCK)
-    for start in range(first, end, BLOCK):
-        position = start + lane
-        same = position < end
-        number = _ordered(scores + position, same)
-        if SHIFT < 24:
-            same = same & ((number >> (SHIFT + 8)) == prefix)
-        digits = ((number >> SHIFT) & 0xFF).to(tl.int32)
-        counts += tl.histogram(digits, 256, mask=same)
-    return counts
-
-
-@triton.jit
-def _narrowed(counts: tl.tensor, prefix: tl.tensor, left: tl.tensor) -> tl.tensor:
-    """Returns `prefix` with the next eight bits of the last score to be chosen, and how many of
-    those that begin with it are to be taken; `left` of those that began with the old one."""
-    bins = tl.arange(0, 256)
-    above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
-    is_last = (above < left) & (above + counts >= left)
-    digit = tl.sum(tl.where(is_last, bins, 0), axis=0)
-    left -= tl.sum(tl.where(is_last, above, 0), axis=0)
-    return (prefix << 8) | digit.to(tl.uint32), left
-
-
-@triton.jit
-def _take(
-    scores: tl.tensor,
-    out: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    prefix: tl.tensor,
-    left: tl.tensor,
-    num_found: tl.tensor,
-    num_equal: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Writes which of the scores [first, end) are chosen: those above `prefix`, and of the equal
-    ones the first `left`. In front of them `num_found` are chosen and `num_equal` equal."""
-    lane = tl.arange(0, BLOCK)
+    found = tl.zeros([], tl.int32)
+    lowest = floor.to(tl.int32)
     for start in range(first, end, BLOCK):
         position = start + lane
         inside = position < end
         number = _ordered(scores + position, inside)
-        equal = (inside & (number == prefix)).to(tl.int32)
-        rank = num_equal + tl.cumsum(equal, axis=0)
-        taken = (inside & (number > prefix)) | ((equal > 0) & (rank <= left))
+        taken = inside & (number >= lowest)
         count = taken.to(tl.int32)
-        place = num_found + tl.cumsum(count, axis=0) - 1
-        tl.store(out + place, position, mask=taken)
-        num_found += tl.sum(count, axis=0)
-        num_equal += tl.sum(equal, axis=0)
+        place = found + tl.cumsum(count, axis=0) - 1
+        taken = taken & (place < CANDIDATES)
+        tl.store(candidates + place, position, mask=taken)
+        tl.store(candidates + CANDIDATES + place, number, mask=taken)
+        found += tl.sum(count, axis=0)
+    return found
+
+
+@triton.jit
+def _take(
+    out: tl.tensor,
+    position: tl.tensor,
+    number: tl.tensor,
+    inside: tl.tensor,
+    floor: tl.tensor,
+    left: tl.tensor,
+    num_found: tl.tensor,
+    num_equal: tl.tensor,
+    TOP_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Writes which of a tile of a row are chosen: those above `floor`, and of the equal ones the
+    first `left`. In front of them `num_found` are chosen and `num_equal` equal; returns both."""
+    equal = (inside & (number == floor)).to(tl.int32)
+    rank = num_equal + tl.cumsum(equal, axis=0)
+    taken = (inside & (number > floor)) | ((equal > 0) & (rank <= left))
+    count = taken.to(tl.int32)
+    place = num_found + tl.cumsum(count, axis=0) - 1
+    tl.store(out + place, position, mask=taken & (place < TOP_K))
+    return num_found + tl.sum(count, axis=0), num_equal + tl.sum(equal, axis=0)
+
+
+@triton.jit
+def _choose(
+    out: tl.tensor, position: tl.tensor, number: tl.tensor, floor: tl.tensor, TOP_K: tl.constexpr
+) -> None:
+    """Chooses among candidates, in order of positions, at least TOP_K of which reach `floor`. Those
+    that are none have the lowest number."""
+    high = tl.max(number, axis=0).to(tl.int64) + 1
+    last = _floor(number, floor, high, TOP_K, TOP_K).to(tl.int32)
+    left = TOP_K - tl.sum((number > last).to(tl.int32), axis=0)
+    none = tl.zeros([], tl.int32)
+    _take(out, position, number, number > _LOWEST, last, left, none, none, TOP_K)
+
+
+@triton.jit
+def _choose_of_row(
+    scores: tl.tensor,
+    out: tl.tensor,
+    candidates: tl.tensor,
+    length: tl.tensor,
+    floor: tl.tensor,
+    TOP_K: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Chooses of the scores [0, length), beginning with the guess `floor`."""
+    low, high = tl.full([], _LOWEST, tl.int64), tl.full([], _HIGHEST, tl.int64)
+    step = tl.full([], _STEP, tl.int64)
+    above = tl.zeros([], tl.int32)
+    found = _gather(scores, candidates, 0, length, floor, CANDIDATES, BLOCK)
+    while ((found < TOP_K) | (found > CANDIDATES)) & (high - low > 1):
+        above = tl.where(found < TOP_K, found, above)
+        low = tl.where(found < TOP_K, low, floor)
+        high = tl.where(found < TOP_K, floor, high)
+        floor = tl.minimum(tl.maximum((low + high) >> 1, floor - step), floor + step)
+        step *= 2
+        tl.debug_barrier()
+        found = _gather(scores, candidates, 0, length, floor, CANDIDATES, BLOCK)
+    if found <= CANDIDATES:
+        tl.debug_barrier()
+        lane = tl.arange(0, CANDIDATES)
+        position = tl.load(candidates + lane, mask=lane < found, other=0)
+        number = tl.load(candidates + CANDIDATES + lane, mask=lane < found, other=_LOWEST)
+        _choose(out, position, number, floor, TOP_K)
+    else:
+        # More are equal to the last one to be chosen than there is room for.
+        num_found, num_equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+        for start in range(0, length, BLOCK):
+            position = start + tl.arange(0, BLOCK)
+            inside = position < length
+            number = _ordered(scores + position, inside)
+            num_found, num_equal = _take(
+                out, position, number, inside, floor.to(tl.int32), TOP_K - above,
+                num_found, num_equal, TOP_K,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -157,15 +247,17 @@ def select_kernel(
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
     chosen: tl.tensor,
+    candidates: tl.tensor,
     first_tile: tl.tensor,
     num_reqs: tl.tensor,
     width: tl.tensor,
     TOP_K: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ) -> None:
-    """Chooses, in program i, for row i of the scores."""
+    """Chooses, in program i, for row i of the scores. `candidates`: [rows, 2, CANDIDATES]."""
     local = tl.program_id(0)
     token, length = _row(query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q)
     if token < 0:
@@ -175,80 +267,91 @@ def select_kernel(
         _take_all(out, length, TOP_K, BLOCK)
         return
     own = scores + local.to(tl.int64) * width
-    prefix = tl.zeros([], tl.uint32)
-    left = tl.full([], TOP_K, tl.int32)
-    for step in tl.static_range(4):
-        counts = _counts(own, 0, length, prefix, 24 - 8 * step, BLOCK)
-        prefix, left = _narrowed(counts, prefix, left)
-    none = tl.zeros([], tl.int32)
-    _take(own, out, 0, length, prefix, left, none, none, BLOCK)
+    kept = candidates + local.to(tl.int64) * (2 * CANDIDATES)
+    guess = _guess(own, length, TOP_K, CANDIDATES)
+    _choose_of_row(own, out, kept, length, guess, TOP_K, CANDIDATES, BLOCK)
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_reqs", "num_rows"])
+@triton.jit(do_not_specialize=["first_tile", "num_reqs"])
+def gather_part_kernel(
+    scores: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    candidates: tl.tensor,
+    found: tl.tensor,
+    first_tile: tl.tensor,
+    num_reqs: tl.tensor,
+    width: tl.tensor,
+    TOP_K: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Gathers candidates of part s of row i, in program (i, s), into `candidates`
+    [rows, PARTS, 2, CANDIDATES]: `found` [rows, PARTS] of them."""
+    local, split = tl.program_id(0), tl.program_id(1)
+    token, length = _row(query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q)
+    if (token < 0) | (length <= TOP_K):
+        return
+    own = scores + local.to(tl.int64) * width
+    guess = _guess(own, length, TOP_K, CANDIDATES)
+    part = tl.cdiv(tl.cdiv(length, BLOCK), PARTS) * BLOCK
+    first = split * part
+    end = tl.minimum(first + part, length)
+    at = local.to(tl.int64) * PARTS + split
+    kept = candidates + at * (2 * CANDIDATES)
+    tl.store(found + at, _gather(own, kept, first, end, guess, CANDIDATES, BLOCK))
+
+
+@triton.jit(do_not_specialize=["first_tile", "num_reqs"])
 def select_part_kernel(
     scores: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
     chosen: tl.tensor,
-    counted: tl.tensor,
-    of_parts: tl.tensor,
+    candidates: tl.tensor,
+    found: tl.tensor,
     first_tile: tl.tensor,
     num_reqs: tl.tensor,
     width: tl.tensor,
-    num_rows: tl.tensor,
     TOP_K: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    STEP: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Does walk STEP over part s of row i, in program (i, s): 0 to 3 count bits into `counted`
-    [4, rows, 256], 4 counts what is chosen of each part into `of_parts` [rows, parts, 2], above the
-    last score and equal to it, and 5 writes."""
-    local, split = tl.program_id(0), tl.program_id(1)
+    """Chooses, in program i, among the candidates of row i that `gather_part_kernel` has found."""
+    local = tl.program_id(0)
     token, length = _row(query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q)
     if token < 0:
         return
     out = chosen + token.to(tl.int64) * TOP_K
     if length <= TOP_K:
-        if (STEP == 5) & (split == 0):
-            _take_all(out, length, TOP_K, BLOCK)
+        _take_all(out, length, TOP_K, BLOCK)
         return
+    lane = tl.arange(0, CANDIDATES)
+    part, before = tl.zeros([CANDIDATES], tl.int32), tl.zeros([CANDIDATES], tl.int32)
+    total = tl.zeros([], tl.int32)
+    for split in tl.static_range(PARTS):
+        total += tl.load(found + local * PARTS + split)
+        behind = lane >= total
+        part = tl.where(behind, split + 1, part)
+        before = tl.where(behind, total, before)
     own = scores + local.to(tl.int64) * width
-    part = tl.cdiv(tl.cdiv(length, BLOCK), PARTS) * BLOCK
-    first = split * part
-    end = tl.minimum(first + part, length)
-    bins = tl.arange(0, 256)
-    prefix = tl.zeros([], tl.uint32)
-    left = tl.full([], TOP_K, tl.int32)
-    for step in tl.static_range(min(STEP, 4)):
-        counts = tl.load(counted + (step * num_rows + local) * 256 + bins)
-        prefix, left = _narrowed(counts, prefix, left)
-    if STEP < 4:
-        counts = _counts(own, first, end, prefix, 24 - 8 * STEP, BLOCK)
-        place = counted + (STEP * num_rows + local) * 256 + bins
-        tl.atomic_add(place, counts, mask=counts > 0)
-        return
-    at = of_parts + (local * PARTS + split) * 2
-    if STEP == 4:
-        above, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-        for start in range(first, end, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            inside = position < end
-            number = _ordered(own + position, inside)
-            above += tl.sum((inside & (number > prefix)).to(tl.int32), axis=0)
-            equal += tl.sum((inside & (number == prefix)).to(tl.int32), axis=0)
-        tl.store(at, above)
-        tl.store(at + 1, equal)
-        return
-    parts = tl.arange(0, PARTS)
-    before = parts < split
-    pairs = of_parts + (local * PARTS + parts) * 2
-    num_above = tl.sum(tl.load(pairs, mask=before, other=0), axis=0)
-    num_equal = tl.sum(tl.load(pairs + 1, mask=before, other=0), axis=0)
-    num_found = num_above + tl.minimum(num_equal, left)
-    _take(own, out, first, end, prefix, left, num_found, num_equal, BLOCK)
+    kept = candidates + local.to(tl.int64) * (PARTS * 2 * CANDIDATES)
+    floor = tl.full([], _LOWEST, tl.int64)
+    if (total >= TOP_K) & (total <= CANDIDATES):
+        inside = lane < total
+        place = kept + part * (2 * CANDIDATES) + lane - before
+        position = tl.load(place, mask=inside, other=0)
+        number = tl.load(place + CANDIDATES, mask=inside, other=_LOWEST)
+        _choose(out, position, number, floor, TOP_K)
+    else:
+        guess = _guess(own, length, TOP_K, CANDIDATES)
+        _choose_of_row(own, out, kept, length, guess, TOP_K, CANDIDATES, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,33 +383,37 @@ def select(scores: Tensor, rows: SelectedRows, chosen: Tensor) -> None:
     its token in `chosen` [tokens, top_k] int32, ascending."""
     parts = _num_parts(scores.device, rows)
     place = rows.first_tile, len(rows.seq_lens), rows.width
-    given = scores, rows.query_start_loc, rows.seq_lens, chosen
-    shape = {"TOP_K": chosen.shape[1], "QUERY_LEN": rows.query_len, "BLOCK_Q": rows.block_q}
-    if parts < _FEWEST_PARTS:
-        block = min(_BLOCK, triton.next_power_of_2(rows.width))
-        grid = (rows.num_rows,)
-        select_kernel[grid](*given, *place, BLOCK=block, num_warps=_WARPS, **shape)
+    bounds = rows.query_start_loc, rows.seq_lens
+    top_k = chosen.shape[1]
+    num_candidates = triton.next_power_of_2(2 * top_k)
+    candidates = torch.empty(
+        (rows.num_rows, parts, 2, num_candidates), dtype=torch.int32, device=scores.device
+    )
+    shape = {
+        "TOP_K": top_k,
+        "CANDIDATES": num_candidates,
+        "BLOCK": min(_BLOCK, triton.next_power_of_2(rows.width)),
+        "QUERY_LEN": rows.query_len,
+        "BLOCK_Q": rows.block_q,
+        "num_warps": _WARPS,
+    }
+    grid = (rows.num_rows,)
+    if parts == 1:
+        select_kernel[grid](scores, *bounds, chosen, candidates, *place, **shape)
         return
-    counted = torch.zeros((4, rows.num_rows, 256), dtype=torch.int32, device=scores.device)
-    of_parts = torch.empty((rows.num_rows, parts, 2), dtype=torch.int32, device=scores.device)
-    for step in range(6):
-        select_part_kernel[(rows.num_rows, parts)](
-            *given,
-            counted,
-            of_parts,
-            *place,
-            rows.num_rows,
-            BLOCK=_PART_BLOCK,
-            STEP=step,
-            PARTS=parts,
-            num_warps=_PART_WARPS,
-            **shape,
-        )
+    found = torch.empty((rows.num_rows, parts), dtype=torch.int32, device=scores.device)
+    gather_part_kernel[(*grid, parts)](
+        scores, *bounds, candidates, found, *place, PARTS=parts, **shape
+    )
+    select_part_kernel[grid](
+        scores, *bounds, chosen, candidates, found, *place, PARTS=parts, **shape
+    )
 
 
 def _num_parts(device: torch.device, rows: SelectedRows) -> int:
     """Returns into how many parts a row is cut, a power of two: by shapes alone, so that it can be
     recorded."""
     free = num_programs(device, _PROGRAMS_PER_SM) // rows.num_rows
-    most = triton.next_power_of_2(triton.cdiv(rows.width, _PART_BLOCK))
-    return min(int(most), 1 << max(free.bit_length() - 1, 0))
+    most = triton.next_power_of_2(triton.cdiv(rows.width, _BLOCK))
+    parts = min(int(most), 1 << max(free.bit_length() - 1, 0), _MOST_PARTS)
+    return parts if parts >= _FEWEST_PARTS else 1
