@@ -36,9 +36,11 @@ class SharedClock:
         return time.monotonic() >= self._due_at
 
     def look(self, connection: Connection) -> None:
-        """Asks the database."""
+        """Asks the database. Until it has answered, all others ask it as well: none goes on by the
+        host's time."""
         began = time.monotonic()
-        self._due_at = began + _LOOK_S
         query = text("SELECT extract(epoch FROM clock_timestamp())")
         found = float(connection.execute(query).scalar_one())
-        self._ahead_of_monotonic = found - (began + time.monotonic()) / 2
+        ended = time.monotonic()
+        self._ahead_of_monotonic = found - (began + ended) / 2
+        self._due_at = ended + _LOOK_S

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from router.store import shared_clock
 from router.store.database import Database
+from router.store.shared_clock import SharedClock
 from tests.postgres_server import needs_postgres, run_postgres
 from tests.router.cluster import Cluster, eventually
 from tests.router.fakes import FakeDecodeNode
@@ -34,6 +36,24 @@ async def test_routers_judge_leases_by_the_time_of_the_database(
         assert abs(database.clock() - time.time()) < 600, "the host's clock was set meanwhile"
         own = Database("sqlite:////tmp/any.db", 30.0, lambda kind, seconds, has_failed: None)
         assert own.clock() == 0.0
+
+
+def test_the_database_is_asked_for_its_time_until_it_has_answered() -> None:
+    """Meanwhile, and behind a question without an answer, nothing goes on by the host's time."""
+    clock, was_due = SharedClock(is_shared=True), list[bool]()
+
+    def execute(query: object) -> SimpleNamespace:
+        was_due.append(clock.is_due)
+        if len(was_due) == 1:
+            raise TimeoutError
+        return SimpleNamespace(scalar_one=lambda: 1e9)
+
+    connection: Any = SimpleNamespace(execute=execute)
+    with pytest.raises(TimeoutError):
+        clock.look(connection)
+    clock.look(connection)
+    assert was_due == [True, True]
+    assert not clock.is_due and 0 <= clock() - 1e9 < 60
 
 
 @needs_postgres
