@@ -98,11 +98,15 @@ class OutputDelivery:
         self._is_scheduled = False
         now = time.monotonic()
         until = now + _SLICE_S
-        while self._firsts or self._others:
-            self._deliver_next()
-            if (now := time.monotonic()) >= until and (self._firsts or self._others):
-                self._go_on_later(now)
-                return
+        try:
+            while self._firsts or self._others:
+                self._deliver_next()
+                if (now := time.monotonic()) >= until and (self._firsts or self._others):
+                    self._go_on_later(now)
+                    return
+        except BaseException:
+            self._go_on_later(now)  # Others wait behind it, and work on requests behind them.
+            raise
         self._let_work_begin(0.0)
         for sent_at, received_at in self._open:
             self._note(Delivered(sent_at, received_at, now))

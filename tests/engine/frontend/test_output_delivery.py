@@ -84,6 +84,26 @@ async def test_work_on_requests_begins_behind_the_last_slice_of_a_step() -> None
 
 
 @pytest.mark.usefixtures("no_time")
+async def test_an_output_that_cannot_be_delivered_holds_up_nothing() -> None:
+    delivered, failures = list[str](), list[object]()
+
+    def deliver(output: EngineCoreOutput) -> None:
+        if output.request_id == "bad":
+            raise ValueError("bad")
+        delivered.append(output.request_id)
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    delivery = OutputDelivery(deliver, lambda message: None)
+    delivery.take([EngineCoreOutput(name, [1]) for name in ("a", "bad", "b")], 0.0)
+    work = asyncio.create_task(long_work.pause())
+    async with asyncio.timeout(10):
+        await work
+    assert delivered == ["a", "b"]
+    assert [type(one) for one in failures] == [ValueError]
+
+
+@pytest.mark.usefixtures("no_time")
 async def test_a_node_that_falls_behind_still_works_on_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
