@@ -338,6 +338,9 @@ class ConfigFile(msgspec.Struct):
             size = getattr(self, name)
             if size is not None and not 0 <= size <= most:
                 return f"says that {name} is {size}, and no model has more than {most}"
+        are_listed = self.hybrid_override_pattern or self.layers_block_type or self.layer_types
+        if not (self.num_hidden_layers or are_listed):
+            return "says that num_hidden_layers is a size below 1, or it is missing"
         return ""
 
     def base_frequency(self) -> float:
