@@ -88,9 +88,7 @@ def read_mamba(file: ConfigFile, eps: float) -> MambaSpec:
 
 def check_step_limit(file: ConfigFile) -> None:
     """Raises `UnsupportedField` for bounds of dt that steps can meet."""
-    limit = [
-        float(one["__float__"]) if isinstance(one, dict) else one
-        for one in file.time_step_limit or (0.0, math.inf)
-    ]
-    if limit != [0.0, math.inf]:
+    infinite = {"__float__": "Infinity"}
+    limit = [math.inf if one == infinite else one for one in file.time_step_limit or ()]
+    if limit and limit != [0.0, math.inf]:
         raise UnsupportedField("time_step_limit", f"steps within {limit}")

@@ -433,6 +433,9 @@ def test_config_that_is_refused(
             {"rope_parameters": {"rope_type": "su", "long_factor": [1.0], "short_factor": [1.0]}},
             ("8 numbers in short_factor", "rope_parameters"),
         ),
+        ("nemotron_h", {"time_step_limit": [{"x": "y"}, 1.0]}, ("time_step_limit",)),
+        ("nemotron_h", {"n_group": 3}, ("n_group", "3 groups of 8 experts")),
+        ("nemotron_h", {"n_group": 4, "topk_group": 5}, ("topk_group", "the best 5 of 4 groups")),
     ],
 )
 def test_what_an_architecture_refuses(
