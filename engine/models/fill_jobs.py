@@ -130,7 +130,7 @@ class FillJob:
     def is_hashed_on_gpu(self) -> bool:
         """Returns whether a GPU hashes the target, so that those who read need not."""
         on_gpu = self.is_verbatim and self.target.device.type == "cuda"
-        return on_gpu and is_hashed_on_gpu(self.target.nbytes)
+        return on_gpu and is_hashed_on_gpu(self.target)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

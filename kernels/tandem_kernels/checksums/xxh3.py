@@ -161,8 +161,7 @@ def xxh3_128(parts: Sequence[Tensor]) -> list[bytes]:
     """Returns what `xxhash.xxh3_128_digest` has for the bytes of each part, in their order.
 
     Args:
-        parts: On one device, contiguous, at multiples of 8 bytes, of sizes that
-            `is_hashed_on_gpu`.
+        parts: On one device, contiguous, each `is_hashed_on_gpu`.
     """
     digests = []
     for batch in _batches(parts):
@@ -175,7 +174,7 @@ def _batches(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     batch: list[Tensor] = []
     size = 0
     for part in parts:
-        assert is_hashed_on_gpu(part.nbytes) and part.is_contiguous()
+        assert is_hashed_on_gpu(part) and part.is_contiguous()
         if batch and size + part.nbytes > _BATCH_BYTES:
             yield batch
             batch, size = [], 0

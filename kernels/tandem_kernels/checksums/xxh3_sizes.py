@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 _SHORT_BYTES = 240
 """Up to this many, the hash is computed in another way."""
 _MOST_BYTES = 1 << 30
 WORD_BYTES = 8
 
 
-def is_hashed_on_gpu(num_bytes: int) -> bool:
-    """Returns whether `xxh3.xxh3_128` takes a part of this size."""
-    return _SHORT_BYTES < num_bytes <= _MOST_BYTES and num_bytes % WORD_BYTES == 0
+def is_hashed_on_gpu(part: Tensor) -> bool:
+    """Returns whether `xxh3.xxh3_128` takes a part, by its size and place: it reads whole words."""
+    has_words = part.nbytes % WORD_BYTES == part.data_ptr() % WORD_BYTES == 0
+    return has_words and _SHORT_BYTES < part.nbytes <= _MOST_BYTES

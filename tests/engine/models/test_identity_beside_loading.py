@@ -93,7 +93,7 @@ def test_what_lies_on_a_gpu_is_hashed_there(
 
     monkeypatch.setattr(xxh3, "xxh3_128", watched)
     if device == "cpu":
-        on_host = property(lambda job: job.is_verbatim and is_hashed_on_gpu(job.target.nbytes))
+        on_host = property(lambda job: job.is_verbatim and is_hashed_on_gpu(job.target))
         monkeypatch.setattr(FillJob, "is_hashed_on_gpu", on_host)
     config = pending_engine(checkpoints / family)
     expected = load_model_config(checkpoints / family).model_hash
@@ -103,6 +103,14 @@ def test_what_lies_on_a_gpu_is_hashed_there(
     assert model_hash_of(config.model, digests.complete()) == expected
     weights = sum(part.nbytes for part in model.parameters())
     assert least * weights < sum(hashed) <= weights
+
+
+@pytest.mark.parametrize(
+    ("first", "stop", "is_hashed"), [(0, 256, True), (0, 240, False), (0, 252, False),
+                                     (4, 260, False), (8, 264, True)]
+)  # fmt: skip
+def test_a_gpu_hashes_whole_words(first: int, stop: int, is_hashed: bool) -> None:
+    assert is_hashed_on_gpu(torch.zeros(264, dtype=torch.uint8)[first:stop]) == is_hashed
 
 
 def test_a_file_that_changes_while_it_is_loaded_is_read_again(
