@@ -226,6 +226,7 @@ class Run:
         return {
             "outcomes": dict(self.soak.outcomes),
             "asked_to_wait": dict(self.soak.asked_to_wait),
+            "others": self.soak.others,
             "longest_silence_s": distribution(self.soak.silences_s),
             "operator": dict(self.operator.outcomes),
             "kills": dict(self.harm.kills),

@@ -20,6 +20,7 @@ _STUCK_S = 300.0
 _ASK_AGAIN = (429, 503)
 _ASK_AGAIN_S = 0.5
 _DONE = "[DONE]"
+_BROKEN_OFF = "broken off"
 
 
 class Soak:
@@ -41,6 +42,8 @@ class Soak:
         self._url = url
         self._random = random.Random(seed)
         self.texts: dict[str, str] = {}
+        self.others: list[tuple[int, str]] = []
+        """Numbers and texts of answers that differ from the first one."""
         self._took_s: dict[int, float] = {}
         """The seconds of the last request with a prompt that was not left."""
         self.outcomes: Counter[str] = Counter()
@@ -90,7 +93,11 @@ class Soak:
             await asyncio.sleep(_ASK_AGAIN_S)
         if self._has_all and not is_as_asked(prompt, text):
             return "not what its schema says"
+        if text.startswith(_BROKEN_OFF):
+            return text
         known = self.texts.setdefault(str(prompt), text)
+        if text != known:
+            self.others.append((prompt, text))
         return "complete" if text == known else "other tokens than before"
 
     def _request(self, prompt: int) -> tuple[str, dict[str, Any]]:
@@ -134,6 +141,6 @@ async def _read_stream(response: aiohttp.ClientResponse) -> tuple[str, float]:
             last = line[6:].decode().strip()
             event = {} if last == _DONE else json.loads(last)
             if "error" in event:
-                return f"broken off: {event['error']['message'][:100]}", longest_s
+                return f"{_BROKEN_OFF}: {event['error']['message'][:100]}", longest_s
             text += "".join(one.get("text") or "" for one in event.get("choices", ()))
-    return text if last == _DONE else "broken off without a word", longest_s
+    return text if last == _DONE else f"{_BROKEN_OFF} without a word", longest_s

@@ -44,6 +44,7 @@ class Family:
         vision, whole: Of a model that takes images: its tower's settings, and its own. `changes`
             are then those of its text part.
         stacks_experts: All experts of a layer are one tensor, as its authors publish them.
+        seed: Of its weights: one whose best two tokens are never nearly equal.
     """
 
     model: type[PreTrainedModel]
@@ -56,6 +57,7 @@ class Family:
     vision: dict[str, Any] | None = None
     whole: dict[str, Any] = field(default_factory=dict)
     stacks_experts: bool = False
+    seed: int = 21
 
     @property
     def architecture(self) -> str:

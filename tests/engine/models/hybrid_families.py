@@ -106,7 +106,7 @@ HYBRID_FAMILIES = {
         published={"hybrid_override_pattern": "M-M*-M-", "layers_block_type": None},
     ),
     "qwen3_next": Family(
-        Qwen3NextForCausalLM, Qwen3NextConfig, {**_HYBRID, **_EXPERTS}, norm_center=0.0
+        Qwen3NextForCausalLM, Qwen3NextConfig, {**_HYBRID, **_EXPERTS}, norm_center=0.0, seed=22
     ),
     "qwen3_5_tied": Family(
         Qwen3_5ForCausalLM,

@@ -74,6 +74,7 @@ NEARBY_FAMILIES = {
             "bos_token_id": None,
         },
         norm_center=0.0,
+        seed=24,
         vision={
             "hidden_size": 16,
             "intermediate_size": 16,
@@ -272,6 +273,7 @@ NEARBY_FAMILIES = {
                 "partial_rotary_factor": 0.5,
             },
         },
+        seed=22,
         vision={
             "depth": 1,
             "hidden_size": 16,

@@ -225,7 +225,7 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
     """Saves random weights everywhere (also biases and norms), large enough that attention
     matters.
     """
-    torch.manual_seed(21)
+    torch.manual_seed(family.seed)
     model = family.model(family.make_config())
     with torch.no_grad():
         for parameter in model.parameters():
