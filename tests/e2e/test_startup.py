@@ -40,7 +40,7 @@ def cut_off(folder: Path) -> None:
 
 DAMAGES = [
     ("prefill_node", "no config", remove("config.json"), ["config.json", "is missing"]),
-    ("decode_node", "no weights", remove("model.safetensors"), ["safetensors", "convert"]),
+    ("decode_node", "no weights", remove("model.safetensors"), ["safetensors", "save_pretrained"]),
     ("decode_node", "no tokenizer", remove("tokenizer.json"), ["tokenizer.json", "is missing"]),
     (
         "decode_node", "another architecture", change_config(architectures=["MambaForCausalLM"]),
