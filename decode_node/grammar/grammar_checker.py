@@ -122,10 +122,24 @@ class GrammarChecker:
 
     def _ask(self, grammar: str) -> Verdict:
         """Has a fork judge a grammar; in a thread. Raises `CheckerFailed`."""
+        started = time.monotonic()
+        # One that ends without a verdict may have been killed from outside: twice is the grammar's.
+        verdict = self._judged(grammar) or self._judged(grammar)
+        with self._lock:
+            self.num_checked += 1
+            self.seconds += time.monotonic() - started
+            self.num_killed += verdict is None
+            self.num_refused += verdict is not None and bool(verdict.error)
+        if verdict is not None:
+            return verdict
+        limit = f"{COMPILE_S * 1e3:.0f} ms"
+        return Verdict(f"it is too expensive: the limit is {limit} of computing and 512 MiB")
+
+    def _judged(self, grammar: str) -> Verdict | None:
+        """Returns what a fork says of a grammar; None if it ended before."""
         ours = self._connect()
         if ours is None:
             return Verdict(self._unavailable)
-        started = time.monotonic()
         with ours:
             ours.settimeout(_ANSWER_S)
             try:
@@ -136,17 +150,8 @@ class GrammarChecker:
             except TimeoutError:
                 raise CheckerFailed("this node is too busy to check a grammar") from None
             except OSError:
-                found = b""
-        verdict = None if not found else msgspec.json.decode(found, type=Verdict)
-        with self._lock:
-            self.num_checked += 1
-            self.seconds += time.monotonic() - started
-            self.num_killed += verdict is None
-            self.num_refused += verdict is not None and bool(verdict.error)
-        if verdict is not None:
-            return verdict
-        limit = f"{COMPILE_S * 1e3:.0f} ms"
-        return Verdict(f"it is too expensive: the limit is {limit} of computing and 512 MiB")
+                return None
+        return msgspec.json.decode(found, type=Verdict) if found else None
 
     def _connect(self) -> socket.socket | None:
         """Returns a connection to a new fork; None where this model can follow no grammar."""

@@ -6,9 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -169,6 +172,29 @@ async def test_a_checker_that_was_killed_starts_again(fresh: GrammarChecker) -> 
     assert process.wait(10)
     assert await fresh.check(of_schema({"const": 2}), "f")
     assert fresh._process.pid != process.pid
+
+
+async def test_one_that_is_killed_while_it_is_asked_blames_no_grammar(
+    fresh: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fresh.check(of_schema({"const": 1}), "f")
+    assert fresh._process is not None
+    process = fresh._process
+    asked = threading.Event()
+    send = socket.send_fds
+
+    def note(*arguments: Any) -> int:
+        sent = send(*arguments)
+        asked.set()
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", note)
+    os.kill(process.pid, signal.SIGSTOP)
+    checked = asyncio.create_task(fresh.check(of_schema(PERSON), "f"))
+    assert await asyncio.to_thread(asked.wait, 60)
+    os.kill(process.pid, signal.SIGKILL)
+    assert await checked == of_schema(PERSON)
+    assert fresh._process.pid != process.pid and not fresh.num_killed
 
 
 async def test_it_ends_with_its_owner(model: ModelConfig) -> None:
