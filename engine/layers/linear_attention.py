@@ -23,24 +23,9 @@ from engine.layers.methods.base import ColumnPart, LinearPart
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.state_pages import StateInputs, views_of_pages
 from tandem_kernels import ops
-from tandem_kernels.batch.state_metadata import KeptInputs, StateMetadata
-
-_STATE_BYTES = 4
-"""States are kept in float32: they are sums over the whole sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateInputs:
-    """Holds what all layers with a state share in one step.
-
-    Attributes:
-        slot_mapping: [T] int64; -1 marks padding.
-        metadata: Whose tokens these are.
-    """
-
-    slot_mapping: Tensor
-    metadata: StateMetadata
+from tandem_kernels.batch.state_metadata import KeptInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +124,8 @@ class GatedDeltaNet(nn.Module):
         the pages, which lie as `engine.models.specs.linear.LinearSpec.planes` says.
         """
         sizes = self.sizes
-        shape = self.value_heads, sizes.key_dim, sizes.value_dim
-        num_bytes = shape[0] * shape[1] * shape[2] * _STATE_BYTES
-        states = kv_cache[:, :num_bytes].view(torch.float32).view(-1, *shape)
-        last = kv_cache[:, num_bytes:].view(dtype)
-        return states, last.view(-1, self.channels, sizes.kernel - 1)
+        state = self.value_heads, sizes.key_dim, sizes.value_dim
+        return views_of_pages(kv_cache, dtype, state, (self.channels, sizes.kernel - 1))
 
     def _parts(self) -> tuple[tuple[ColumnPart, ...], tuple[ColumnPart, ...]]:
         """Returns the outputs of both projections: q, k, v, z, and b, a."""

@@ -19,17 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from engine.layers.linear_attention import StateInputs
 from engine.layers.methods.base import ColumnPart
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.state_pages import StateInputs, views_of_pages
 from kv_transfer.layout import heads_of_rank
 from tandem_kernels import ops
 from tandem_kernels.batch.state_metadata import KeptInputs
-
-_STATE_BYTES = 4
-"""States are kept in float32: they are sums over the whole sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +140,8 @@ class MambaMixer(nn.Module):
         kernel - 1] in the pages, which lie as `engine.models.specs.mamba.MambaSpec.planes` says.
         """
         sizes = self.sizes
-        num_bytes = self.inner * sizes.size * _STATE_BYTES
-        states = kv_cache[:, :num_bytes].view(torch.float32)
-        last = kv_cache[:, num_bytes:].view(dtype)
-        return (
-            states.view(-1, self.heads, sizes.size, sizes.head_dim),
-            last.view(-1, self.channels, sizes.kernel - 1),
-        )
+        state = self.heads, sizes.size, sizes.head_dim
+        return views_of_pages(kv_cache, dtype, state, (self.channels, sizes.kernel - 1))
 
     def _parts(self) -> tuple[ColumnPart, ...]:
         """Returns the outputs of the projection: z, x, B, C, dt."""

@@ -10,13 +10,13 @@ from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock
 from engine.layers.attention.latent_block import LatentAttentionBlock
 from engine.layers.attention.layer import AttentionInputs
-from engine.layers.linear_attention import StateInputs
 from engine.layers.norm import RMSNorm
 from engine.layers.paired_mlp import PairedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
+from engine.layers.state_pages import StateInputs
 from engine.models.attention_block import StateBlock, attention_block, state_block
 from engine.models.embeddings import layer_input
 from engine.models.expert_block import mlp_block, mlp_weights

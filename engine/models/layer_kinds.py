@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig, ModelConfig
 from engine.layers.attention.layer import AttentionInputs, ChosenTokens
-from engine.layers.linear_attention import StateInputs
 from engine.layers.rotary import cos_sin_cache, query_scales
+from engine.layers.state_pages import StateInputs
 from engine.models.base import ForwardInputs
 from engine.models.specs.dense import DenseSpec
 from engine.rope import UNROTATED, Rotary
