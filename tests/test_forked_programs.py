@@ -61,14 +61,15 @@ def has_started(pid: int) -> bool:
 
 def test_others_see_a_child_of_the_tests_with_its_command(tmp_path: Path) -> None:
     """A session of its own leads a group of its own."""
-    with start("cli", "demo", cwd=tmp_path, start_new_session=True) as process:
+    with start("cli", "up", "--port", "0", cwd=tmp_path, start_new_session=True) as process:
         try:
             deadline = time.monotonic() + 60
             while not has_started(process.pid) and time.monotonic() < deadline:
+                assert is_alive(process.pid), process.communicate()
                 time.sleep(0.02)
             assert facts(process) == {
                 "parent": os.getpid(),
-                "command": [*TANDEM, "demo"],
+                "command": [*TANDEM, "up", "--port", "0"],
                 "folder": str(tmp_path),
                 "session": process.pid,
                 "group": process.pid,
