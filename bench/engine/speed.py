@@ -32,12 +32,14 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+
+import msgspec
 
 from bench.arguments import names_among, numbers, parser_of
 from bench.engine.models.planted_drafts import PlantedDrafts, planted_tokens, with_drafts
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.models.uniform_routing import uniform_routing
-from bench.engine.timing.references import REFERENCES, Reference
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
@@ -52,6 +54,19 @@ from engine.speed.offline_engine import OfflineEngine, offline_engine
 
 _CONTEXT, _STEPS = 1024, 128
 _REST_S = 0.5
+_REFERENCES = Path(__file__).parent / "timing" / "references.json"
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """What a figure is held against, of one H200, in bf16 unless a shape's name says how weights
+    and cache are quantised. `peer`: vLLM 0.26.0 on the same kind of machine, of mixtures of experts
+    with uniform routing; `must`, `goal`: what we ask of ourselves; `floor`: the bytes that are read
+    (70B: a rank's; qwen3.5: with states, and the distinct experts) at 4.3 TB/s. None: unknown."""
+
+    peer: float | None = None
+    must: float | None = None
+    goal: float | None = None
+    floor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +317,8 @@ def main() -> None:
 
             results["breakdown"] = measure_breakdown(config)
     results["cases"] = [asdict(figure) for figure in figures]
-    references = REFERENCES.get(f"{arguments.shape}{suffix}", {})
+    known = msgspec.json.decode(_REFERENCES.read_bytes(), type=dict[str, dict[str, Reference]])
+    references = known.get(f"{arguments.shape}{suffix}", {})
     print_table(figures, references)
     print(write_result(name, results))
 

@@ -1,6 +1,6 @@
 """One prefill and one decode connector with real transfer processes, and the caches between them.
 
-1. `make_caches(device, layout, tokens)`: source and destination, in host memory or on GPUs
+1. `Caches(layout, tokens, gpus)`: source and destination, in host memory or on GPUs
 2. `KVPair(caches, case)` starts the transfer processes of both sides
 3. `run` moves the KV of one prompt; `caches.check_kv` compares every byte; `settle`
 4. `close`
@@ -12,11 +12,11 @@ import random
 import select
 import time
 import uuid
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import torch
+from msgspec.structs import replace
 
 from bench.kv.raw_tcp import target_offset
 from host.memory_file import MemoryFile
@@ -28,7 +28,7 @@ from kv_transfer.memory.cache_handle import handle_of_tensor
 from kv_transfer.metadata import KVTransferParams, TransferStats
 from kv_transfer.producer.layer_marks import LayerMarks
 
-_PATTERN = 0x9E3779B97F4A7C15
+_PATTERN = 0x7F4A7C15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +73,11 @@ class PromptChunk:
     block_ids: BlockIds
 
 
-class Caches(ABC):
-    """Source and destination, one byte pattern, and the blocks of a prompt on both sides."""
+class Caches:
+    """Source and destination of one prompt's KV: memory files, or one tensor on each of two GPUs,
+    which may be the same. Raw TCP moves the bytes of such files."""
 
-    def __init__(self, layout: KVLayout, num_tokens: int) -> None:
+    def __init__(self, layout: KVLayout, num_tokens: int, gpus: tuple[int, int] | None) -> None:
         self.layout = layout
         self.num_tokens = num_tokens
         self.num_blocks = layout.groups[0].num_blocks_for(num_tokens)
@@ -85,121 +86,62 @@ class Caches(ABC):
         self.source_blocks = list(range(self.num_blocks))
         self.target_blocks = list(range(self.num_blocks))
         random.Random(0).shuffle(self.target_blocks)
+        self.files: list[MemoryFile] = []
+        """Source and destination in host memory."""
+        if gpus is None:
+            self.files = [MemoryFile.create(f"bench-{i}", self.num_bytes) for i in range(2)]
+            flat = [torch.from_numpy(np.frombuffer(one.buffer, np.int64)) for one in self.files]
+        else:
+            words = self.num_bytes // 8
+            flat = [torch.zeros(words, dtype=torch.int64, device=f"cuda:{gpu}") for gpu in gpus]
+        shape = layout.num_layers, self.num_blocks, -1
+        self._tensors = [one.view(shape) for one in flat]
+        torch.arange(flat[0].numel(), out=flat[0]).mul_(_PATTERN)
+        self._synchronize()
 
-    @abstractmethod
     def handle(self, is_source: bool) -> KVCacheHandle:
         """Returns the handle by which transfer processes map it."""
+        place = 0 if is_source else 1
+        if self.files:
+            file, count = self.files[place], self.num_blocks
+            return KVCacheHandle(
+                rank=0, pid=file.pid, fd=file.fd, num_blocks=count, marks_fd=self.marks.fd
+            )
+        tensor = self._tensors[place]
+        with torch.cuda.device(tensor.device):
+            return replace(handle_of_tensor(0, self.layout, tensor), marks_fd=self.marks.fd)
 
-    @abstractmethod
     def clear(self) -> None:
         """Clears the destination."""
-
-    @abstractmethod
-    def is_equal(self) -> bool:
-        """Returns whether every block arrived."""
-
-    def close(self) -> None:
-        self.marks.close()
+        self._tensors[1].zero_()
+        self._synchronize()
 
     def check_kv(self) -> None:
-        if not self.is_equal():
+        source, target = self._tensors
+        if not torch.equal(target[:, self.target_blocks].to(source.device), source):
             raise SystemExit("the KV that arrived is not the KV that was sent")
-
-
-class HostCaches(Caches):
-    """Memory files. Raw TCP moves the same bytes."""
-
-    def __init__(self, layout: KVLayout, num_tokens: int) -> None:
-        super().__init__(layout, num_tokens)
-        self.source = MemoryFile.create("bench-source", self.num_bytes)
-        self.target = MemoryFile.create("bench-target", self.num_bytes)
-        self._source = np.frombuffer(self.source.buffer, np.uint64)
-        self._target = np.frombuffer(self.target.buffer, np.uint64)
-        self._source[:] = np.arange(len(self._source), dtype=np.uint64) * np.uint64(_PATTERN)
-
-    def handle(self, is_source: bool) -> KVCacheHandle:
-        memory = self.source if is_source else self.target
-        return KVCacheHandle(
-            rank=0,
-            pid=memory.pid,
-            fd=memory.fd,
-            num_blocks=self.num_blocks,
-            marks_fd=self.marks.fd,
-        )
-
-    def clear(self) -> None:
-        self._target[:] = 0
-
-    def is_equal(self) -> bool:
-        shape = (self.layout.num_layers, self.num_blocks, -1)
-        arrived = self._target.reshape(shape)[:, self.target_blocks]
-        return np.array_equal(arrived, self._source.reshape(shape))
 
     def check_raw(self, chunk_bytes: int) -> None:
         num_chunks = self.num_bytes // chunk_bytes
         last = target_offset(0, num_chunks, chunk_bytes) // 8 + chunk_bytes // 8
-        chunks = self._source[:last].reshape(num_chunks, -1)
-        if not np.array_equal(self._target[:last].reshape(num_chunks, -1), chunks[::-1]):
+        source, target = (one.view(-1)[:last].view(num_chunks, -1) for one in self._tensors)
+        if not torch.equal(target, source.flip(0)):
             raise SystemExit("the bytes that arrived are not the bytes that were sent")
 
     def close(self) -> None:
-        super().close()
-        del self._source, self._target
-        self.source.close()
-        self.target.close()
+        """Closes the caches, which nothing maps any more. Kept memory of a GPU could put the next
+        two into one allocation."""
+        self.marks.close()
+        self._tensors.clear()
+        for file in self.files:
+            file.close()
+        if not self.files:
+            torch.cuda.empty_cache()
 
-
-class GpuCaches(Caches):
-    """One tensor on each of two GPUs, or both on one."""
-
-    def __init__(self, layout: KVLayout, num_tokens: int, gpus: tuple[int, int]) -> None:
-        import torch
-
-        super().__init__(layout, num_tokens)
-        words = layout.page_bytes // 8
-        shape = (layout.num_layers, self.num_blocks, words)
-        self._source, self._target = (
-            torch.zeros(shape, dtype=torch.int64, device=f"cuda:{gpu}") for gpu in gpus
-        )
-        torch.arange(self._source.numel(), out=self._source.view(-1))
-        self._source *= _PATTERN & 0xFFFFFFFF
-        self._synchronize: Any = lambda: [torch.cuda.synchronize(gpu) for gpu in gpus]
-        self._synchronize()
-
-    def handle(self, is_source: bool) -> KVCacheHandle:
-        import torch
-        from msgspec.structs import replace
-
-        tensor = self._source if is_source else self._target
-        with torch.cuda.device(tensor.device):
-            handle = handle_of_tensor(0, self.layout, tensor)
-        return replace(handle, marks_fd=self.marks.fd)
-
-    def clear(self) -> None:
-        self._target.zero_()
-        self._synchronize()
-
-    def is_equal(self) -> bool:
-        import torch
-
-        arrived = self._target[:, self.target_blocks].to(self._source.device)
-        return torch.equal(arrived, self._source)
-
-    def close(self) -> None:
-        """Closes the caches, which nothing maps any more. Kept memory could put the next two into
-        one allocation.
-        """
-        import torch
-
-        super().close()
-        del self._source, self._target
-        torch.cuda.empty_cache()
-
-
-def make_caches(layout: KVLayout, num_tokens: int, gpus: tuple[int, int] | None) -> Caches:
-    if gpus is None:
-        return HostCaches(layout, num_tokens)
-    return GpuCaches(layout, num_tokens, gpus)
+    def _synchronize(self) -> None:
+        for tensor in self._tensors:
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
 
 
 class KVPair:

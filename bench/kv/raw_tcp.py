@@ -2,19 +2,17 @@
 
 The sender slices a memory file, the receiver reads every chunk straight into its own place of
 another (`recv_into`); one thread and one connection for each stream, no checksum. Streams are dealt
-out to as many processes a side as asked for. Each process is `python -m bench.kv.raw_tcp`; its
-orders come as lines on standard input.
+out to as many processes a side as asked for.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 import struct
-import subprocess
-import sys
 import threading
-
-import msgspec
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 from host.memory_file import MemoryFile
 
@@ -24,20 +22,9 @@ _HEADER = struct.Struct("<QQ")
 """Offset at the receiver, payload bytes."""
 
 
-class EndConfig(msgspec.Struct):
-    """One end of one pair. `address` None: listen. `pid`, `fd`: the memory file to send from or
-    write to. `streams`: of `num_streams`, those that this pair carries."""
-
-    pid: int
-    fd: int
-    streams: list[int]
-    num_streams: int
-    chunk_bytes: int
-    address: tuple[str, int] | None = None
-
-
 class RawTcp:
-    """All processes of both sides, started afresh; `run` moves everything once."""
+    """All processes of both sides, started afresh; `run` moves everything once. Raises `EOFError`
+    where one has ended."""
 
     def __init__(
         self,
@@ -47,58 +34,45 @@ class RawTcp:
         chunk_bytes: int,
         num_processes: int = 1,
     ) -> None:
-        self._senders: list[subprocess.Popen[bytes]] = []
-        self._receivers: list[subprocess.Popen[bytes]] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._receivers: list[Connection] = []
         for process in range(min(num_processes, num_streams)):
+            address = self._start(_serve, source).recv()
             streams = list(range(process, num_streams, num_processes))
-            sending = EndConfig(source.pid, source.fd, streams, num_streams, chunk_bytes)
-            sender = _start(sending)
-            self._senders.append(sender)
-            address = msgspec.json.decode(_read_line(sender), type=tuple[str, int])
-            receiving = EndConfig(target.pid, target.fd, streams, num_streams, chunk_bytes, address)
-            self._receivers.append(_start(receiving))
-            _read_line(self._receivers[-1])
+            share = streams, num_streams, chunk_bytes
+            self._receivers.append(self._start(_receive_forever, target, address, *share))
+            self._receivers[-1].recv()
+
+    def _start(self, run: Callable[..., None], memory: MemoryFile, *given: object) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        args = theirs, memory.pid, memory.fd, *given
+        self._processes.append(context.Process(target=run, args=args, daemon=True))
+        self._processes[-1].start()
+        theirs.close()
+        return ours
 
     @property
     def pids(self) -> tuple[list[int], list[int]]:
         """Returns process ids (of the senders, of the receivers)."""
-        return [one.pid for one in self._senders], [one.pid for one in self._receivers]
+        pids = [one.pid or 0 for one in self._processes]
+        return pids[::2], pids[1::2]
 
     def run(self) -> None:
         for receiver in self._receivers:
-            assert receiver.stdin is not None
-            receiver.stdin.write(b"run\n")
-            receiver.stdin.flush()
+            receiver.send("run")
         for receiver in self._receivers:
-            _read_line(receiver)
+            receiver.recv()
 
     def close(self) -> None:
-        for process in (*self._receivers, *self._senders):
+        for process in self._processes:
             process.kill()
-            process.wait()
+            process.join()
 
 
 def target_offset(index: int, num_chunks: int, chunk_bytes: int) -> int:
     """Returns where chunk `index` goes: not where it came from, and each place once."""
     return (num_chunks - 1 - index) * chunk_bytes
-
-
-def _start(config: EndConfig) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench.kv.raw_tcp"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(config) + b"\n")
-    process.stdin.flush()
-    return process
-
-
-def _read_line(process: subprocess.Popen[bytes]) -> bytes:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError("an end of the raw TCP measurement has died")
-    return line
 
 
 def _receive_exactly(connection: socket.socket, view: memoryview) -> bool:
@@ -111,11 +85,10 @@ def _receive_exactly(connection: socket.socket, view: memoryview) -> bool:
     return True
 
 
-def _serve(memory: MemoryFile) -> None:
+def _serve(parent: Connection, pid: int, fd: int) -> None:
+    memory = MemoryFile.attach(pid, fd)
     listener = socket.create_server(("127.0.0.1", 0))
-    host, port = listener.getsockname()
-    sys.stdout.buffer.write(msgspec.json.encode((host, port)) + b"\n")
-    sys.stdout.flush()
+    parent.send(listener.getsockname())
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=_answer, args=(connection, memory), daemon=True).start()
@@ -134,48 +107,38 @@ def _answer(connection: socket.socket, memory: MemoryFile) -> None:
             connection.sendall(data[i * chunk : (i + 1) * chunk])
 
 
-def _receive_forever(memory: MemoryFile, config: EndConfig) -> None:
-    assert config.address is not None
-    connections = {stream: socket.create_connection(config.address) for stream in config.streams}
-    data = memoryview(memory.buffer)
-    total = memory.size
+def _receive_forever(
+    parent: Connection,
+    pid: int,
+    fd: int,
+    address: tuple[str, int],
+    streams: list[int],
+    num_streams: int,
+    chunk_bytes: int,
+) -> None:
+    """Receives in threads that live as long as the process, so that their CPU time can be read.
+    `streams`: of `num_streams`, those of this process."""
+    memory = MemoryFile.attach(pid, fd)
+    data, num_chunks = memoryview(memory.buffer), memory.size // chunk_bytes
+    go, done = (threading.Barrier(len(streams) + 1) for _ in range(2))
 
-    num_chunks = total // config.chunk_bytes
-    go, done = (threading.Barrier(len(config.streams) + 1) for _ in range(2))
-
-    def receive(stream: int) -> None:
-        """Receives in threads that live as long as the process, so that their CPU time can
-        be read.
-        """
-        connection = connections[stream]
+    def receive(stream: int, connection: socket.socket) -> None:
         header = bytearray(_HEADER.size)
-        request = _REQUEST.pack(stream, config.num_streams, config.chunk_bytes, total)
+        request = _REQUEST.pack(stream, num_streams, chunk_bytes, memory.size)
         while True:
             go.wait()
             connection.sendall(request)
-            for _ in range(stream, num_chunks, config.num_streams):
+            for _ in range(stream, num_chunks, num_streams):
                 _receive_exactly(connection, memoryview(header))
                 offset, count = _HEADER.unpack(header)
                 _receive_exactly(connection, data[offset : offset + count])
             done.wait()
 
-    for stream in config.streams:
-        threading.Thread(target=receive, args=(stream,), daemon=True).start()
-    print("ready", flush=True)
-    for _ in sys.stdin:
+    for stream in streams:
+        own = stream, socket.create_connection(address)
+        threading.Thread(target=receive, args=own, daemon=True).start()
+    parent.send("ready")
+    while parent.recv():
         go.wait()
         done.wait()
-        print("done", flush=True)
-
-
-def main() -> None:
-    config = msgspec.json.decode(sys.stdin.readline(), type=EndConfig)
-    memory = MemoryFile.attach(config.pid, config.fd)
-    if config.address is None:
-        _serve(memory)
-    else:
-        _receive_forever(memory, config)
-
-
-if __name__ == "__main__":
-    main()
+        parent.send("done")

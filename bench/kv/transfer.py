@@ -32,10 +32,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, replace
 
 from bench.arguments import parser_of
-from bench.kv.pair import Caches, Case, HostCaches, KVPair, llama_8b, make_caches
+from bench.kv.pair import Caches, Case, KVPair, llama_8b
 from bench.kv.raw_tcp import RawTcp
 from bench.kv.turns import Row, Turn, measure, summarise
 from bench.record import write_result
@@ -84,103 +85,64 @@ SWEEPS = {
 }  # fmt: skip
 
 
-class RawPart:
-    """Raw TCP between memory files of the size of the caches; these themselves when they are."""
-
-    def __init__(self, caches: Caches, case: Case) -> None:
-        self._is_own = not isinstance(caches, HostCaches)
-        self._files = (
-            caches
-            if isinstance(caches, HostCaches)
-            else HostCaches(llama_8b(case.block_size), case.tokens)
-        )
-        self._chunk_bytes = case.chunk_bytes
-        self._tcp = RawTcp(
-            self._files.source, self._files.target, case.streams, case.chunk_bytes, case.processes
-        )
-
-    def turn(self) -> Turn:
-        files = self._files
-        files.clear()
-        turn = measure(*self._tcp.pids, self._tcp.run, lambda: files.num_bytes)
-        files.check_raw(self._chunk_bytes)
-        return turn
-
-    def close(self) -> None:
-        self._tcp.close()
-        if self._is_own:
-            self._files.close()
-
-
 def say(line: str) -> None:
     print(f"{time.monotonic():10.3f} {line}", file=sys.stderr, flush=True)
 
 
-def take_turns(
-    caches: Caches, pairs: dict[str, KVPair], raw: RawPart | None, case: Case, num_turns: int
-) -> dict[str, list[Turn]]:
-    """Takes turns; the first round warms up."""
-    turns: dict[str, list[Turn]] = defaultdict(list)
-    for turn in range(num_turns + 1):
-        measured = {}
-        if raw is not None:
-            measured[_RAW_TCP] = raw.turn()
-        for transport, pair in pairs.items():
-            caches.clear()
-            found = measure(*pair.pids, pair.run, lambda pair=pair: pair.num_bytes)
-            measured[transport] = found
-            say(
-                f"turn {turn}, {transport}: {found.num_bytes / 1e6:.0f} MB in {found.seconds:.4f} s"
-            )
-            caches.check_kv()
-            pair.settle()
-        for transport, result in measured.items():
-            if turn > 0:
-                turns[transport].append(result)
-    return turns
+def raw_turn(files: Caches, tcp: RawTcp, case: Case) -> Turn:
+    """Moves as many bytes by raw TCP between memory files."""
+    files.clear()
+    turn = measure(*tcp.pids, tcp.run, lambda: files.num_bytes)
+    files.check_raw(case.chunk_bytes)
+    return turn
+
+
+def kv_turn(caches: Caches, pair: KVPair) -> Turn:
+    caches.clear()
+    turn = measure(*pair.pids, pair.run, lambda: pair.num_bytes)
+    caches.check_kv()
+    pair.settle()
+    return turn
 
 
 def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]:
+    """Has all kinds of transfer take turns; the first round warms up."""
     gpus = tuple(args.gpus) if args.gpus else None
-    say(f"caches of {case.tokens} tokens ...")
-    caches = make_caches(llama_8b(case.block_size), case.tokens, gpus)
-    pairs: dict[str, KVPair] = {}
-    raw = None
-    try:
+    layout, count = llama_8b(case.block_size), case.processes
+    kinds: dict[str, Callable[[], Turn]] = {}
+    turns: dict[str, list[Turn]] = defaultdict(list)
+    with ExitStack() as stack:
+        say(f"caches of {case.tokens} tokens ...")
+        caches = stack.enter_context(closing(Caches(layout, case.tokens, gpus)))
         for transport in args.transports:
-            count = case.processes
             say(f"{count} + {count} transfer processes, {case.data}, {transport} ...")
-            pairs[transport] = KVPair(caches, replace(case, transport=transport))
+            pair = KVPair(caches, replace(case, transport=transport))
+            stack.callback(pair.close)
+            kinds[transport] = lambda pair=pair: kv_turn(caches, pair)
+        if not args.no_raw_tcp:
+            own = closing(Caches(layout, case.tokens, None)) if gpus else nullcontext(caches)
+            files = stack.enter_context(own)
+            tcp = RawTcp(*files.files, case.streams, case.chunk_bytes, case.processes)
+            stack.callback(tcp.close)
+            kinds = {_RAW_TCP: lambda: raw_turn(files, tcp, case), **kinds}
         say("ready; transfers ...")
-        raw = None if args.no_raw_tcp else RawPart(caches, case)
-        turns = take_turns(caches, pairs, raw, case, args.turns)
-    finally:
-        for pair in pairs.values():
-            pair.close()
-        if raw is not None:
-            raw.close()
-        caches.close()
-    raw_turns = turns.get(_RAW_TCP, [])
-    return [summarise(transport, point, mine, raw_turns) for transport, mine in turns.items()]
+        for number in range(args.turns + 1):
+            for kind, take in kinds.items():
+                turn = take()
+                say(f"turn {number}, {kind}: {turn.num_bytes / 1e6:.0f} MB in {turn.seconds:.4f} s")
+                if number:
+                    turns[kind].append(turn)
+    raw = turns.get(_RAW_TCP, [])
+    return [summarise(kind, point, mine, raw) for kind, mine in turns.items()]
 
 
 def print_rows(rows: list[Row], name: str) -> None:
-    print(
-        f"{'':8} {name:>10}     MB      ms   GB/s  worst   best  CPU-s/GB send+receive  "
-        f"of TCP  CPU/TCP  others"
-    )
+    names = "MB, ms, GB/s, worst, best, CPU-s/GB sent, received, of TCP, CPU of TCP, others"
+    print(f"{'':8} {name:>12}" + "".join(f"{one:>14}" for one in names.split(", ")))
     for row in rows:
-        ratios = (
-            f"{row.of_raw_tcp:6.2f} {row.cpu_of_raw_tcp:8.2f}"
-            if row.of_raw_tcp is not None
-            else " " * 15
-        )
-        print(
-            f"{row.transport:8} {row.point:10} {row.num_bytes / 1e6:6.0f} {row.milliseconds:7.1f} "
-            f"{row.gb_per_s:6.2f} {row.gb_per_s_worst:6.2f} {row.gb_per_s_best:6.2f}  "
-            f"{row.cpu_send_s_per_gb:8.3f} + {row.cpu_receive_s_per_gb:<10.3f} {ratios} "
-            f"{row.others:7.0%}"
-        )
+        cells = [row["num_bytes"] / 1e6, *list(row.values())[3:-1]]
+        numbers = "".join(f"{'' if one is None else f'{one:.4g}':>14}" for one in cells)
+        print(f"{row['transport']:8} {row['point']:12}{numbers}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -242,7 +204,7 @@ def main() -> None:
     for point in args.points or sweep.points:
         rows += measure_point(_in_whole_blocks(sweep.at(case, point)), point, args)
         if name:
-            figures = {"settings": vars(args), "rows": [asdict(row) for row in rows]}
+            figures = {"settings": vars(args), "rows": rows}
             write_result(name, figures)
     print_rows(rows, args.sweep)
     if name:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -29,24 +30,8 @@ class Turn:
         return self.cpu_send + self.cpu_receive
 
 
-@dataclass(slots=True)
-class Row:
-    """One transport at one point of a sweep; medians over all turns. `of_raw_tcp` compares rates
-    within a turn; None without raw TCP."""
-
-    transport: str
-    point: int
-    num_bytes: int
-    milliseconds: float
-    gb_per_s: float
-    gb_per_s_worst: float
-    gb_per_s_best: float
-    cpu_send_s_per_gb: float
-    cpu_receive_s_per_gb: float
-    of_raw_tcp: float | None
-    cpu_of_raw_tcp: float | None
-    others: float
-    turns: int
+Row = dict[str, Any]
+"""One transport at one point of a sweep."""
 
 
 def measure(
@@ -69,26 +54,25 @@ def measure(
 
 
 def summarise(transport: str, point: int, turns: list[Turn], raw: Sequence[Turn]) -> Row:
-    """Summarises the turns; `raw` holds raw TCP's turns beside them, or nothing."""
+    """Returns medians over turns. `raw`: raw TCP's turns beside them, or nothing; rates are
+    compared within a turn."""
     rates = [turn.gb_per_s for turn in turns]
     pairs = list(zip(turns, raw, strict=False))
-    return Row(
-        transport=transport,
-        point=point,
-        num_bytes=turns[0].num_bytes,
-        milliseconds=_median([turn.seconds * 1e3 for turn in turns]),
-        gb_per_s=_median(rates),
-        gb_per_s_worst=round(min(rates), 4),
-        gb_per_s_best=round(max(rates), 4),
-        cpu_send_s_per_gb=_median([turn.cpu_send for turn in turns]),
-        cpu_receive_s_per_gb=_median([turn.cpu_receive for turn in turns]),
-        of_raw_tcp=_median([turn.gb_per_s / base.gb_per_s for turn, base in pairs])
-        if pairs
-        else None,
-        cpu_of_raw_tcp=_median([turn.cpu / base.cpu for turn, base in pairs]) if pairs else None,
-        others=_median([turn.others for turn in turns]),
-        turns=len(turns),
-    )
+    return {
+        "transport": transport,
+        "point": point,
+        "num_bytes": turns[0].num_bytes,
+        "milliseconds": _median([turn.seconds * 1e3 for turn in turns]),
+        "gb_per_s": _median(rates),
+        "gb_per_s_worst": round(min(rates), 4),
+        "gb_per_s_best": round(max(rates), 4),
+        "cpu_send_s_per_gb": _median([turn.cpu_send for turn in turns]),
+        "cpu_receive_s_per_gb": _median([turn.cpu_receive for turn in turns]),
+        "of_raw_tcp": _median([turn.gb_per_s / base.gb_per_s for turn, base in pairs]),
+        "cpu_of_raw_tcp": _median([turn.cpu / base.cpu for turn, base in pairs]),
+        "others": _median([turn.others for turn in turns]),
+        "turns": len(turns),
+    }
 
 
 def cpu_seconds(pids: list[int]) -> float:
@@ -107,5 +91,5 @@ def machine_seconds() -> float:
     return busy / os.sysconf("SC_CLK_TCK")
 
 
-def _median(values: list[float]) -> float:
-    return round(statistics.median(values), 4)
+def _median(values: list[float]) -> float | None:
+    return round(statistics.median(values), 4) if values else None
