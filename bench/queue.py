@@ -90,7 +90,7 @@ class Queue:
 
     def _wait(self) -> None:
         """Returns when a job has ended, or is to be ended."""
-        sentinels = [one.sentinel for one in self._running]
+        sentinels = [one.child.sentinel for one in self._running]
         ends = min(self._ends_at(one) for one in self._running)
         if self._awake in wait([*sentinels, self._awake], max(0.0, ends - self._clock())):
             self._awake.recv(1)
@@ -162,7 +162,6 @@ class Queue:
             self._running.remove(running)
             self._kill_at.pop(running, None)
             self.journal.ended(running, self._clock() - running.started)
-            running.remove_empty_folder()
 
 
 def _places(text: str) -> list[str]:

@@ -66,9 +66,9 @@ class Journal:
         """Takes note of a job whose processes are gone."""
         entry = self.entries[running.job.name]
         entry.seconds = round(seconds, 3)
-        entry.exit_code = running.exit_code
-        entry.tests, entry.results = running.tests(), running.keep_results()
-        entry.why = running.failure()
+        entry.exit_code = running.child.exit_code
+        entry.tests, entry.why = running.tests(), running.failure()
+        entry.results = running.keep_results()
         entry.state = "failed" if entry.why else "passed"
         self._write()
         told = f": {entry.why}" if entry.why else ""

@@ -18,11 +18,11 @@
 
 from __future__ import annotations
 
-import glob
+import re
 import shlex
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,20 @@ class PlanError(ValueError):
     """A plan cannot be read, or cannot be run."""
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class Job(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One command of a plan.
+
+    Attributes:
+        name: PLAN.JOB; names of the queue's files begin with it.
+        decides: The figure that it gives, and what follows from it.
+        gpus: How many of them it sees, which are its own.
+        limit_s: The seconds after which it is ended.
+        takes_s: Its seconds as far as known.
+        alone: Whether nothing else may run meanwhile: GPUs of a host share power and cores.
+        results: Patterns of files; of each it writes one at least.
+        after: Names of the jobs that must have passed.
+    """
+
     name: str
     decides: str
     gpus: int
@@ -48,41 +61,10 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     results: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
-
-class _File(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    question: str
-    job: tuple[_Entry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One command of a plan.
-
-    Attributes:
-        name: PLAN.JOB; names of the queue's files begin with it.
-        decides: The figure that it gives, and what follows from it.
-        words: What comes behind `python -m`.
-        gpus: How many of them it sees, which are its own.
-        alone: Whether nothing else may run meanwhile: GPUs of a host share power and cores.
-        takes_s: Its seconds as far as known.
-        limit_s: The seconds after which it is ended.
-        results: Patterns of files; of each it writes one at least.
-        after: Names of the jobs that must have passed.
-    """
-
-    name: str
-    decides: str
-    words: tuple[str, ...]
-    gpus: int
-    alone: bool
-    takes_s: float
-    limit_s: float
-    results: tuple[str, ...]
-    after: tuple[str, ...]
-
     @property
-    def is_test(self) -> bool:
-        return self.words[0] == "pytest"
+    def words(self) -> list[str]:
+        """Returns what comes behind `python -m`."""
+        return shlex.split(self.run) or ["pytest", *shlex.split(self.pytest)]
 
     @property
     def command(self) -> str:
@@ -94,9 +76,13 @@ class Job:
 
     def results_in(self, folder: Path) -> list[list[Path]]:
         """Returns the files that there are of each pattern."""
-        escaped = glob.escape(str(folder))
-        patterns = [ROOT / name.replace(OUT, escaped) for name in self.results]
+        patterns = [ROOT / name.replace(OUT, escape(str(folder))) for name in self.results]
         return [sorted(Path("/").glob(str(one.relative_to("/")))) for one in patterns]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    question: str
+    job: tuple[Job, ...]
 
 
 def read_plans(names: Sequence[str]) -> list[Job]:
@@ -110,44 +96,31 @@ def read_plans(names: Sequence[str]) -> list[Job]:
         path = Path(name) if name.endswith(".toml") else PLANS / f"{name}.toml"
         try:
             jobs += _jobs_of(path)
-        except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError, ValueError) as error:
+        except (OSError, msgspec.ValidationError, ValueError) as error:
             raise PlanError(f"{path}: {error}") from error
     _check_together(jobs)
     return jobs
 
 
 def _jobs_of(path: Path) -> list[Job]:
-    plan = msgspec.convert(tomllib.loads(path.read_text()), _File)
     jobs: list[Job] = []
-    for entry in plan.job:
-        known = {job.name for job in jobs}
-        after = tuple(f"{path.stem}.{name}" for name in entry.after)
-        words = _words(entry)
-        if unknown := set(after) - known:
-            raise ValueError(f"{entry.name} comes after {', '.join(unknown)}, none of those before")
-        if entry.gpus < 1 or entry.limit_s <= 0 or entry.takes_s > entry.limit_s:
-            raise ValueError(f"{entry.name}: at least one GPU, and takes_s within limit_s")
-        if not set(entry.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-"):
-            raise ValueError(f"{entry.name!r} has to name files: a-z, 0-9, _ and -")
-        job = Job(
-            name=f"{path.stem}.{entry.name}",
-            decides=entry.decides,
-            words=words,
-            gpus=entry.gpus,
-            alone=entry.alone,
-            takes_s=entry.takes_s or entry.limit_s,
-            limit_s=entry.limit_s,
-            results=entry.results,
-            after=after,
+    for job in msgspec.convert(tomllib.loads(path.read_text()), _File).job:
+        if bool(job.run) == bool(job.pytest):
+            raise ValueError(f"{job.name} needs one of run and pytest")
+        if unknown := set(job.after) - {one.name.partition(".")[2] for one in jobs}:
+            raise ValueError(f"{job.name} comes after {', '.join(unknown)}, none of those before")
+        if job.gpus < 1 or job.limit_s <= 0 or job.takes_s > job.limit_s:
+            raise ValueError(f"{job.name}: at least one GPU, and takes_s within limit_s")
+        if not re.fullmatch("[a-z0-9_-]+", job.name):
+            raise ValueError(f"{job.name!r} has to name files: a-z, 0-9, _ and -")
+        whole = msgspec.structs.replace(
+            job,
+            name=f"{path.stem}.{job.name}",
+            takes_s=job.takes_s or job.limit_s,
+            after=tuple(f"{path.stem}.{name}" for name in job.after),
         )
-        jobs.append(job)
+        jobs.append(whole)
     return jobs
-
-
-def _words(entry: _Entry) -> tuple[str, ...]:
-    if bool(entry.run) == bool(entry.pytest):
-        raise ValueError(f"{entry.name} needs one of run and pytest")
-    return tuple(shlex.split(entry.run) or ["pytest", *shlex.split(entry.pytest)])
 
 
 def _check_together(jobs: list[Job]) -> None:

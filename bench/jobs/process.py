@@ -47,15 +47,14 @@ class JobProcess:
         self._own = folder / job.name
         self._own.mkdir(exist_ok=True)
         self._report.unlink(missing_ok=True)
-        self._before = self._stamps()
-        visible = ",".join(gpu for gpu in places[: job.gpus] if gpu != "cpu")
+        self._before = {path: _stamp(path) for path in chain(*job.results_in(self._own))}
         more = {
-            "CUDA_VISIBLE_DEVICES": visible,
+            "CUDA_VISIBLE_DEVICES": ",".join(gpu for gpu in places[: job.gpus] if gpu != "cpu"),
             "OMP_NUM_THREADS": str(threads),
             "PYTHONUNBUFFERED": "1",
         }
         words = job.words_in(self._own)
-        if job.is_test:
+        if job.pytest:
             words.append(f"--junitxml={self._report}")
         with (folder / f"{job.name}.log").open("wb", buffering=0) as log:
             settings = " ".join(f"{name}={value}" for name, value in more.items())
@@ -69,31 +68,18 @@ class JobProcess:
                 env=environment_with(more),
                 start_new_session=True,
             )
-        self._child = ChildProcess(process, job.name)
-
-    @property
-    def pid(self) -> int:
-        """Returns the first process, which leads the session."""
-        return self._child.pid
-
-    @property
-    def sentinel(self) -> int:
-        """Returns a file descriptor that is readable once the first process has ended."""
-        return self._child.sentinel
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._child.exit_code
+        self.child = ChildProcess(process, job.name)
+        """Is the first process, which leads the session."""
 
     @property
     def has_ended(self) -> bool:
         """Returns whether nothing more can be done about its first process."""
-        return self._was_killed or self.exit_code is not None
+        return self._was_killed or self.child.exit_code is not None
 
     def terminate(self, why: str) -> None:
         """Asks all processes of its group to end, and returns at once."""
         self.ending = self.ending or why
-        _signal_group(self._child.pid, signal.SIGTERM)
+        _signal_group(self.child.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends what is left of the session, whatever group it is in, and waits for its end.
@@ -102,34 +88,31 @@ class JobProcess:
             return
         self._was_killed = True
         deadline = time.monotonic() + _DEATH_S
-        while (pids := list(session_of(self._child.pid))) and time.monotonic() < deadline:
+        while (pids := list(session_of(self.child.pid))) and time.monotonic() < deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL_S)
-        if self._child.wait(0.0):
-            self._child.reap(0.0)
+        if self.child.wait(0.0):
+            self.child.reap(0.0)
 
     def failure(self) -> str:
         """Returns what is wrong with a job that has ended; empty: nothing."""
-        code = self._child.exit_code
+        code = self.child.exit_code
         if code is None:
             return "it was killed, and has not disappeared"
         if self.ending:
             return self.ending
         if code < 0:
-            return self._child.describe_exit().removeprefix(f"{self.job.name} ")
+            return self.child.describe_exit().removeprefix(f"{self.job.name} ")
         if code > 0:
             return f"exit code {code}"
         tests = self.tests()
-        if self.job.is_test and tests.get("skipped", 0) >= tests.get("tests", 0):
+        if self.job.pytest and tests.get("skipped", 0) >= tests.get("tests", 0):
             return "no test ran"
-        missing = [
-            pattern
-            for pattern, written in zip(self.job.results, self._written(), strict=True)
-            if not written
-        ]
-        return f"did not write {', '.join(missing)}" if missing else ""
+        written = zip(self.job.results, self._written(), strict=True)
+        missing = ", ".join(pattern for pattern, files in written if not files)
+        return f"did not write {missing}" if missing else ""
 
     def tests(self) -> dict[str, int]:
         """Returns how many tests ran, failed and were skipped; empty where nothing counted, or was
@@ -143,35 +126,30 @@ class JobProcess:
 
     def keep_results(self) -> list[str]:
         """Copies the results that it has written to its own folder, and returns their names."""
-        kept = []
-        for path in chain.from_iterable(self._written()):
+        written = list(chain(*self._written()))
+        for path in written:
             if not path.is_relative_to(self._own):
                 shutil.copy2(path, self._own / path.name)
-            kept.append(path.name)
-        return kept
-
-    def remove_empty_folder(self) -> None:
-        """Leaves no folder of a job that has written nothing."""
         with contextlib.suppress(OSError):
-            self._own.rmdir()
+            self._own.rmdir()  # of a job that has written nothing
+        return [path.name for path in written]
 
     @property
     def _report(self) -> Path:
         return self._own / "tests.xml"
 
-    def _stamps(self) -> dict[Path, tuple[int, int, int]]:
-        """Returns what differs of each result once it has been written again."""
-        paths = chain.from_iterable(self.job.results_in(self._own))
-        found = {path: path.stat() for path in paths}
-        return {path: (at.st_mtime_ns, at.st_size, at.st_ino) for path, at in found.items()}
-
     def _written(self) -> list[list[Path]]:
         """Returns the results of each pattern that were written since the job began."""
-        now = self._stamps()
         return [
-            [path for path in paths if now[path] != self._before.get(path)]
+            [path for path in paths if _stamp(path) != self._before.get(path)]
             for paths in self.job.results_in(self._own)
         ]
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Returns what differs once a file has been written again."""
+    at = path.stat()
+    return at.st_mtime_ns, at.st_size, at.st_ino
 
 
 def session_of(leader: int) -> Iterator[int]:

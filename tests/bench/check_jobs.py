@@ -84,7 +84,7 @@ def problem_of_tests(job: Job) -> str:
 
 def problems(jobs: list[Job]) -> Iterator[str]:
     for job in jobs:
-        found = problem_of_tests(job) if job.is_test else problem_of_command(job.words)
+        found = problem_of_tests(job) if job.pytest else problem_of_command(job.words)
         if found:
             yield f"{job.name}: {found}"
 

@@ -187,7 +187,7 @@ def test_what_a_job_leaves_behind_is_ended_too(tmp_path):
     plan = write_plan(tmp_path, job_text("leaves", "leave"))
     running = JobProcess(job_of(plan), ["cpu"], 1, tmp_path, time.monotonic())
     wait_until(lambda: running.has_ended)
-    (left,) = session_of(running.pid)
+    (left,) = session_of(running.child.pid)
     running.kill()
     assert not is_alive(left)
     assert running.failure() == ""
@@ -287,7 +287,7 @@ def a_job(
     after: tuple[str, ...] = (),
     alone: bool = False,
 ) -> Job:
-    return Job(name, "", ("this",), gpus, alone, takes_s, 100.0, (), after)
+    return Job(name, "", gpus, 100.0, takes_s, alone, "this", after=after)
 
 
 def test_a_job_of_two_gpus_is_waited_for_by_those_that_would_delay_it():
