@@ -58,10 +58,11 @@ _REFERENCES = Path(__file__).parent / "timing" / "references.json"
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """What a figure is held against, of one H200, in bf16 unless a shape's name says how weights
-    and cache are quantised. `peer`: vLLM 0.26.0 on the same kind of machine, of mixtures of experts
-    with uniform routing; `must`, `goal`: what we ask of ourselves; `floor`: the bytes that are read
-    (70B: a rank's; qwen3.5: with states, and the distinct experts) at 4.3 TB/s. None: unknown."""
+    """Says what a figure is held against, of one H200, in bf16 unless a shape's name says how
+    weights and cache are quantised. `peer`: vLLM 0.26.0 on the same kind of machine, of mixtures of
+    experts with uniform routing; `must`, `goal`: what we ask of ourselves; `floor`: the bytes that
+    are read (70B: a rank's; qwen3.5: states, too, and the distinct experts) at 4.3 TB/s. None:
+    unknown."""
 
     peer: float | None = None
     must: float | None = None

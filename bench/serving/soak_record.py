@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from bench.serving.process_tree import usage
 
@@ -91,7 +91,8 @@ def growth(looks: Sequence[Look]) -> dict[str, Growth]:
     requests_an_hour = _line([(look.at_s, float(look.num_done)) for look in kept])[0]
     found = {}
     for name in survivors(kept):
-        slope, error = _line(_batches([(look.at_s, look.private_mib[name]) for look in kept]))
+        points = np.array([(look.at_s, look.private_mib[name]) for look in kept])
+        slope, error = _line([one.mean(0) for one in np.array_split(points, _NUM_BATCHES)])
         found[name] = Growth(
             round(slope, 2),
             round(slope - _STUDENT * error, 2),
@@ -110,22 +111,13 @@ def survivors(looks: Sequence[Look]) -> list[str]:
     return sorted(set.intersection(*(set(look.private_mib) for look in looks)) if looks else ())
 
 
-def _batches(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the means of stretches of equal length."""
-    bounds = [len(points) * i // _NUM_BATCHES for i in range(_NUM_BATCHES + 1)]
-    stretches = [points[start:stop] for start, stop in pairwise(bounds)]
-    return [(fmean(x for x, _ in one), fmean(y for _, y in one)) for one in stretches]
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the slope of the line through points in seconds, an hour, and its standard error."""
-    mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    if not spread:
+def _line(points: npt.ArrayLike) -> tuple[float, float]:
+    """Returns the slope an hour of the line through points in seconds, and its standard error."""
+    at_s, values = np.transpose(points)
+    if not np.ptp(at_s):
         return 0.0, 0.0
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    left = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
-    return 3600 * slope, 3600 * (left / (len(points) - 2) / spread) ** 0.5
+    (slope, _), errors = np.polyfit(at_s / 3600, values, 1, cov=True)
+    return float(slope), float(errors[0, 0] ** 0.5)
 
 
 def plot(looks: Sequence[Look], path: Path) -> None:
