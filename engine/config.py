@@ -20,13 +20,8 @@ from engine.lora import LoRAConfig
 from engine.quantization import Quantization
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.group_sizes import in_fp8, share_page_size, with_draft_layers
-from kv_transfer.layout import (
-    STATE_SPAN,
-    KVGroup,
-    KVLayout,
-    Plane,
-    attention_group,
-)
+from kv_transfer.layout import STATE_SPAN, KVGroup, KVLayout, attention_group
+from kv_transfer.planes import Plane
 from kv_transfer.stages import stage_starts
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -55,12 +50,17 @@ class KVLayers:
         window: A token sees itself and the `window - 1` before it; None: all before it.
         is_state: A layer keeps one state of all tokens so far instead. Such groups come behind
             those that keep rows of tokens.
+        compress_ratio, window_align: See `KVGroup`. A layer may be in several groups.
+        dtype: Of numbers in the planes; None: the model's.
     """
 
     layers: tuple[int, ...]
     planes: tuple[Plane, ...]
     window: int | None = None
     is_state: bool = False
+    compress_ratio: int = 1
+    window_align: int = 1
+    dtype: Dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,7 +391,7 @@ class EngineConfig:
 
 
 def kv_groups(model: ModelConfig, block_size: int) -> list[KVGroup]:
-    """Returns the groups of the model's layers, with blocks of `block_size` tokens or a state."""
+    """Returns the groups of the model's layers, with blocks of `block_size` rows or a state."""
     if not model.kv_layers:
         return [
             attention_group(
@@ -406,9 +406,11 @@ def kv_groups(model: ModelConfig, block_size: int) -> list[KVGroup]:
         KVGroup(
             layers=kv.layers,
             planes=kv.planes,
-            block_size=STATE_SPAN if kv.is_state else block_size,
-            dtype=model.dtype,
+            block_size=STATE_SPAN if kv.is_state else block_size * kv.compress_ratio,
+            dtype=kv.dtype or model.dtype,
             window=kv.window,
+            compress_ratio=kv.compress_ratio,
+            window_align=kv.window_align,
         )
         for kv in model.kv_layers
     ]

@@ -7,17 +7,22 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kv_transfer.layout import FP8, KVGroup
+from kv_transfer.layout import FP8, STATE_SPAN, KVGroup
 
 INDEX_PLANE, INDEX_SCALE_PLANE = "index", "index_scale"
 """Planes of index keys and of their scales, whose numbers have a type of their own, whatever the
 `dtype` of their group."""
 
+LONGEST_BLOCK = 2048
+"""Tokens of a block whose rows stand for several. A prefix is found where every group has a whole
+block, so blocks that fill a page with rows of 128 tokens would be found rarely; these take up to an
+eighth of what rows of 4 tokens take beside them, where the fullest would take a thirtieth."""
+
 
 def in_fp8(group: KVGroup, scales: str) -> KVGroup:
-    """Returns the group with numbers of one byte, where it keeps rows of tokens; states stay, and
-    so do index keys."""
-    if group.is_state:
+    """Returns the group with numbers of one byte, where it keeps what is attended; states stay, and
+    so do rows that are still open, and index keys."""
+    if group.is_state or group.is_open:
         return group
     size = group.number_bytes
     planes = tuple(
@@ -32,31 +37,53 @@ def in_fp8(group: KVGroup, scales: str) -> KVGroup:
 def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, ...]:
     """Returns the groups with block sizes at which they share pages best: a group that needs less
     than the largest gets 2, 4, ... times its block size, as long as that fits. What is left of its
-    pages is unused. A state is of one size, often larger than others are to begin with."""
-    page_bytes = max(group.bytes_needed(tp_size) for group in groups)
-    grown = []
-    for group in groups:
-        factor = 1 if group.is_state else page_bytes // group.bytes_needed(tp_size)
-        block_size = group.block_size << (factor.bit_length() - 1)
-        grown.append(msgspec.structs.replace(group, block_size=block_size))
-    return tuple(grown)
+    pages is unused. A state is of one size, often larger than others are to begin with; of rows
+    that are still open a token takes as much as many that are closed, so their blocks may be
+    halved, too."""
+    page_bytes = max(
+        (_resized(group, 1) if group.is_open else group).bytes_needed(tp_size) for group in groups
+    )
+    return tuple(_fitted(group, page_bytes, tp_size) for group in groups)
+
+
+def _fitted(group: KVGroup, page_bytes: int, tp_size: int) -> KVGroup:
+    if group.is_state:
+        return group
+    size, longest = group.block_size, _longest(group)
+    while size > 1 and _resized(group, size).bytes_needed(tp_size) > page_bytes:
+        size //= 2
+    while 2 * size <= longest and _resized(group, 2 * size).bytes_needed(tp_size) <= page_bytes:
+        size *= 2
+    return _resized(group, size)
+
+
+def _longest(group: KVGroup) -> int:
+    """Returns the tokens that a block has at most, unless it has more to begin with."""
+    if group.is_open:
+        return group.window_align
+    return LONGEST_BLOCK if group.compress_ratio > 1 else STATE_SPAN
+
+
+def _resized(group: KVGroup, block_size: int) -> KVGroup:
+    return msgspec.structs.replace(group, block_size=block_size)
 
 
 def with_draft_layers(groups: Sequence[KVGroup], of_draft: Sequence[KVGroup]) -> list[KVGroup]:
     """Returns the groups of a model and of its drafter, whose layers are numbered on. Layers that
-    are cached like others of the model join them: they share blocks."""
+    are cached like others of the model join the fewest of these: they share blocks."""
     first = 1 + max(group.layers[-1] for group in groups)
     found = list(groups)
     for group in of_draft:
         layers = tuple(first + layer for layer in group.layers)
-        alike = (
+        alike = [
             index
             for index, one in enumerate(found)
             if msgspec.structs.replace(one, layers=()) == msgspec.structs.replace(group, layers=())
-        )
-        if (index := next(alike, None)) is None:
-            found.append(msgspec.structs.replace(group, layers=layers))
-        else:
+        ]
+        if alike:
+            index = min(alike, key=lambda index: len(found[index].layers))
             joined = found[index].layers + layers
             found[index] = msgspec.structs.replace(found[index], layers=joined)
+        else:
+            found.append(msgspec.structs.replace(group, layers=layers))
     return found

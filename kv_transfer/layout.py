@@ -6,9 +6,13 @@ Layers that are cached alike form a group. What a layer keeps of each token is a
     latent attention      one group, one plane that every rank has whole
     window + full         two groups, each with a block table of its own; heads may differ, too
     linear attention      one block a request, whose pages hold one state of all tokens so far
+    compressed rows       a row for every 4 or 128 tokens (DeepSeek V4); beside it a group of the
+                          tokens of the row that is still open, and one of a window: the layer
+                          is in all three
 
 Memory of a rank. All groups share one pool of block ids and one page size, and a block belongs to
-one group at a time. Layer i of a group lies in slot i, so slots are shared as well:
+one group at a time. Layer i of a group lies in slot i, so slots are shared as well. Groups whose
+rows differ in size have blocks of as many tokens as fill the page best:
 
     slot 0   | page of block 0 | page of block 1 | ...    page_bytes each
     slot 1   | page of block 0 | page of block 1 | ...
@@ -33,12 +37,13 @@ from typing import TypeAlias
 import msgspec
 
 from kv_transfer.errors import HandshakeMismatch
+from kv_transfer.planes import NO_HEADS, HeadRange, PageShape, Plane, PlaneShape
 
 PROTOCOL_VERSION = 2
 """Raised when a node of the version before would misread a message. 2: groups and planes."""
 
 MAX_BLOCK_SIZE = 1 << 14
-"""Tokens. More is no block of a peer, but a mistake that would cost memory."""
+"""Rows. More is no block of a peer, but a mistake that would cost memory."""
 
 STATE_SPAN = 1 << 30
 """The `block_size` of a group whose layers keep no row for each token but one state of all tokens
@@ -55,112 +60,6 @@ BlockIds: TypeAlias = tuple[list[int], ...]
 window still needs are never read."""
 
 
-class HeadRange(msgspec.Struct, frozen=True):
-    """Global heads [start, start + count)."""
-
-    start: int
-    count: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.count
-
-
-NO_HEADS = HeadRange(0, 0)
-
-
-def heads_of_rank(num_heads: int, rank: int, tp_size: int) -> HeadRange:
-    """Returns the heads that `rank` stores. With more ranks than heads, neighbours share one."""
-    if tp_size <= num_heads:
-        count = num_heads // tp_size
-        return HeadRange(rank * count, count)
-    return HeadRange(rank * num_heads // tp_size, 1)
-
-
-class Plane(msgspec.Struct, frozen=True, array_like=True):
-    """One kind of number that a layer keeps of every token: keys, values, a latent vector, scales.
-
-    Attributes:
-        heads: Over all ranks.
-        row_bytes: Of one token of one head.
-        replicated: Every rank stores all heads.
-    """
-
-    name: str
-    heads: int
-    row_bytes: int
-    replicated: bool = False
-
-    def heads_of_rank(self, rank: int, tp_size: int) -> HeadRange:
-        """Returns the heads that `rank` of `tp_size` stores."""
-        if self.replicated:
-            return HeadRange(0, self.heads)
-        return heads_of_rank(self.heads, rank, tp_size)
-
-    def can_be_split(self, tp_size: int) -> bool:
-        """Returns whether ranks can share the heads evenly, or heads the ranks."""
-        return self.replicated or self.heads % tp_size == 0 or tp_size % self.heads == 0
-
-    def sources(self, rank: int, tp_size: int, peer_tp_size: int) -> list[tuple[int, HeadRange]]:
-        """Returns [(rank of the peer, heads to pull there)]; every head of ours appears once.
-
-        Where several ranks of the peer hold the same head, because there are more ranks than
-        heads, the lowest is asked. A replicated plane comes from one rank.
-        """
-        wanted = self.heads_of_rank(rank, tp_size)
-        if self.replicated:
-            return [(rank * peer_tp_size // tp_size, wanted)]
-        found: list[tuple[int, HeadRange]] = []
-        covered = wanted.start
-        for peer_rank in range(peer_tp_size):
-            held = self.heads_of_rank(peer_rank, peer_tp_size)
-            if held.start <= covered < held.stop:
-                stop = min(held.stop, wanted.stop)
-                found.append((peer_rank, HeadRange(covered, stop - covered)))
-                covered = stop
-                if covered == wanted.stop:
-                    break
-        return found
-
-
-class PlaneShape(msgspec.Struct, frozen=True):
-    """A plane in one page: `[heads.count, block_size, row_bytes]` from `offset` on."""
-
-    heads: HeadRange
-    row_bytes: int
-    block_size: int
-    offset: int
-
-    @property
-    def head_bytes(self) -> int:
-        return self.block_size * self.row_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return self.heads.count * self.head_bytes
-
-    def offset_of(self, head: int) -> int:
-        """Returns where a global head begins in the page."""
-        return self.offset + (head - self.heads.start) * self.head_bytes
-
-
-class PageShape(msgspec.Struct, frozen=True):
-    """One page, or one block of a message, holds this: planes one after the other."""
-
-    block_size: int
-    planes: tuple[PlaneShape, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Counts bytes without what a page leaves unused."""
-        return sum(plane.num_bytes for plane in self.planes)
-
-    @property
-    def heads(self) -> tuple[HeadRange, ...]:
-        """Returns heads by plane."""
-        return tuple(plane.heads for plane in self.planes)
-
-
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Layers that are cached alike and share a block table.
 
@@ -170,6 +69,10 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         dtype: Of the numbers in the planes; those of a state may differ from it.
         window: A token sees itself and the `window - 1` before it; None: all before it.
         scales: Of quantised numbers; equal texts stand for equal scales. Empty: they have none.
+        compress_ratio: Tokens that a row stands for. It is there once it has all of them; blocks
+            are multiples of it.
+        window_align: The window reaches back to a multiple of this many tokens: with 128 and a
+            window of 1, to the first of the 128 that a row will stand for.
     """
 
     layers: tuple[int, ...]
@@ -178,6 +81,8 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     dtype: str
     window: int | None = None
     scales: str = ""
+    compress_ratio: int = 1
+    window_align: int = 1
 
     @property
     def is_state(self) -> bool:
@@ -191,7 +96,12 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def rows_per_block(self) -> int:
-        return 1 if self.is_state else self.block_size
+        return 1 if self.is_state else self.block_size // self.compress_ratio
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether it keeps what rows of another group are still to be made of."""
+        return self.window_align > 1
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns how many blocks `num_tokens` tokens reach into."""
@@ -202,7 +112,10 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         it sees is that behind the last one."""
         if self.is_state:
             return max(0, num_tokens - 1)
-        return 0 if self.window is None else max(0, num_tokens - self.window + 1)
+        if self.window is None:
+            return 0
+        first = max(0, num_tokens - self.window + 1)
+        return first - first % self.window_align
 
     def first_block_seen(self, num_tokens: int) -> int:
         """Returns the first block that any token after `num_tokens` tokens still needs."""
@@ -214,9 +127,20 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return range(max(first_token, self.first_token_seen(num_tokens)), num_tokens)
 
     def rows_to_pull(self, first_token: int, num_tokens: int) -> range:
-        """Returns the same as rows, counted through the request's blocks."""
+        """Returns the same as rows, counted through the request's blocks: those that have all of
+        their tokens."""
         tokens = self.tokens_to_pull(first_token, num_tokens)
-        return range(min(1, len(tokens))) if self.is_state else tokens
+        if self.is_state:
+            return range(min(1, len(tokens)))
+        return range(tokens.start // self.compress_ratio, tokens.stop // self.compress_ratio)
+
+    def blocks_to_pull(self, first_token: int, num_tokens: int) -> range:
+        """Returns the blocks that have any of these rows. Where they stop follows from the prompt
+        alone."""
+        rows, size = self.rows_to_pull(first_token, num_tokens), self.rows_per_block
+        num_rows = 1 if self.is_state else num_tokens // self.compress_ratio
+        stop = -(-num_rows // size)
+        return range(rows.start // size if rows else stop, stop)
 
     def page(self, heads: Sequence[HeadRange]) -> PageShape:
         """Returns a page with these heads of each plane."""
@@ -279,6 +203,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def num_ranks(self) -> int:
         return self.num_stages * self.tp_size
+
+    def groups_of(self, layer: int) -> tuple[int, ...]:
+        """Returns the groups that a layer is in."""
+        return tuple(index for index, group in enumerate(self.groups) if layer in group.layers)
 
     def layers_on(self, stage: int, group: KVGroup) -> tuple[int, ...]:
         """Returns the layers of a group that a stage has, counted from the stage's first."""
@@ -408,7 +336,7 @@ def _check_equal(field: str, ours: object, theirs: object) -> None:
 
 
 def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:
-    for field in ("dtype", "scales", "window", "is_state"):
+    for field in ("dtype", "scales", "window", "window_align", "compress_ratio", "is_state"):
         _check_equal(f"{name}.{field}", getattr(ours, field), getattr(theirs, field))
     _check_equal(f"len({name}.planes)", len(ours.planes), len(theirs.planes))
     for index, (plane, other) in enumerate(zip(ours.planes, theirs.planes, strict=True)):
@@ -416,5 +344,6 @@ def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:
             _check_equal(
                 f"{name}.planes[{index}].{field}", getattr(plane, field), getattr(other, field)
             )
-    if not (ours.is_state or 1 <= theirs.block_size <= MAX_BLOCK_SIZE):
+    fits = 1 <= theirs.block_size <= MAX_BLOCK_SIZE * theirs.compress_ratio
+    if not (ours.is_state or (fits and theirs.block_size % theirs.compress_ratio == 0)):
         raise HandshakeMismatch(f"{name}.block_size", ours.block_size, theirs.block_size)

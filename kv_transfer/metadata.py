@@ -13,6 +13,7 @@ scheduler addresses transfer processes itself, and an event wakes up an idle eng
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum, StrEnum
 
 import msgspec
@@ -21,10 +22,11 @@ from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.layer_times import LayerTime
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.tier import LoadTicket, TierCommand, TierEvent
-from kv_transfer.transfer_id import group_of_transfer
+
+_TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
 
 
-class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
+class KVPeer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A node as seen from the data plane. `endpoints[rank]` are host:port strings. `is_decode`: it
     is a decode node, whose certificate says so. `groups`: further data-parallel groups of the same
     node, whose blocks are their own. `names_group`: it says which of them computes a prompt."""
@@ -297,3 +299,14 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     host_jobs: dict[int, bool] = {}
     host_begun: list[int] = []
     store_found: dict[int, int] = {}
+
+
+def is_transfer_id(text: str) -> bool:
+    """Returns whether `text` can name a transfer: 32 lower-case hex digits, which the decode node
+    draws for each request."""
+    return _TRANSFER_ID.fullmatch(text) is not None
+
+
+def group_of_transfer(transfer_id: str, num_groups: int) -> int:
+    """Returns the group of a transfer where one side is of a release that cannot tell the other."""
+    return int(transfer_id[:8], 16) % num_groups if num_groups > 1 else 0

@@ -47,8 +47,7 @@ from engine.frontend.wire import (
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus
 from kv_transfer.errors import HandshakeMismatch
-from kv_transfer.metadata import KVPeer, KVTransferParams
-from kv_transfer.transfer_id import group_of_transfer, is_transfer_id
+from kv_transfer.metadata import KVPeer, KVTransferParams, group_of_transfer, is_transfer_id
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from prefill_node.images import read_pixels
 from prefill_node.metrics import PrefillMetrics

@@ -6,7 +6,7 @@ import torch
 
 from engine.kv_scales import KVScaleTable
 from engine.layers.shard import Shard
-from kv_transfer.layout import heads_of_rank
+from kv_transfer.planes import heads_of_rank
 from tandem_kernels.attention.kv_scales import KVScales
 
 

@@ -32,7 +32,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of, unread
-from kv_transfer.layout import NO_HEADS, HeadRange
+from kv_transfer.planes import NO_HEADS, HeadRange
 from tandem_kernels import ops
 from tandem_kernels.elementwise.gate_form import GateForm as Activation
 

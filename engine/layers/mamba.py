@@ -24,7 +24,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.state_pages import StateInputs, views_of_pages
-from kv_transfer.layout import heads_of_rank
+from kv_transfer.planes import heads_of_rank
 from tandem_kernels import ops
 from tandem_kernels.batch.state_metadata import KeptInputs
 

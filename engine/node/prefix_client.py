@@ -24,8 +24,7 @@ from engine.contracts.prefix_holder import PrefixHolder
 from engine.frontend.prefix_calls import PeerAnswer
 from engine.node.prefix_servicer import MAX_NAMES
 from kv_transfer.errors import HandshakeMismatch, PeerLost
-from kv_transfer.metadata import KVPeer, KVTransferParams
-from kv_transfer.transfer_id import is_transfer_id
+from kv_transfer.metadata import KVPeer, KVTransferParams, is_transfer_id
 from kv_transfer.wire.handshake import check_endpoints, peer_from_proto, peer_to_proto
 from tandem_pb import prefixes_pb2, prefixes_pb2_grpc
 

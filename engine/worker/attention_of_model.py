@@ -13,7 +13,13 @@ from engine.layers.attention.selection import choose_attention
 from engine.models.base import GroupInputs
 from engine.models.registry import spec_of
 from kv_transfer.layout import KVGroup
-from tandem_kernels.attention.index_pages import IndexedKV, IndexedLatents, LayerCache
+from tandem_kernels.attention.index_pages import (
+    CachesByGroup,
+    IndexedKV,
+    IndexedLatents,
+    LayerCache,
+    OpenRows,
+)
 
 
 def attention_of(
@@ -47,6 +53,8 @@ def prepare_attention(
     match attended:
         case IndexedLatents(latents=kept) | IndexedKV(kv=kept):
             attended = kept
+        case OpenRows() | CachesByGroup():
+            return
     attention.prepare(num_heads, attended, getattr(torch, config.model.dtype), longest)
 
 

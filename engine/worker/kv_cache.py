@@ -22,8 +22,17 @@ from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile
 from kv_transfer.group_sizes import INDEX_PLANE
-from kv_transfer.layout import DTYPE_BYTES, KVGroup, KVLayout, PageShape, PlaneShape
-from tandem_kernels.attention.index_pages import IndexedKV, IndexedLatents, IndexPages, LayerCache
+from kv_transfer.layout import DTYPE_BYTES, KVGroup, KVLayout
+from kv_transfer.planes import PageShape, PlaneShape
+from tandem_kernels.attention.index_pages import (
+    CachesByGroup,
+    GroupCache,
+    IndexedKV,
+    IndexedLatents,
+    IndexPages,
+    LayerCache,
+    OpenRows,
+)
 from tandem_kernels.attention.kv_pages import KVPages, PagedKV
 from tandem_kernels.attention.kv_scales import E4M3
 
@@ -109,27 +118,39 @@ def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[LayerCache]:
 
     `[num_blocks, planes, heads, block_size, numbers of a row]` where the planes of the group are
     alike, else a view of keys and one of values, or of latents and of index keys; `[num_blocks,
-    bytes of a page]` of uint8 where it holds states, whose planes differ in dtype. All ranks have
-    the same shapes.
+    bytes of a page]` of uint8 where it holds states, whose planes differ in dtype; all of these
+    where a layer is in several groups. All ranks have the same shapes.
     """
     num_blocks = memory.numel() // layout.block_bytes
     slots = memory.view(layout.num_slots, num_blocks, layout.page_bytes)
-    views: dict[int, LayerCache] = {}
+    views: dict[int, list[GroupCache]] = {}
     for index, group in enumerate(layout.groups):
-        page = layout.page(index, rank=0)
-        first, *others = page.planes
-        if group.is_state:
-            views |= {at: slots[i, :, : page.num_bytes] for i, at in enumerate(group.layers)}
-            continue
-        if any(plane.name == INDEX_PLANE for plane in group.planes):
-            views |= {at: _indexed(slots[i], page, group) for i, at in enumerate(group.layers)}
-            continue
-        alike = all((o.heads, o.row_bytes) == (first.heads, first.row_bytes) for o in others)
-        views |= {
-            at: _pages(slots[i], page.planes, group, alike=alike)
-            for i, at in enumerate(group.layers)
-        }
-    return [views[layer] for layer in sorted(views)]
+        for slot, layer in enumerate(group.layers):
+            found = _view_of(slots[slot], layout.page(index, rank=0), group)
+            views.setdefault(layer, []).append(found)
+    return [
+        found[0] if len(found) == 1 else CachesByGroup(tuple(found))
+        for _, found in sorted(views.items())
+    ]
+
+
+def _view_of(pages: torch.Tensor, page: PageShape, group: KVGroup) -> GroupCache:
+    """Returns what pages [num_blocks, bytes of a page] hold of one layer of the group."""
+    first, *others = page.planes
+    if group.is_state:
+        return pages[:, : page.num_bytes]
+    if group.is_open:
+        return OpenRows(tuple(_rows(pages, plane, group) for plane in page.planes))
+    if any(plane.name == INDEX_PLANE for plane in group.planes):
+        return _indexed(pages, page, group)
+    alike = all((o.heads, o.row_bytes) == (first.heads, first.row_bytes) for o in others)
+    return _pages(pages, page.planes, group, alike=alike)
+
+
+def _rows(pages: torch.Tensor, plane: PlaneShape, group: KVGroup) -> torch.Tensor:
+    """Returns a plane of one head, [num_blocks, block_size, numbers of a row]."""
+    own = pages[:, plane.offset : plane.offset + plane.num_bytes]
+    return own.view(getattr(torch, group.dtype)).view(len(pages), plane.block_size, -1)
 
 
 def _pages(
@@ -138,7 +159,7 @@ def _pages(
     """Returns what the first planes of pages [num_blocks, bytes of a page] hold of one layer, in a
     tensor where they are `alike`."""
     first, end = planes[0], planes[-1].offset + planes[-1].num_bytes
-    row = first.heads.count, group.block_size, -1
+    row = first.heads.count, group.rows_per_block, -1
     numbers = pages[:, :end].view(getattr(torch, group.dtype))
     if alike:
         return numbers.view(len(numbers), len(planes), *row)

@@ -40,10 +40,10 @@ from kv_transfer.metadata import (
     TransferCommand,
     TransferEvent,
     TransferEventKind,
+    is_transfer_id,
 )
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
 from kv_transfer.tiers.host_tier import PooledHostTier
-from kv_transfer.transfer_id import is_transfer_id
 
 _COMPUTED_ALREADY = -1
 

@@ -104,11 +104,9 @@ def pull_bytes(layout: KVLayout, first_token: int, num_tokens: int) -> int:
     the first `first_token`: that of all its ranks."""
     total = 0
     for group in layout.groups:
-        rows = group.rows_to_pull(first_token, num_tokens)
-        if rows:
-            num_blocks = group.num_blocks_for(rows.stop) - rows.start // group.block_size
-            block_bytes = layout.tp_size * group.bytes_needed(layout.tp_size)
-            total += num_blocks * len(group.layers) * block_bytes
+        num_blocks = len(group.blocks_to_pull(first_token, num_tokens))
+        block_bytes = layout.tp_size * group.bytes_needed(layout.tp_size)
+        total += num_blocks * len(group.layers) * block_bytes
     return total
 
 

@@ -112,8 +112,7 @@ class CachePlaces:
         """Raises ValueError unless the cache has all of these blocks of a prompt of `num_tokens`
         whose tokens must be pulled by a node that has the first `first_token`."""
         for group, ids in zip(self.layout.groups, block_ids, strict=True):
-            tokens = group.tokens_to_pull(first_token, num_tokens)
-            self.check_block_ids(ids[tokens.start // group.block_size :])
+            self.check_block_ids(ids[group.blocks_to_pull(first_token, num_tokens).start :])
 
     def address_of(self, slot: int, block_id: int) -> int:
         """Returns where the page of a block in a slot begins."""

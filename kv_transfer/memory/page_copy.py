@@ -16,8 +16,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from kv_transfer.layout import PageShape
 from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.planes import PageShape
 
 
 @dataclass(frozen=True, slots=True)

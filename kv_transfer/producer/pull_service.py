@@ -21,12 +21,11 @@ from edge.h2.out_message import OutMessage
 from edge.h2.rpc_method import RpcMethod, ServerCall
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import CorruptChunk, HandshakeMismatch, KVTransferError, NotServed
-from kv_transfer.metadata import KVPeer
+from kv_transfer.metadata import KVPeer, is_transfer_id
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.producer.sender import KVSender
 from kv_transfer.stages import ALL_LAYERS
 from kv_transfer.state import LateMessage
-from kv_transfer.transfer_id import is_transfer_id
 from kv_transfer.transports.open_pull import OpenPull
 from kv_transfer.wire.chunk import ChunkKind, mark
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto

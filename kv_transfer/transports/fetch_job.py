@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.layout import KVLayout, PageShape
+from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import RecvMeta
+from kv_transfer.planes import PageShape
 from kv_transfer.stages import ALL_LAYERS, positions_of
 
 

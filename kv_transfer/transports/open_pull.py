@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edge.h2.out_message import OutMessage
-from kv_transfer.layout import PageShape
+from kv_transfer.planes import PageShape
 from kv_transfer.wire.chunk_grid import ChunkGrid
 from kv_transfer.wire.pull_spec import PullSpec
 

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.errors import CorruptChunk
-from kv_transfer.layout import PageShape
+from kv_transfer.planes import PageShape
 from kv_transfer.wire import crc32c
 
 MAGIC = b"TDKV"

@@ -23,7 +23,8 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from kv_transfer.layout import KVLayout, PageShape
+from kv_transfer.layout import KVLayout
+from kv_transfer.planes import PageShape
 
 MAX_CHUNK_BYTES = 4 << 20
 """A chunk has at most this much KV, unless a single block is larger."""
@@ -172,13 +173,13 @@ def _grid_of(sender: KVLayout, chunk_bytes: int, first_token: int, num_tokens: i
     """All calls of a transfer share one."""
     groups = []
     for group in sender.groups:
-        first = group.tokens_to_pull(first_token, num_tokens).start
+        blocks = group.blocks_to_pull(first_token, num_tokens)
         groups.append(
             GroupGrid(
                 num_layers=len(group.layers),
-                num_blocks=group.num_blocks_for(num_tokens),
+                num_blocks=blocks.stop,
                 blocks_per_chunk=blocks_per_chunk(chunk_bytes, group.bytes_needed(sender.tp_size)),
-                first_block=first // group.block_size,
+                first_block=blocks.start,
             )
         )
     return ChunkGrid(tuple(groups))

@@ -21,8 +21,9 @@ import msgspec
 
 from edge.address import split_address
 from kv_transfer.errors import PeerLost
-from kv_transfer.layout import KVGroup, KVLayout, Plane
+from kv_transfer.layout import KVGroup, KVLayout
 from kv_transfer.metadata import KVPeer
+from kv_transfer.planes import Plane
 from tandem_pb import kv_transfer_pb2 as pb
 
 _MAX_PROCESSES = 64
@@ -72,6 +73,8 @@ def _layout_to_proto(layout: KVLayout) -> pb.KVLayout:
                 dtype=group.dtype,
                 window=group.window,
                 scales=group.scales,
+                compress_ratio=_unless_one(group.compress_ratio),
+                window_align=_unless_one(group.window_align),
             )
             for group in layout.groups
         ],
@@ -97,10 +100,17 @@ def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
                 dtype=group.dtype,
                 window=group.window if group.HasField("window") else None,
                 scales=group.scales,
+                compress_ratio=group.compress_ratio or 1,
+                window_align=group.window_align or 1,
             )
             for group in message.groups
         ),
     )
+
+
+def _unless_one(tokens: int) -> int | None:
+    """Returns what a message says that takes no bytes for groups of every other model."""
+    return None if tokens == 1 else tokens
 
 
 def check_endpoints(peer: KVPeer) -> None:

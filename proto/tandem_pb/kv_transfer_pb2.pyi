@@ -25,20 +25,24 @@ class KVLayout(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., num_draft_layers: _Optional[int] = ..., draft_hash: _Optional[str] = ..., stage_starts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KVGroup(_message.Message):
-    __slots__ = ("layers", "planes", "block_size", "dtype", "window", "scales")
+    __slots__ = ("layers", "planes", "block_size", "dtype", "window", "scales", "compress_ratio", "window_align")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PLANES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
+    COMPRESS_RATIO_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_ALIGN_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     planes: _containers.RepeatedCompositeFieldContainer[KVPlane]
     block_size: int
     dtype: str
     window: int
     scales: str
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[KVPlane, _Mapping]]] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., scales: _Optional[str] = ...) -> None: ...
+    compress_ratio: int
+    window_align: int
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[KVPlane, _Mapping]]] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., scales: _Optional[str] = ..., compress_ratio: _Optional[int] = ..., window_align: _Optional[int] = ...) -> None: ...
 
 class KVPlane(_message.Message):
     __slots__ = ("name", "heads", "row_bytes", "replicated")

@@ -15,7 +15,7 @@ from decode_node.server import create_credits, create_prefix_index
 from engine.config import CacheConfig, EngineConfig, KVLayers, SchedulerConfig
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from kv_transfer.layout import Plane
+from kv_transfer.planes import Plane
 from tests.decode_node.decode_fakes import until
 from tests.engine.tiny_model import tiny_model
 

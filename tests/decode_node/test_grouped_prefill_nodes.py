@@ -14,8 +14,7 @@ from decode_node.disagg.prefill_events import PrefillError, PrefillEvents, Promp
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from kv_transfer.metadata import KVPeer, KVTransferParams
-from kv_transfer.transfer_id import group_of_transfer
+from kv_transfer.metadata import KVPeer, KVTransferParams, group_of_transfer
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from tandem_pb import prefill_pb2
 from tests.decode_node.decode_fakes import kv_peer, until

@@ -16,10 +16,11 @@ import msgspec
 import numpy as np
 
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.layout import KVGroup, KVLayout, Plane
+from kv_transfer.layout import KVGroup, KVLayout
 from kv_transfer.memory.cuda_driver import cuda_driver
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.devices import device_of
+from kv_transfer.planes import Plane
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES = 4, 128, 512 << 10
 LAYER_BYTES = NUM_BLOCKS * BLOCK_BYTES

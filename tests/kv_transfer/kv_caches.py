@@ -13,16 +13,8 @@ import torch
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.group_sizes import share_page_size
-from kv_transfer.layout import (
-    DTYPE_BYTES,
-    STATE_SPAN,
-    BlockIds,
-    HeadRange,
-    KVGroup,
-    KVLayout,
-    Plane,
-    attention_group,
-)
+from kv_transfer.layout import DTYPE_BYTES, STATE_SPAN, BlockIds, KVGroup, KVLayout, attention_group
+from kv_transfer.planes import HeadRange, Plane
 
 UNTOUCHED = 0xA5
 NO_BLOCK = -1

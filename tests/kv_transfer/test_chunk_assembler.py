@@ -10,10 +10,10 @@ import pytest
 from kv_caches import RankCache, layout, prompt_kv
 
 from kv_transfer.errors import CorruptChunk
-from kv_transfer.layout import HeadRange
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import KVPeer, RecvMeta
+from kv_transfer.planes import HeadRange
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob, PullSource
 from kv_transfer.transports.stream.consumer import StreamAssembler

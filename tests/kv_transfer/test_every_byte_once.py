@@ -20,17 +20,12 @@ from edge.h2.out_message import Buffer, OutMessage
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.stream_plan import plan_streams
 from kv_transfer.group_sizes import share_page_size
-from kv_transfer.layout import (
-    STATE_SPAN,
-    BlockIds,
-    KVGroup,
-    KVLayout,
-    Plane,
-)
+from kv_transfer.layout import STATE_SPAN, BlockIds, KVGroup, KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
 from kv_transfer.memory.staging import StagingPool
 from kv_transfer.metadata import ExportMeta, KVPeer, RecvMeta, SendMeta, StepProgress
+from kv_transfer.planes import Plane
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.transports.base import Export, ExportOwner, TransportId
 from kv_transfer.transports.chunk_assembler import ChunkAssembler

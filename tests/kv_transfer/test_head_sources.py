@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.layout import HeadRange, Plane
+from kv_transfer.planes import HeadRange, Plane
 
 powers = st.sampled_from([1, 2, 4, 8])
 

@@ -17,8 +17,9 @@ from kv_caches import (
 
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.group_sizes import share_page_size
-from kv_transfer.layout import HeadRange, KVGroup, KVLayout, Plane
+from kv_transfer.layout import KVGroup, KVLayout
 from kv_transfer.metadata import KVPeer, RecvMeta, SendMeta
+from kv_transfer.planes import HeadRange, Plane
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 
 LAYOUTS = [layout, full_and_window, latent, scaled_and_latent, states_and_full]

@@ -19,8 +19,7 @@ from engine.contracts.outputs import SchedulerStats
 from engine.contracts.request_spec import SPEC_VERSION, RequestSpec, encode_spec
 from engine.contracts.sampling_params import SamplingParams
 from kv_transfer.layout import KVLayout
-from kv_transfer.metadata import KVPeer
-from kv_transfer.transfer_id import group_of_transfer
+from kv_transfer.metadata import KVPeer, group_of_transfer
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from tandem_pb import node_pb2, prefill_pb2
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config

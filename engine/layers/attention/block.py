@@ -25,7 +25,7 @@ from engine.layers.residual import ResidualStream
 from engine.layers.rows import RowForm, Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
-from kv_transfer.layout import NO_HEADS, HeadRange, heads_of_rank
+from kv_transfer.planes import NO_HEADS, HeadRange, heads_of_rank
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import IndexedKV
 from tandem_kernels.attention.kv_pages import PagedKV

@@ -24,7 +24,7 @@ from engine.layers.methods.base import ColumnPart
 from engine.layers.norm import RMSNorm
 from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
-from kv_transfer.layout import HeadRange
+from kv_transfer.planes import HeadRange
 from tandem_kernels import ops
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.index_pages import IndexPages

@@ -20,7 +20,8 @@ from engine.models.specs.experts import (
 from engine.models.specs.latent import LatentSpec
 from engine.models.specs.rope import read_rotary, yarn_magnitude
 from engine.rope import Rotary
-from kv_transfer.layout import DTYPE_BYTES, Plane
+from kv_transfer.layout import DTYPE_BYTES
+from kv_transfer.planes import Plane
 
 
 class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ import msgspec
 
 from engine.config import Dtype
 from kv_transfer.group_sizes import INDEX_PLANE, INDEX_SCALE_PLANE
-from kv_transfer.layout import DTYPE_BYTES, Plane
+from kv_transfer.layout import DTYPE_BYTES
+from kv_transfer.planes import Plane
 
 
 class IndexerSpec(msgspec.Struct, frozen=True, kw_only=True):

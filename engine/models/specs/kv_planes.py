@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 from engine.config import Dtype, KVLayers, ModelConfig
 from engine.head_sizes import HeadSizes
-from kv_transfer.layout import Plane, attention_group
+from kv_transfer.layout import attention_group
+from kv_transfer.planes import Plane
 
 
 def planes_of_heads(heads: HeadSizes, dtype: Dtype) -> tuple[Plane, ...]:

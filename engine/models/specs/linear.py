@@ -9,7 +9,8 @@ from engine.config import Dtype
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.states import STATE_DTYPE, StateSpec, state_layers, state_number
-from kv_transfer.layout import DTYPE_BYTES, Plane
+from kv_transfer.layout import DTYPE_BYTES
+from kv_transfer.planes import Plane
 
 _FULL_LAYER_EVERY = 4
 """Says which layers have attention where config.json does not: the last of this many."""

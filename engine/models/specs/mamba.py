@@ -10,7 +10,8 @@ from engine.config import Dtype
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.states import STATE_DTYPE, StateSpec, state_layers, state_number
-from kv_transfer.layout import DTYPE_BYTES, Plane
+from kv_transfer.layout import DTYPE_BYTES
+from kv_transfer.planes import Plane
 
 
 class MambaSpec(StateSpec, frozen=True, kw_only=True):

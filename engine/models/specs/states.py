@@ -12,7 +12,7 @@ from engine.config import Dtype, KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.kv_planes import planes_of_heads
-from kv_transfer.layout import Plane
+from kv_transfer.planes import Plane
 
 STATE_DTYPE = "float32"
 LINEAR_KINDS = {"linear_attention", "mamba"}

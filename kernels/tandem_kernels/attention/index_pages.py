@@ -59,5 +59,29 @@ class IndexedKV:
     index: Tensor
 
 
-LayerCache: TypeAlias = PagedKV | IndexedLatents | IndexedKV
+@dataclass(frozen=True, slots=True)
+class OpenRows:
+    """Holds what is still to become a row that stands for several tokens.
+
+    Attributes:
+        planes: [N, B, numbers of a token] each, in the order of the group's planes.
+    """
+
+    planes: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CachesByGroup:
+    """The cache of a layer that is in several groups.
+
+    Attributes:
+        caches: In the order of the groups.
+    """
+
+    caches: tuple[GroupCache, ...]
+
+
+GroupCache: TypeAlias = PagedKV | IndexedLatents | IndexedKV | OpenRows
+"""Names what a layer has in one group."""
+LayerCache: TypeAlias = GroupCache | CachesByGroup
 """Names what layers have as their caches."""

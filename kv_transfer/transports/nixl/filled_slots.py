@@ -21,10 +21,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kv_transfer.layout import PageShape
 from kv_transfer.memory.cache_view import KVCacheView, copy_joined
 from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.memory.page_copy import page_copy
+from kv_transfer.planes import PageShape
 from kv_transfer.transports.in_place.read_leases import LeaseName, ReadLease, ReadLeases
 from kv_transfer.transports.nixl.packed_chunks import packed_blocks
 from kv_transfer.transports.nixl.window import Window

@@ -11,7 +11,8 @@ import numpy as np
 
 from edge.h2.out_message import Buffer
 from kv_transfer.errors import CorruptChunk
-from kv_transfer.layout import KVLayout, PageShape
+from kv_transfer.layout import KVLayout
+from kv_transfer.planes import PageShape
 from kv_transfer.transports.base import Export
 from kv_transfer.transports.stream.stream_export import SentChunk, StreamPull
 from kv_transfer.wire.chunk import (

@@ -26,7 +26,7 @@ from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus, fingerprint
 from host.life_signs import Silence
-from kv_transfer.layout import Plane
+from kv_transfer.planes import Plane
 from tandem_pb import node_pb2, node_pb2_grpc
 from tests.engine.core.tiny_engine import tiny_config
 from tests.engine.frontend.still_adapters import StillAdapters

@@ -41,7 +41,8 @@ from engine.models.registry import MODELS
 from engine.models.specs.base import ModelSpec
 from engine.parallel.place import ParallelPlace
 from engine.rope import Rotary
-from kv_transfer.layout import DTYPE_BYTES, Plane
+from kv_transfer.layout import DTYPE_BYTES
+from kv_transfer.planes import Plane
 from tandem_kernels.attention.kv_pages import KVPages
 
 ARCHITECTURE = "GroupedForTests"

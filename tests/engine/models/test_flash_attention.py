@@ -19,7 +19,7 @@ from engine.layers.attention.flash_attention import PREFILL_PACKAGE, FlashPrefil
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.selection import AttentionBackendError, choose_attention
 from engine.layers.attention.uncached_prefill import UncachedPrefillBackend
-from kv_transfer.layout import Plane
+from kv_transfer.planes import Plane
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tests.engine.worker.conftest import tiny_config

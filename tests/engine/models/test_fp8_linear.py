@@ -37,7 +37,7 @@ from engine.models.factory import _tell_of_plain_layers, create_model
 from engine.models.loader import load_weights
 from engine.parallel.place import ParallelPlace
 from engine.quantization import Fp8Scheme, Quantization, SchemeRule
-from kv_transfer.layout import HeadRange
+from kv_transfer.planes import HeadRange
 from tandem_kernels.reference.fp8 import dequantise_rows, dequantise_weight, quantise_fp8
 from tests.engine.models.paged_model import PagedModel
 from tests.engine.models.parity_cases import prompts

@@ -19,7 +19,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from engine.rope import RopeScaling, Rotary
-from kv_transfer.layout import heads_of_rank
+from kv_transfer.planes import heads_of_rank
 
 
 class FakeGroup(ParallelGroup):

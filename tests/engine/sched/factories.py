@@ -12,8 +12,9 @@ from engine.contracts.sampling_params import SamplingParams
 from engine.sched.prompts.even_chunks import COST_BY_TOKENS, EvenChunks
 from engine.sched.prompts.prompt_order import PromptOrder
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.layout import KVLayout, Plane, attention_group
+from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.metadata import KVPeer, KVTransferParams
+from kv_transfer.planes import Plane
 from tests.engine.tiny_model import tiny_model
 
 BLOCK_SIZE = 4

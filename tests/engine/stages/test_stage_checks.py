@@ -17,7 +17,7 @@ from engine.config import (
 from engine.lora import LoRAConfig
 from engine.node.settings import SettingsError
 from engine.node.stage_checks import check_stages
-from kv_transfer.layout import Plane
+from kv_transfer.planes import Plane
 from prefill_node.config import PrefillNodeSettings
 from tests.engine.sched.rows.test_images import VISION
 from tests.engine.stages.test_stages import NUM_LAYERS, stage_config

@@ -21,8 +21,8 @@ from engine.worker.kv_cache import (
     describe_capacity,
 )
 from host.memory_file import MemoryFile
-from kv_transfer.layout import Plane
 from kv_transfer.memory.cache_handle import handle_of_tensor
+from kv_transfer.planes import Plane
 
 CPU = torch.device("cpu")
 
