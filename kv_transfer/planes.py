@@ -1,4 +1,4 @@
-"""What a layer keeps of a token, and how a page holds it: planes of heads, one after the other."""
+"""A layer keeps planes of heads of each token; in a page they lie one after the other."""
 
 from __future__ import annotations
 

@@ -52,6 +52,36 @@ def layout(
 WINDOW = 40
 
 
+def compressed(*, tp_size: int = 1, block_size: int = 16) -> KVLayout:
+    """Layers in three groups each: a window, rows of 4 or 32 tokens, and the tokens of rows that
+    are still open. What overlaps needs those of the row before, too."""
+    window, index = Plane("kv", 1, 16, replicated=True), Plane("index", 1, 4, replicated=True)
+    open_planes = tuple(Plane(name, 1, 32, replicated=True) for name in ("kv", "gate"))
+
+    def rows(layers: tuple[int, ...], *planes: Plane, ratio: int = 1, **more: int) -> KVGroup:
+        return KVGroup(
+            layers=layers,
+            planes=planes,
+            block_size=block_size * ratio,
+            dtype="bfloat16",
+            compress_ratio=ratio,
+            **more,
+        )
+
+    groups = share_page_size(
+        [
+            rows((0, 2), window, window=WINDOW),
+            rows((1, 3), window, window=WINDOW),
+            rows((0, 2), window, index, ratio=4),
+            rows((0, 2), *open_planes, window=5, window_align=4),
+            rows((1, 3), window, ratio=32),
+            rows((1, 3), *open_planes, window=1, window_align=32),
+        ],
+        tp_size,
+    )
+    return KVLayout(groups=groups, tp_size=tp_size, model_hash="model")
+
+
 def full_and_window(*, tp_size: int = 1, block_size: int = 16) -> KVLayout:
     """Full attention in every third layer, a window in the others, with fewer but longer heads. The
     block size of the window is larger, and its pages leave something unused."""
@@ -189,24 +219,30 @@ class RankCache:
 
     def write(self, seed: int, layer: int, tokens: range, block_ids: GroupBlocks) -> None:
         """Writes as a worker does in one layer of one step; where a window has let go of a token's
-        block, there is nowhere to write it."""
+        block, there is nowhere to write it. A row is written with the last of its tokens."""
         for group, slot in self._slots_of(layer):
             kind = self.layout.groups[group]
+            ratio = kind.compress_ratio
+            written = range(tokens.start // ratio, tokens.stop // ratio)
             for plane, lies in enumerate(self.layout.page(group, self.rank).planes):
                 values = plane_rows(
-                    seed, group, self.first_layer + layer, plane, lies.heads, tokens, lies.row_bytes
+                    seed,
+                    group,
+                    self.first_layer + layer,
+                    plane,
+                    lies.heads,
+                    written,
+                    lies.row_bytes,
                 )
-                for part, number in _by_block(tokens, kind.block_size):
+                for part, number in _by_block(written, kind.block_size // ratio):
                     block = by_group(block_ids)[group][number]
                     if block == NO_BLOCK:
                         continue
                     page = self.pages[slot, block, lies.offset : lies.offset + lies.num_bytes]
                     rows = page.reshape(lies.heads.count, lies.block_size, lies.row_bytes)
                     # Every token overwrites a state: where an offset repeats, the last one stays.
-                    offsets = (
-                        np.arange(part.start, part.stop) % kind.block_size % kind.rows_per_block
-                    )
-                    rows[:, offsets] = values[:, part.start - tokens.start :][:, : len(part)]
+                    offsets = np.arange(part.start, part.stop) % kind.rows_per_block
+                    rows[:, offsets] = values[:, part.start - written.start :][:, : len(part)]
 
     def check(self, seed: int, tokens: range, block_ids: GroupBlocks) -> None:
         """Tokens are there in every layer, unless a window has no use for them; all else in these
@@ -222,6 +258,7 @@ class RankCache:
         wanted = kind.rows_to_pull(tokens.start, tokens.stop)
         tokens = kind.tokens_to_pull(tokens.start, tokens.stop)
         first = tokens.start // kind.block_size
+        values = tokens if kind.is_state else wanted
         found = self.pages_of(slot, block_ids[first:])
         for plane, lies in enumerate(page.planes):
             rows = found[:, lies.offset : lies.offset + lies.num_bytes].reshape(
@@ -231,7 +268,7 @@ class RankCache:
             expected = np.full_like(flat, UNTOUCHED)
             skip = first * kind.rows_per_block
             expected[:, wanted.start - skip : wanted.stop - skip] = plane_rows(
-                seed, group, self.first_layer + layer, plane, lies.heads, tokens, lies.row_bytes
+                seed, group, self.first_layer + layer, plane, lies.heads, values, lies.row_bytes
             )
             np.testing.assert_array_equal(flat, expected)
         assert (found[:, page.num_bytes :] == UNTOUCHED).all(), "unused bytes were written"

@@ -88,22 +88,29 @@ def cases(draw: st.DrawFn) -> Case:
         count = draw(st.integers(1, 1 if groups else 3))
         names = [f"plane{i}" for i in range(draw(st.integers(1, 3)))]
         is_state = draw(st.booleans())
+        is_window = not is_state and draw(st.booleans())
         groups.append(
             KVGroup(
                 layers=tuple(sorted(next(layers) for _ in range(count))),
                 planes=tuple(plane(name) for name in names),
                 block_size=STATE_SPAN if is_state else 4,
                 dtype="bfloat16",
-                window=None if is_state else draw(st.none() | st.integers(1, 40)),
+                window=draw(st.integers(1, 40)) if is_window else None,
+                window_align=draw(st.sampled_from([1, 4, 16])) if is_window else 1,
+                compress_ratio=1 if is_window or is_state else draw(st.sampled_from([1, 4, 16])),
             )
         )
+    if draw(st.booleans()):
+        # A layer in two groups, which keep different things of it.
+        shared = {*groups[0].layers, *groups[-1].layers}
+        groups[0] = msgspec.structs.replace(groups[0], layers=tuple(sorted(shared)))
 
     def node() -> KVLayout:
         tp_size = draw(tp_sizes)
         own = [
             group
             if group.is_state
-            else KVGroup(**{**_fields(group), "block_size": draw(block_sizes)})
+            else msgspec.structs.replace(group, block_size=draw(block_sizes) * group.compress_ratio)
             for group in groups
         ]
         groups_of_node = share_page_size(own, tp_size)
@@ -124,10 +131,6 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(1, 3)),
         draw(st.booleans()),
     )
-
-
-def _fields(group: KVGroup) -> dict[str, object]:
-    return {name: getattr(group, name) for name in group.__struct_fields__}
 
 
 class CountedStream(HostCopyStream):

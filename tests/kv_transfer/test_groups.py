@@ -11,6 +11,7 @@ from kv_caches import (
     WINDOW,
     GroupBlocks,
     by_group,
+    compressed,
     full_and_window,
     latent,
     scaled_and_latent,
@@ -35,7 +36,7 @@ NODES = [(1, 1, 16, 16), (2, 1, 16, 64), (1, 2, 64, 16), (2, 2, 16, 64), (1, 2, 
 
 same_nodes = pytest.mark.parametrize("nodes", NODES, ids=str)
 all_layouts = pytest.mark.parametrize(
-    "make", [full_and_window, latent, scaled_and_latent, states_and_full]
+    "make", [full_and_window, latent, scaled_and_latent, states_and_full, compressed]
 )
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_caches import (
     WINDOW,
+    compressed,
     full_and_window,
     latent,
     layout,
@@ -22,7 +23,7 @@ from kv_transfer.metadata import KVPeer, RecvMeta, SendMeta
 from kv_transfer.planes import HeadRange, Plane
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 
-LAYOUTS = [layout, full_and_window, latent, scaled_and_latent, states_and_full]
+LAYOUTS = [layout, full_and_window, latent, scaled_and_latent, states_and_full, compressed]
 
 
 def test_keys_and_values_lie_as_one_tensor_of_a_layer() -> None:
