@@ -1,7 +1,7 @@
 """Runs a node that is a prefill or a decode node, and changes from one to the other when asked.
 
          ┌────────────────────── one engine, one set of workers ──────────────────────┐
-    ports held, checkpoint read, engine started
+    ports held (probes answer from here on), checkpoint read, engine started
          │
          ▼
     services of its role ── asked for the other: drained, like a node that stops ──▶ engine switches
@@ -77,19 +77,15 @@ class RoleNode:
         self._credentials = credentials
         self._role: RoleName = settings.role
 
-    async def run(self, stop: StopSignal) -> int:
-        """Serves until asked to stop, or until the engine dies; returns the exit code. Raises
-        `EngineDeadError`, `PortInUse`."""
-        ports, progress = self._take_ports(), StartProgress()
-        ports.begin(progress)
+    async def run(
+        self, ports: NodePorts | PrefillPorts, progress: StartProgress, stop: StopSignal
+    ) -> int:
+        """Serves until asked to stop, or until the engine dies; returns the exit code. `ports` are
+        those of its first role, and the caller's to close. Raises `EngineDeadError`,
+        `PortInUse`."""
         config = self._engines.of(self._role)
-        try:
-            engine = await start_engine(config, self._tokenizer(self._role), stop, progress)
-        except BaseException:
-            await ports.close()
-            raise
+        engine = await start_engine(config, self._tokenizer(self._role), stop, progress)
         if engine is None:
-            await ports.close()
             return 0
         try:
             while True:
@@ -97,7 +93,7 @@ class RoleNode:
                 if role is None:
                     return code
                 self._role = role
-                ports = self._take_ports()
+                ports = take_ports(self._settings, role, self._credentials)
         finally:
             await engine.shutdown()
 
@@ -134,12 +130,6 @@ class RoleNode:
 
     def _tokenizer(self, role: RoleName) -> Tokenizer | None:
         return self._text.tokenizer if role == "decode" else None
-
-    def _take_ports(self) -> NodePorts | PrefillPorts:
-        """Takes the ports of the role. Raises `PortInUse`."""
-        if self._role == "decode":
-            return NodePorts.take(self._settings, self._credentials)
-        return PrefillPorts.take(self._settings.for_prefill(), self._credentials)
 
     def _node(
         self, engine: AsyncLLM, ports: NodePorts | PrefillPorts, tracer: Tracer, switch: RoleSwitch
@@ -188,6 +178,23 @@ def hold_ports(settings: RoleNodeSettings, held: HeldPorts) -> RoleNodeSettings:
     return settings.model_copy(update={name: held.hold(getattr(settings, name)) for name in names})
 
 
+def take_ports(
+    settings: RoleNodeSettings, role: RoleName, credentials: Credentials
+) -> NodePorts | PrefillPorts:
+    """Takes the ports of a role. Raises `PortInUse`."""
+    if role == "decode":
+        return NodePorts.take(settings, credentials)
+    return PrefillPorts.take(settings.for_prefill(), credentials)
+
+
+def read_model(settings: RoleNodeSettings) -> tuple[RoleEngines, ServedText]:
+    """Reads what both roles need to know of the model. May load it from a hub."""
+    prefill, decode = (settings.to_engine_config(role) for role in KV_ROLES.values())
+    text = ServedText.read(settings, decode.model)
+    decode = only_kept_answers(decode, text.tokenizer, text.parsers)
+    return RoleEngines(prefill, decode), text
+
+
 async def serve(settings: RoleNodeSettings) -> int:
     """Runs the node and returns its exit code. Raises `CannotStartError`, `EngineDeadError`,
     `PortInUse`, `SecurityError`, `SettingsError`, `TokenizerError`, `TracingError`."""
@@ -197,13 +204,16 @@ async def serve(settings: RoleNodeSettings) -> int:
     credentials.check_listen(settings.host)
     if obstacle := certificate_obstacle(credentials):
         raise SecurityError(obstacle)
-    held = HeldPorts(settings.host)
+    held, progress = HeldPorts(settings.host), StartProgress()
     try:
         settings = hold_ports(settings, held)
-        prefill, decode = (settings.to_engine_config(role) for role in KV_ROLES.values())
-        text = ServedText.read(settings, decode.model)
-        decode = only_kept_answers(decode, text.tokenizer, text.parsers)
-        engines = RoleEngines(prefill, decode)
-        return await RoleNode(settings, engines, text, credentials).run(stop)
+        ports = take_ports(settings, settings.role, credentials)
+        try:
+            ports.begin(progress)
+            engines, text = await asyncio.to_thread(read_model, settings)
+            node = RoleNode(settings, engines, text, credentials)
+            return await node.run(ports, progress, stop)
+        finally:
+            await ports.close()
     finally:
         held.close()

@@ -13,7 +13,8 @@ nodes of one model share and which outlives them. A share is one value or severa
 4. `close`
 
 One connection receives with one thread of the library, so there are several, each for one `get` at
-a time.
+a time. What a `get` has brought has an area for headers, which is given back by `check`, or when
+nothing refers to it any more: a reader may be cancelled in between.
 
 A value is written once: a second put of the same key has the same bytes, and moves none. What
 the store evicts, and what the death of one of its processes takes along, is a miss. A block counts
@@ -28,8 +29,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -168,7 +170,9 @@ class BlockStore:
             results = client.batch_get_into_multi_buffers(
                 [one.key for one in values], *_places(values)
             )
-            return Brought(some, area, values, results, began, time.monotonic())
+            brought = Brought(some, values, results, began, time.monotonic())
+            brought.give_back = weakref.finalize(brought, self._areas.put, area)
+            return brought
         except BaseException:
             self._areas.put(area)
             raise
@@ -177,7 +181,13 @@ class BlockStore:
 
     def check(self, brought: Brought) -> list[int]:
         """Compares checksums. Has the records of slots say which blocks are there, and returns the
-        slots of those that are missing or not what they should be."""
+        slots of those that are missing or not what they should be. Raises `StoreAway`."""
+        try:
+            return self._checked(brought)
+        finally:
+            brought.give_back()
+
+    def _checked(self, brought: Brought) -> list[int]:
         memory = self._memory
         sums: dict[int, dict[int, int]] = {slot: {} for _, slot in brought.blocks}
         for one, result in zip(brought.values, brought.results, strict=True):
@@ -189,7 +199,6 @@ class BlockStore:
                 continue
             self.num_damaged += 1
             self._connected().remove(one.key, True)
-        self._areas.put(brought.area)
         failed = list[int]()
         for name, slot in brought.blocks:
             if len(sums[slot]) == memory.num_layers:
@@ -242,17 +251,17 @@ class BlockStore:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Brought:
-    """Holds what a call of `get` has read, from `began` to `ended`, in CLOCK_MONOTONIC seconds; its
-    headers are in `area`."""
+    """Holds what a call of `get` has read, from `began` to `ended`, in CLOCK_MONOTONIC seconds.
+    `give_back` ends the use of the area in which its headers are."""
 
     blocks: Sequence[tuple[bytes, int]]
-    area: int
     values: Sequence[_Value]
     results: Sequence[int]
     began: float
     ended: float
+    give_back: Callable[[], object] = field(init=False)
 
 
 @dataclass(frozen=True, slots=True)
