@@ -12,7 +12,8 @@ Tables keep their length, so a logical block has the same index for ever.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -24,6 +25,11 @@ from kv_transfer.layout import KVGroup
 
 BlockTables: TypeAlias = list[list[KVCacheBlock]]
 """One table a group, by logical block."""
+
+IsBehind: TypeAlias = Callable[[BlockHash], bool]
+"""Says whether a block lies behind the cache: in host memory, on disk, in a store."""
+
+_DIGEST_BYTES = 15
 
 NULL_BLOCK = KVCacheBlock(0)
 """Stands where a table has no block any more. Nothing reads there; its id is that of a block that
@@ -57,12 +63,14 @@ class GroupManager:
     def __init__(self, index: int, group: KVGroup, pool: BlockPool) -> None:
         self.index = index
         self.block_size = group.block_size
+        self.is_state = group.is_state
+        self.sees_all = not group.is_state and group.window is None
         self._group = group
         self._pool = pool
         kept_as = f"{group.dtype}:{group.scales}".encode() if group.scales else b""
-        self._tag = (bytes([index]) if index else b"") + kept_as
+        self._tag = (bytes([index]) if index else b"") + _digest(kept_as)
         """Behind a block's hash: groups share the chain of hashes, and never a block. Nor do caches
-        of other dtypes or scales, should blocks ever outlive their node."""
+        of other dtypes or scales, as blocks outlive their node on disk."""
 
     def find_cached(
         self, request: Request, num_tokens: int, known: list[KVCacheBlock] | None
@@ -76,18 +84,47 @@ class GroupManager:
         stop = num_tokens // self.block_size
         if known is not None:
             return known[:stop], min(stop, len(known)) * self.block_size
-        found: list[KVCacheBlock] = []
-        for block_hash in extend_block_hashes(request, self.block_size)[:stop]:
-            block = self._pool.get_cached_block(block_hash + self._tag)
-            if block is None:
-                break
-            found.append(block)
+        found = self.run_in_cache(request, num_tokens)
         return found, len(found) * self.block_size
 
     def names(self, request: Request, num_tokens: int) -> list[BlockHash]:
         """Returns the names of the full blocks among the first `num_tokens` tokens."""
-        hashes = extend_block_hashes(request, self.block_size)[: num_tokens // self.block_size]
-        return [block_hash + self._tag for block_hash in hashes]
+        return [block_hash + self._tag for block_hash in self._hashes(request, num_tokens)]
+
+    def run_in_cache(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
+        """Returns the table of a request whose first `num_tokens` tokens come from behind the
+        cache: what the cache has of them, from the first block that is seen on without a gap."""
+        return self._run(self._hashes(request, num_tokens))
+
+    def find_behind(self, request: Request, num_tokens: int, is_behind: IsBehind) -> int:
+        """Returns the tokens of the longest prefix of at most `num_tokens` of which `run_in_cache`
+        has a beginning, and all the rest lies behind the cache."""
+        hashes = self._hashes(request, num_tokens)
+        stop = len(self._run(hashes))
+        while stop < len(hashes) and is_behind(hashes[stop] + self._tag):
+            stop += 1
+        return stop * self.block_size
+
+    def names_behind(self, request: Request, first: int, num_tokens: int) -> list[BlockHash]:
+        """Returns the names of the blocks from the `first` on that must come for a prefix of
+        `num_tokens` tokens."""
+        return self.names(request, num_tokens)[first:]
+
+    def first_to_fill(self, blocks: RequestBlocks, num_before: int, num_tokens: int) -> int:
+        """Returns the first block that must be filled for the first `num_tokens` tokens of a
+        request that began with `run_in_cache`, and has the KV of the first `num_before`."""
+        return max(blocks.num_published[self.index], num_before // self.block_size)
+
+    def _hashes(self, request: Request, num_tokens: int) -> list[BlockHash]:
+        return extend_block_hashes(request, self.block_size)[: num_tokens // self.block_size]
+
+    def _run(self, hashes: list[BlockHash]) -> list[KVCacheBlock]:
+        found: list[KVCacheBlock] = []
+        for block_hash in hashes:
+            if (block := self._pool.get_cached_block(block_hash + self._tag)) is None:
+                break
+            found.append(block)
+        return found
 
     def num_at_hand(self, found: list[KVCacheBlock]) -> int:
         """Returns how many blocks fewer a request takes from the free ones with what was found. A
@@ -150,6 +187,27 @@ class WindowGroupManager(GroupManager):
         table = [NULL_BLOCK] * index + found[::-1] if stop else []
         return table, len(table) * self.block_size
 
+    def run_in_cache(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
+        first = self._group.first_block_seen(num_tokens)
+        return [NULL_BLOCK] * first + self._run(self._hashes(request, num_tokens)[first:])
+
+    def find_behind(self, request: Request, num_tokens: int, is_behind: IsBehind) -> int:
+        hashes = self._hashes(request, num_tokens)
+        stop = len(hashes)
+        while stop > 0:
+            first = self._group.first_block_seen(stop * self.block_size)
+            index = first + len(self._run(hashes[first:stop]))
+            while index < stop and is_behind(hashes[index] + self._tag):
+                index += 1
+            if index == stop:
+                break
+            stop = index  # All that end behind the gap see it, or end at it.
+        return stop * self.block_size
+
+    def first_to_fill(self, blocks: RequestBlocks, num_before: int, num_tokens: int) -> int:
+        first = self._group.first_block_seen(num_tokens)
+        return max(first, super().first_to_fill(blocks, num_before, num_tokens))
+
     def held(self, table: list[KVCacheBlock]) -> list[KVCacheBlock]:
         return [block for block in table if block is not NULL_BLOCK]
 
@@ -205,6 +263,22 @@ class StateGroupManager(GroupManager):
                 return [block], count * self._stride
         return [], 0
 
+    def run_in_cache(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
+        """Returns nothing: the state comes into the request's own block, where it is continued."""
+        return []
+
+    def find_behind(self, request: Request, num_tokens: int, is_behind: IsBehind) -> int:
+        for count in range(num_tokens // self._stride, 0, -1):
+            if is_behind(self._name(request, count * self._stride)):
+                return count * self._stride
+        return 0
+
+    def first_to_fill(self, blocks: RequestBlocks, num_before: int, num_tokens: int) -> int:
+        return 0
+
+    def names_behind(self, request: Request, first: int, num_tokens: int) -> list[BlockHash]:
+        return [self._name(request, num_tokens)]
+
     def num_at_hand(self, found: list[KVCacheBlock]) -> int:
         return -sum(block.ref_cnt == 0 for block in found)
 
@@ -228,6 +302,11 @@ class StateGroupManager(GroupManager):
 
     def can_continue(self, num_tokens: int, num_received: int) -> bool:
         return num_tokens == num_received
+
+
+def _digest(text: bytes) -> bytes:
+    """Returns what stands for `text` in names, whose length is limited; nothing for nothing."""
+    return hashlib.sha256(text).digest()[:_DIGEST_BYTES] if text else b""
 
 
 def create_group_managers(groups: Sequence[KVGroup], pool: BlockPool) -> list[GroupManager]:

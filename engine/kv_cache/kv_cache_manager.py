@@ -38,6 +38,7 @@ from engine.kv_cache.group_manager import (
     create_group_managers,
     state_stride,
 )
+from engine.kv_cache.prefixes_behind import PrefixesBehind
 from engine.kv_cache.sampled_pool import SampledBlockPool
 from kv_transfer.layout import BlockIds, KVGroup
 
@@ -70,6 +71,7 @@ class KVCacheManager:
         self._sizes = [(index, group.block_size) for index, group in enumerate(groups)]
         self._other_sizes = self._sizes[1:]
         self._blocks: dict[str, RequestBlocks] = {}
+        self.behind = PrefixesBehind(self._groups, self._blocks)
         self.confirms_blocks = enable_caching or any(group.window is not None for group in groups)
         """`confirm` has something to do whenever a request has filled a block."""
         self.least_block_size = min(group.block_size for group in groups)

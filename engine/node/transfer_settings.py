@@ -251,7 +251,8 @@ class TransferSettings(SecuritySettings):
             _check_sees_all("--kv-share-prefixes", layout)
         if not size or config.kv_transfer is None:
             return
-        _check_sees_all("--kv-host-memory-bytes", layout)
+        if self.kv_store:
+            _check_sees_all("--kv-store", layout)
         if size < layout.block_bytes:
             raise SettingsError(
                 f"--kv-host-memory-bytes {size} is less than one block of KV, which takes "

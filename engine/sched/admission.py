@@ -116,6 +116,7 @@ class Admission:
             row = self._enter(request)
             # Certain only now: every rank has its share, and it will be used as it is.
             self._kv_cache.confirm(request, request.num_computed_tokens)
+            self._note_place_to_keep(row)
             self._running.add_chunk(row, room)
 
     def admit_early(self) -> None:
@@ -223,9 +224,13 @@ class Admission:
         row = self._enter(request)
         if blocks is not None and blocks.borrowed:
             self._running.builder.copy_blocks(self._kv_cache.copies_of_states(blocks))
-        if self._config.enable_chunked_prefill:
-            row.keep_at = self._kv_cache.place_to_keep(request)
+        self._note_place_to_keep(row)
         return self._running.add_chunk(row, room)
+
+    def _note_place_to_keep(self, row: Row) -> None:
+        """Sets where the states of a request that entered are kept: between two of its chunks."""
+        if self._config.enable_chunked_prefill:
+            row.keep_at = self._kv_cache.place_to_keep(row.request)
 
     def _part_of(self, request: Request, num_cached: int, room: StepRoom) -> int:
         """Returns how many of the request's tokens behind `num_cached` the step computes; 0: it has
@@ -255,6 +260,10 @@ class Admission:
         if coming is None:
             self._arrivals.end(request)
             return num_received > 0
+        source, num_coming = coming
+        if not num_received:
+            stop = num_cached + num_coming
+            cached = self._kv_cache.behind.tables(request, cached, stop)
         # The next token's KV is computed here: of a first one that comes from a peer, too.
         need = max(num_known, min(num_known + 1, self._limits.max_len(request) - 1))
         if not self._kv_cache.can_allocate(need, cached, self._headroom()):
@@ -262,7 +271,6 @@ class Admission:
                 self._note_blocked(request)
             return False
         self._allocate(request, need, cached, num_cached, num_received)
-        source, num_coming = coming
         source.begin(request, num_cached, num_coming)
         return True
 

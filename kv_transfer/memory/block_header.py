@@ -19,7 +19,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.memory.slot_memory import NAME_BYTES
 
 _MAGIC = b"tandem KV block\x00"
-_VERSION = 2
+_VERSION = 3
 _PAGE = 4096
 
 
@@ -34,7 +34,7 @@ class BlockHeaders:
                 ("version", "<u4"),
                 ("length", "<u4"),
                 ("identity", "V32"),
-                ("name", "V32"),
+                ("name", f"V{NAME_BYTES}"),
                 ("layers", "<u8", (num_layers,)),
                 ("check", "<u4"),
             ]

@@ -30,9 +30,10 @@ import xxhash
 from kv_transfer.errors import KVTransferError
 from kv_transfer.memory.copy_stream import Numbers
 
-NAME_BYTES = 32
+NAME_BYTES = 48
+"""A block's hash, and which group of layers and which numbers it is of."""
 _MAGIC = b"tandem KV slots\x00"
-_VERSION = 2
+_VERSION = 3
 _HEADER = np.dtype(
     [("magic", "S16"), ("version", "<u4"), ("identity", "V32"), ("slots", "<u8"), ("bytes", "<u8")]
 )
@@ -137,7 +138,10 @@ class SlotMemory:
         self._records["check"] = 0
 
     def put(self, slot: int, name: bytes, checksums: list[int]) -> None:
-        """Says that the slot holds this block, whole."""
+        """Says that the slot holds this block, whole. Raises `ValueError` for a name that is longer
+        than `NAME_BYTES`: numpy would cut it, and nothing would find it again."""
+        if len(name) > NAME_BYTES:
+            raise ValueError(f"a block's name has at most {NAME_BYTES} bytes, not {len(name)}")
         record = self._records[slot]
         record["name"], record["layers"] = np.void(name.ljust(NAME_BYTES, b"\0")), checksums
         record["length"] = len(name)
@@ -187,7 +191,12 @@ def checksum(memory: npt.NDArray[np.uint8]) -> int:
 
 def _record(num_layers: int) -> np.dtype[np.void]:
     return np.dtype(
-        [("check", "<u4"), ("length", "<u4"), ("name", "V32"), ("layers", "<u8", (num_layers,))]
+        [
+            ("check", "<u4"),
+            ("length", "<u4"),
+            ("name", f"V{NAME_BYTES}"),
+            ("layers", "<u8", (num_layers,)),
+        ]
     )
 
 

@@ -67,7 +67,16 @@ def store(job: int, blocks: list[int], slots: list[int]) -> StoreMeta:
 
 
 def name_of(slot: int) -> bytes:
-    return hashlib.sha256(b"%d" % slot).digest()
+    """Returns one that is as long as a name may be."""
+    return hashlib.sha384(b"%d" % slot).digest()
+
+
+def test_a_name_that_would_be_cut_is_refused() -> None:
+    memory = SlotMemory.anonymous(1, 1, 8)
+    memory.put(0, name_of(0), [1])
+    assert memory.contents() == {0: name_of(0)}
+    with pytest.raises(ValueError, match="at most 48 bytes, not 49"):
+        memory.put(0, name_of(0) + b"x", [1])
 
 
 NUM_BLOCKS, NUM_SLOTS = 8, 6

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from engine.contracts.request import Request
 from engine.kv_cache.block_hash import BlockHash
+from engine.kv_cache.group_manager import IsBehind
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.arrivals.arrival import ArrivalState, KVArrival, WriterKey
 from engine.sched.arrivals.arrivals import Arrivals
@@ -99,6 +100,8 @@ class HostSource:
         """At least one token is left to be computed."""
         if self._tier is None or request.needs_prompt_logprobs:
             return 0
+        if not self._kv_cache.behind.is_chain:
+            return self._find_in_groups(request, num_computed_tokens)
         block_size = self._kv_cache.least_block_size
         names = self._kv_cache.block_names(request, request.num_tokens - 1)
         first = num_computed_tokens // block_size
@@ -109,31 +112,66 @@ class HostSource:
 
     def _num_worth_it(self, request: Request, found: list[BlockHash]) -> int:
         """Returns how many of these blocks are sooner here than computed: all of them, or those
-        before the first that lies on disk. It is decided once a request,
-        which may ask before every step."""
+        before the first that lies on disk."""
         on_disk = [i for i, name in enumerate(found) if self._lies_on_disk(name)]
         if not on_disk:
             return len(found)
+        saved = (len(found) - on_disk[0]) * self._kv_cache.least_block_size
+        is_worth_it = self._is_worth_reading(request, len(on_disk), saved)
+        return len(found) if is_worth_it else on_disk[0]
+
+    def _is_worth_reading(self, request: Request, num_blocks: int, num_tokens: int) -> bool:
+        """Returns whether blocks are sooner read from disk than tokens are computed. It is decided
+        once a request, which may ask before every step."""
         if request.reads_disk is None:
-            block_size, own = self._kv_cache.least_block_size, self._prefill_rate.tokens_per_s
-            seconds = self._disk_rate.seconds_for(len(on_disk) * block_size)
-            saved = (len(found) - on_disk[0]) * block_size
-            request.reads_disk = not own or self._disk_rate.verdict(seconds, saved / own).is_to_take
+            own = self._prefill_rate.tokens_per_s
+            seconds = self._disk_rate.seconds_for(num_blocks * self._kv_cache.least_block_size)
+            verdict = self._disk_rate.verdict(seconds, num_tokens / own) if own else None
+            request.reads_disk = verdict is None or verdict.is_to_take
             self.num_cheaper_to_compute += not request.reads_disk
-        return len(found) if request.reads_disk else on_disk[0]
+        return request.reads_disk
+
+    def _find_in_groups(self, request: Request, num_computed_tokens: int) -> int:
+        """A prefix is here if all groups have theirs of it: there is no part of a state."""
+        assert self._tier is not None
+        most, on_disk = self._longest(request, num_computed_tokens, self._lies_here)
+        if most and not on_disk:
+            return most
+        least, _ = self._longest(request, num_computed_tokens, self._lies_in_memory)
+        if most > least and self._is_worth_reading(request, on_disk, most - least):
+            return most
+        return least
+
+    def _longest(
+        self, request: Request, num_computed_tokens: int, is_behind: IsBehind
+    ) -> tuple[int, int]:
+        """Returns the tokens that come behind the computed ones, and how many of their blocks are
+        read from disk. 0: there are none, or host memory has no room for what is read."""
+        assert self._tier is not None
+        stop = self._kv_cache.behind.find(request, request.num_tokens - 1, is_behind)
+        if stop <= num_computed_tokens:
+            return 0, 0
+        held, coming = self._kv_cache.behind.names(request, stop)
+        if self._tier.num_found(held + coming, len(held)) < len(coming):
+            return 0, 0
+        return stop - num_computed_tokens, sum(map(self._lies_on_disk, coming))
+
+    def _lies_here(self, name: BlockHash) -> bool:
+        return self._tier is not None and self._tier.tier_of(name) is not None
+
+    def _lies_in_memory(self, name: BlockHash) -> bool:
+        return self._tier is not None and self._tier.tier_of(name) is Tier.HOST
 
     def _lies_on_disk(self, name: BlockHash) -> bool:
         return self._tier is not None and self._tier.tier_of(name) is Tier.DISK
 
     def begin(self, request: Request, num_computed_tokens: int, num_tokens: int) -> None:
         assert self._tier is not None
-        block_size = self._kv_cache.least_block_size
         num_stop = num_computed_tokens + num_tokens
-        first, stop = num_computed_tokens // block_size, num_stop // block_size
-        names = self._kv_cache.block_names(request, stop * block_size)[first:]
-        blocks = self._kv_cache.get_block_ids(request.request_id)[0][first:stop]
+        names, blocks = self._kv_cache.behind.blocks(request, num_computed_tokens, num_stop)
         load = HostLoad(request, self, is_first=request.num_preemptions == 0)
-        load.num_from_disk = sum(map(self._lies_on_disk, names)) * block_size
+        num_read = sum(map(self._lies_on_disk, names)) * self._kv_cache.least_block_size
+        load.num_from_disk = min(num_tokens, num_read)
         self._arrivals.add(load)
         self._arrivals.begin(load, num_computed_tokens, num_tokens, ArrivalState.COMING)
         request.num_computed_tokens = num_stop
@@ -204,7 +242,10 @@ class HostSource:
 
     def start_early(self) -> Request | None:
         """Returns a request that can compute while the rest of its layers come: it needs a row, and
-        the next step for itself. None: there is none."""
+        the next step for itself. None: there is none. Steps wait for one layer after the other,
+        which several groups do not lie in."""
+        if not self._kv_cache.behind.is_chain:
+            return None
         for load in self._of_job.values():
             request = load.request
             if load.state is not ArrivalState.COMING:

@@ -38,6 +38,7 @@ from engine.quantization import Quantization
 from engine.worker.kv_cache import blocks_that_fit, describe_capacity
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.group_sizes import in_fp8
+from kv_transfer.memory.slot_memory import NAME_BYTES
 from kv_transfer.planes import Plane
 from prefill_node.config import PrefillNodeSettings
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
@@ -241,6 +242,8 @@ def test_blocks_of_other_formats_have_other_names(plain: Path) -> None:
     GroupManager(0, fp8, pool).confirm(request, RequestBlocks([pool.get_new_blocks(1)], [0]), 16)
     found = [GroupManager(0, g, pool).find_cached(request, 16, None) for g in (half, fp8, other)]
     assert [num_tokens for _, num_tokens in found] == [0, 16, 0]
+    names = [GroupManager(3, group, pool).names(request, 16)[0] for group in (half, fp8, other)]
+    assert len(set(names)) == 3 and max(map(len, names)) <= NAME_BYTES, "a tier would cut them"
 
 
 def test_settings_name_what_they_refuse(capsys: pytest.CaptureFixture[str], plain: Path) -> None:

@@ -5,6 +5,8 @@ preemptions; several choices; answers that are resumed from any place.
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +137,48 @@ def test_conversations_from_prefill_to_decode(
         assert decode.core.stats().prompt_tokens_computed == 0
         assert decode.core.stats().drafts.num_accepted_tokens > 0
         assert all(result.ok for node in nodes for result in node.results)
+
+
+@qwen_alone
+def test_conversations_come_back_from_behind_the_cache(
+    folder: Path, answers: GreedyAnswers, tmp_path: Path
+) -> None:
+    """Host memory holds fewer blocks than they have, the disk the rest, and what a killed transfer
+    process and a node of before have left is used."""
+    model = load_model_config(folder)
+    plain = engine_config(model, block_size=8, num_blocks=30, chunk=64)
+    block_bytes = plain.kv_layout.block_bytes
+    tiers = KVTransferConfig(
+        kv_role="kv_producer",
+        num_processes=2,
+        host_tier_bytes=72 * block_bytes,
+        host_tier_path=str(tmp_path / "memory"),
+        disk_tier_bytes=200 * block_bytes,
+        disk_tier_path=str(tmp_path / "disk"),
+    )
+    config = replace(plain, kv_transfer=tiers)
+    for life in range(2):
+        with ExitStack() as stack:
+            node = GroupedNode.start(config)
+            stack.callback(node.shutdown)
+            loaded = [ask_all(node, answers, f"{life}-{turn}") for turn in range(2)]
+            assert loaded[1] > 0 and (loaded[0] > 0) == (life > 0)
+            assert node.core.stats().prompt_tokens_from_disk > 0
+            os.kill(node.core.connector.process_pids[0], signal.SIGKILL)
+            assert ask_all(node, answers, f"{life}-after") > 0
+
+
+def ask_all(node: GroupedNode, answers: GreedyAnswers, turn: str) -> int:
+    """Asks for prompts one by one, each behind the answer before; returns the tokens loaded."""
+    before = node.core.stats().prompt_tokens_loaded
+    for n in range(41, 61, 2):
+        name, prompt = f"{turn}-{n}", prompt_of(n)
+        node.add(name, prompt, 8)
+        run_until([node], lambda: name in node.ended)  # noqa: B023
+        assert node.tokens[name] == answers.tokens(prompt, 8), name
+        # What is stored later than the cache forgets it is not stored at all.
+        run_until([node], lambda: not node.core.scheduler.check_empty())
+    return node.core.stats().prompt_tokens_loaded - before
 
 
 @qwen_alone

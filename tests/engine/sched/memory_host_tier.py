@@ -128,6 +128,14 @@ class MemoryHostTier:
                 self._begun.add((command.job, process))
                 self.tier.apply(LoadBegun(command.job, process))
 
+    def fail_load(self) -> None:
+        """Finds the blocks of the loads that are on their way damaged."""
+        for process, command in list(self._jobs):
+            if isinstance(command, LoadMeta):
+                self._jobs.remove((process, command))
+                self._do(process, command, command.slots)
+                self.tier.apply(HostTierEvent(command.job, process, command.slots))
+
     def finish(self) -> None:
         while self._jobs:
             self.advance()

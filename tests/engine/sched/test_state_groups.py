@@ -7,6 +7,7 @@ before, so a state that somebody else has written, or that is applied twice, is 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from tests.engine.sched.factories import (
     remote_prefill,
     with_states,
 )
+from tests.engine.sched.returning_traffic import ReturningTraffic
 from tests.engine.sched.step_machine import StepMachine
 from tests.engine.sched.test_random_steps import Traffic
 
@@ -237,6 +239,95 @@ _SHAPES = (
     with_states(kv_layers(None, 6)),
     with_states(kv_layers(None), row_bytes=70),
 )
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_conversation_that_the_cache_forgot_comes_from_host_memory(depth: int) -> None:
+    """It comes with its states, and those behind its new turn are kept."""
+    machine = StepMachine(hybrid(max_num_batched_tokens=16), 24, depth=depth, num_host_slots=64)
+    prompt = list(range(1, 31))
+    assert caching(machine, "first", prompt, max_tokens=2) == 0
+    caching(machine, "other", [50] * 50, max_tokens=2)
+    longer = [*prompt, *range(40, 50)]
+    assert caching(machine, "second", longer, max_tokens=2) == 28
+    assert machine.scheduler.stats().prompt_tokens_loaded == 28
+    caching(machine, "another", [51] * 50, max_tokens=2)
+    assert caching(machine, "third", [*longer, 5], max_tokens=2) == 36
+    assert machine.scheduler.stats().prompt_tokens_loaded == 28 + 36
+
+
+def test_only_the_states_come_from_host_memory_where_the_cache_has_the_tokens() -> None:
+    """Copies of states are displaced before blocks of tokens, as nothing holds them."""
+    machine = StepMachine(hybrid(max_num_batched_tokens=16), 60, num_host_slots=64)
+    prompt = list(range(1, 31))
+    caching(machine, "first", prompt, max_tokens=2)
+    pool = machine.scheduler._kv_cache.block_pool
+    for block in [one for one in pool.blocks if one.block_hash and len(one.block_hash) == 33]:
+        pool.free_queue.remove(block)
+        pool.free_queue.appendleft(block)
+    pool.free_blocks(pool.get_new_blocks(2))
+    assert caching(machine, "again", prompt, max_tokens=2) == 28
+    assert machine.host is not None
+    assert machine.host.tier.counters["host_tier_loaded_blocks"] == 2
+
+
+def test_a_prefix_whose_state_is_damaged_is_computed() -> None:
+    machine = StepMachine(hybrid(max_num_batched_tokens=16), 24, num_host_slots=64)
+    prompt = list(range(1, 31))
+    caching(machine, "first", prompt, max_tokens=2)
+    caching(machine, "other", [50] * 50, max_tokens=2)
+    client = machine.add(make_request("again", prompt, max_tokens=2))
+    machine.schedule()
+    assert machine.host is not None
+    machine.host.fail_load()
+    machine.poll_connector()
+    computed = machine.scheduler.stats().prompt_tokens_computed
+    machine.finish()
+    assert client.num_cached_tokens == 0 and client.tokens == client.expected
+    assert machine.scheduler.stats().prompt_tokens_computed == computed + 30
+    machine.check_all_done()
+
+
+_FORGETFUL = (*_SHAPES, kv_layers(None, 7), kv_layers(None, 7, heads=2), kv_layers(7))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    layers=st.sampled_from(_FORGETFUL),
+    kinds=st.sampled_from([["local"], ["export", "local"], ["choices", "pull", "local"]]),
+)
+def test_random_traffic_with_tiers(seed: int, layers: tuple[object, ...], kinds: list[str]) -> None:
+    """Their processes die, and blocks are damaged. Windows are groups of their own, too."""
+    rng = random.Random(seed)
+    config = make_config(
+        kv_layers=layers,  # type: ignore[arg-type]
+        policy=rng.choice(["fcfs", "priority"]),
+        max_num_seqs=rng.choice([1, 3, 6]),
+        max_num_batched_tokens=rng.choice([6, 16, 64]),
+        max_model_len=64,
+    )
+    machine = StepMachine(
+        config,
+        rng.choice([22, 30, 48]),
+        depth=rng.choice([1, 2, 3]),
+        seed=seed,
+        num_host_slots=rng.choice([6, 12, 40]),
+        num_files=rng.choice([0, 20, 60]),
+    )
+    ReturningTraffic(machine, seed, kinds).run()
+
+
+def test_the_tiers_are_used_for_states() -> None:
+    totals = Counter[str]()
+    for seed in range(6):
+        config = make_config(kv_layers=_SHAPES[0], max_num_batched_tokens=16, max_model_len=64)
+        machine = StepMachine(config, 22, depth=2, seed=seed, num_host_slots=20, num_files=60)
+        ReturningTraffic(machine, seed, ["local"]).run()
+        assert machine.host is not None
+        totals.update({name: int(n) for name, n in machine.host.tier.counters.items()})
+    used = "loaded", "spilled", "fetched", "damaged", "lost"
+    assert all(totals[f"host_tier_{name}_blocks"] > 0 for name in used), totals
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,0 +1,76 @@
+"""Prefixes whose blocks lie behind the cache: in host memory, on disk, in a store.
+
+What must come for a prefix, in each group of layers:
+
+    full      the blocks behind those that the cache has, from the first on
+    window    of the blocks that the next token sees, those behind what the cache has of them
+    state     the copy that was kept behind just these tokens, into the request's own block
+
+1. `find`      how long is the longest prefix of which all groups have theirs?
+2. `names`     which blocks are these?
+3. `tables`    what the request begins with (`KVCacheManager.allocate_slots`)
+4. `blocks`    which of its blocks must be filled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.contracts.request import Request
+from engine.kv_cache.block_hash import BlockHash
+from engine.kv_cache.group_manager import BlockTables, GroupManager, IsBehind, RequestBlocks
+
+
+class PrefixesBehind:
+    """Reads `groups`, and the blocks of requests by id."""
+
+    def __init__(self, groups: Sequence[GroupManager], blocks: Mapping[str, RequestBlocks]) -> None:
+        self._groups = groups
+        self._by_need = sorted(groups, key=lambda group: not group.is_state)
+        """A prefix without its state is of no use, whatever there is of its tokens."""
+        self._blocks = blocks
+        self.is_chain = len(groups) == 1 and groups[0].sees_all
+        """A prefix is a chain of blocks, each of use with those before it."""
+
+    def find(self, request: Request, max_tokens: int, is_behind: IsBehind) -> int:
+        """Returns the tokens of the longest prefix of at most `max_tokens` of which each group has
+        all that the next token sees, in the cache or behind it; a state only behind it."""
+        num_tokens, index, num_agreed = max_tokens, 0, 0
+        while num_tokens and num_agreed < len(self._groups):
+            length = self._groups[index].find_behind(request, num_tokens, is_behind)
+            num_agreed = num_agreed + 1 if length == num_tokens else 1
+            num_tokens = length
+            index = (index + 1) % len(self._groups)
+        return num_tokens
+
+    def names(self, request: Request, num_tokens: int) -> tuple[list[BlockHash], list[BlockHash]]:
+        """Returns the names of what a prefix of `num_tokens` tokens has in the cache, and of what
+        must come for it, the most needed first."""
+        held, coming = list[BlockHash](), list[BlockHash]()
+        for group in self._by_need:
+            table = group.run_in_cache(request, num_tokens)
+            held += [block.block_hash for block in group.held(table) if block.block_hash]
+            coming += group.names_behind(request, len(table), num_tokens)
+        return held, coming
+
+    def tables(self, request: Request, cached: BlockTables, num_tokens: int) -> BlockTables:
+        """Returns the tables of a request that has `cached` and whose first `num_tokens` tokens
+        come: what each group has of them, from the first block that is seen on without a gap."""
+        if self.is_chain:
+            return cached
+        return [group.run_in_cache(request, num_tokens) for group in self._groups]
+
+    def blocks(
+        self, request: Request, num_before: int, num_tokens: int
+    ) -> tuple[list[BlockHash], list[int]]:
+        """Returns names and ids of the request's blocks that must be filled for its first
+        `num_tokens` tokens, of which `num_before` have their KV."""
+        own = self._blocks[request.request_id]
+        names, ids = list[BlockHash](), list[int]()
+        for group in self._by_need:
+            first = group.first_to_fill(own, num_before, num_tokens)
+            coming = group.names_behind(request, first, num_tokens)
+            names += coming
+            table = own.tables[group.index]
+            ids += [block.block_id for block in table[first : first + len(coming)]]
+        return names, ids
