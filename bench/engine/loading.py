@@ -20,33 +20,31 @@ A rank on a GPU has launched a kernel before: Triton takes 0.1 s to begin with, 
 
 from __future__ import annotations
 
-import argparse
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import local
 
-import msgspec
 import torch
 from safetensors.torch import save_file
 
 from bench.arguments import parser_of
+from bench.engine.models.shapes import config_json
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.models import content_digests
 from engine.models.checkpoint import load_model_config
-from engine.models.content_digests import FileDigests
 from engine.models.factory import create_model
 from engine.models.identity import IdentityJob
 from engine.models.loader import load_weights, num_reading_threads
@@ -74,21 +72,15 @@ class Load:
 def write_checkpoint(folder: Path, num_bytes: int) -> None:
     """Writes about `num_bytes` of random weights, in files of a GiB."""
     layers = max(1, (num_bytes - 2 * _VOCAB * _HIDDEN) // _LAYER_BYTES)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": _HIDDEN, "vocab_size": _VOCAB,
-        "intermediate_size": _WIDTH, "num_hidden_layers": layers, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    changed = {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config_json("llama-3.1-8b") | changed))
     held: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
     for name, shape in _shapes(layers):
         held[name] = torch.empty(shape, dtype=torch.int16).random_().view(torch.bfloat16)
         if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
             _write_shard(folder, held, weight_map)
-    if held:
-        _write_shard(folder, held, weight_map)
+    _write_shard(folder, held, weight_map)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
 
@@ -116,13 +108,13 @@ def _shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (_HIDDEN,)
 
 
-def read_s(files: list[Path], num_threads: int, into: bool) -> float:
-    """Returns the seconds that reading all bytes takes. `into`: into new memory for all of them."""
+def read(files: list[Path], *, into: bool) -> Load:
+    """Returns what reading all bytes takes. `into`: into new memory for all of them."""
     sizes = [file.stat().st_size for file in files]
     whole = memoryview(torch.empty(sum(sizes), dtype=torch.uint8).numpy()) if into else None
     own = local()
     began = time.perf_counter()
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(num_reading_threads()) as pool:
         first, reads = 0, []
         for file, size in zip(files, sizes, strict=True):
             descriptor = os.open(file, os.O_RDONLY)
@@ -131,9 +123,10 @@ def read_s(files: list[Path], num_threads: int, into: bool) -> float:
                 place = None if whole is None else whole[first + start : first + start + count]
                 reads.append(pool.submit(_read, descriptor, start, count, place, own))
             first += size
-        for read in reads:
-            read.result()
-    return time.perf_counter() - began
+        for one in reads:
+            one.result()
+    seconds = time.perf_counter() - began
+    return Load(seconds, seconds, 0)
 
 
 def _read(file: int, start: int, count: int, place: memoryview | None, own: local) -> None:
@@ -148,24 +141,20 @@ def _read(file: int, start: int, count: int, place: memoryview | None, own: loca
 
 def load(folder: Path, device: str, *, with_identity: bool) -> Load:
     """Loads in a process of its own; this one is the engine core, which has the identity."""
-    command = [sys.executable, "-m", "bench.engine.loading", "--rank"]
-    command += ["--model", str(folder), "--device", device]
-    command += ["--identity"] if with_identity else []
-    config = _engine(folder)
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank,
-        no_known_digests(),
-    ):
-        assert rank.stdin is not None and rank.stdout is not None
-        assert rank.stdout.readline() == "ready\n"
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=run_rank, args=(theirs, folder, device, with_identity))
+    rank.start()
+    with no_known_digests():
+        ours.recv()
         began = time.perf_counter()
-        rank.stdin.write("go\n")
-        rank.stdin.flush()
-        found = json.loads(rank.stdout.readline())
+        ours.send("go")
+        seconds, peak, digests = ours.recv()
         if with_identity:
-            IdentityJob(config).result(msgspec.convert(found["digests"], list[FileDigests]))
+            IdentityJob(_engine(folder)).result(digests)
         all_s = time.perf_counter() - began
-    return Load(found["seconds"], all_s, found["peak"])
+    rank.join()
+    return Load(seconds, all_s, peak)
 
 
 @contextmanager
@@ -180,26 +169,24 @@ def no_known_digests() -> Iterator[None]:
             content_digests.store_folder = before
 
 
-def be_a_rank(folder: Path, device: str, *, with_identity: bool) -> None:
-    """Is the process that loads: says that it is ready, waits, loads, and says what it took."""
+def run_rank(core: Connection, folder: Path, device: str, with_identity: bool) -> None:
+    """Loads when it is told to, and sends what it took: seconds, peak bytes, digests."""
     config = _engine(folder)
     ids = torch.zeros(1, dtype=torch.int32, device=device)
     ops.embedding(ids, torch.ones(16, 64, dtype=torch.bfloat16, device=device))
     model = create_model(config, ParallelPlace(range(config.model.num_layers)), device)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    print("ready", flush=True)
-    sys.stdin.readline()
+    core.send("ready")
+    core.recv()
     began = time.perf_counter()
     digests = PassingDigests() if with_identity else None
     with no_known_digests():
         load_weights(model, config, lambda fraction: None, digests=digests)
-        found = digests.complete() if digests is not None else ()
+        found = list(digests.complete()) if digests is not None else []
     seconds = time.perf_counter() - began
     weights = sum(part.nbytes for part in model.parameters()) if device == "cpu" else 0
-    peak = _status("VmHWM") - before - weights
-    told = {"seconds": seconds, "peak": peak, "digests": msgspec.to_builtins(found)}
-    print(json.dumps(told), flush=True)
+    core.send((seconds, _status("VmHWM") - before - weights, found))
 
 
 def _engine(folder: Path) -> EngineConfig:
@@ -225,15 +212,14 @@ def measure(folder: Path, device: str, rounds: int, *, is_cached: bool) -> dict[
     """Returns the figures of one state of the page cache; each kind has it anew."""
     files = sorted(folder.glob("*.safetensors"))
     gib = sum(file.stat().st_size for file in files) / GIB
-    num_threads = num_reading_threads()
     kinds: dict[str, Callable[[], Load]] = {
-        "read": lambda: _plain(files, num_threads, into=False),
-        "into": lambda: _plain(files, num_threads, into=True),
+        "read": lambda: read(files, into=False),
+        "into": lambda: read(files, into=True),
         "load": lambda: load(folder, device, with_identity=False),
         "identity": lambda: load(folder, device, with_identity=True),
     }
     found: dict[str, list[Load]] = {kind: [] for kind in kinds}
-    read_s(files, num_threads, into=False)
+    read(files, into=False)
     for _ in range(rounds):
         for kind, run in kinds.items():
             if not is_cached:
@@ -250,11 +236,6 @@ def measure(folder: Path, device: str, rounds: int, *, is_cached: bool) -> dict[
     }
 
 
-def _plain(files: list[Path], num_threads: int, *, into: bool) -> Load:
-    seconds = read_s(files, num_threads, into)
-    return Load(seconds, seconds, 0)
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a folder; default: one is written")
@@ -262,12 +243,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", default="loading", help="name of the result")
-    for hidden in ("--rank", "--identity"):
-        parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.rank:
-        be_a_rank(given.model, given.device, with_identity=given.identity)
-        return
     folder = given.model or Path(tempfile.mkdtemp(prefix="loading-"))
     try:
         if given.model is None:
