@@ -30,32 +30,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
 from bench.arguments import parser_of
+from bench.engine.models.shapes import config_json
 from bench.record import write_result
+from bench.serving.openai_stream import Outcome, stream_completion
 from tests.lossy_switch import Conditions, LossySwitch, opened_switch
 
 PREFILLS = ("p0", "p1")
 DECODES = ("d0", "d1")
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 2048,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 0,
-}
+_MODEL = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+_CONFIG = {**config_json("tiny"), **_MODEL, **_HEADS, "max_position_embeddings": 4096}
 _LONG, _SHORT = 1250, 40
 _NUM_TOKENS = 12
 _NUM_SHORT = 4
@@ -90,20 +80,6 @@ ROWS = {
     "black-hole": Row(Conditions(mtu=1400)),
     "one-20mbit": Row(Conditions(rate=20 * _MBIT), num_long=4, nodes=("p0",)),
 }
-
-
-@dataclass(slots=True)
-class Answer:
-    """Holds what a client saw. Times are seconds from the request's start."""
-
-    tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    prefill_node: str = ""
-    error: str = ""
-
-    @property
-    def longest_silence_s(self) -> float:
-        return max(late - soon for soon, late in zip([0.0, *self.times], self.times, strict=False))
 
 
 class Nodes:
@@ -157,51 +133,39 @@ def prompt(num_tokens: int, seed: str) -> list[int]:
     return [rng.randrange(3, 2048) for _ in range(num_tokens)]
 
 
-async def ask(session: aiohttp.ClientSession, url: str, tokens: list[int], answer: Answer) -> None:
+async def ask(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> Outcome:
     body = {
         "model": "m", "prompt": tokens, "max_tokens": _NUM_TOKENS, "seed": 1, "stream": True,
         "temperature": 0, "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
-    at = time.monotonic()
-    try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            answer.prefill_node = response.headers.get("x-tandem-prefill-node", "")
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                for choice in event.get("choices", ()):
-                    new = choice.get("token_ids") or ()
-                    answer.tokens += new
-                    answer.times += [time.monotonic() - at] * len(new)
-                if "error" in event:
-                    answer.error = str(event["error"])
-    except (aiohttp.ClientError, TimeoutError) as error:
-        answer.error = repr(error)
+    outcome, headers = Outcome(time.perf_counter()), {"content-type": "application/json"}
+    path = f"{url}/v1/completions"
+    await stream_completion(session, path, json.dumps(body).encode(), headers, outcome)
+    return outcome
 
 
-async def wave(url: str, num_long: int, seed: str) -> tuple[list[Answer], list[Answer]]:
+async def wave(url: str, num_long: int, seed: str) -> dict[str, list[Outcome]]:
     """Returns the answers to long and to short prompts."""
-    long, short = [[Answer() for _ in range(count)] for count in (num_long, _NUM_SHORT)]
     timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
-        for i, answer in enumerate(long):
-            tasks.create_task(ask(session, url, prompt(_LONG, f"{seed}-long-{i}"), answer))
-        await asyncio.sleep(_SHORT_AFTER_S)
-        for i, answer in enumerate(short):
-            tasks.create_task(ask(session, url, prompt(_SHORT, f"{seed}-short-{i}"), answer))
-    return long, short
+    tasks: dict[str, list[asyncio.Task[Outcome]]] = {}
+    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as group:
+        for kind, length, count in (("long", _LONG, num_long), ("short", _SHORT, _NUM_SHORT)):
+            prompts = [prompt(length, f"{seed}-{kind}-{i}") for i in range(count)]
+            tasks[kind] = [group.create_task(ask(session, url, one)) for one in prompts]
+            await asyncio.sleep(_SHORT_AFTER_S)
+    return {kind: [task.result() for task in found] for kind, found in tasks.items()}
 
 
-def figures_of(answers: Sequence[Answer]) -> dict[str, object]:
-    whole = [answer for answer in answers if len(answer.times) > 1]
-    firsts, seconds = ([answer.times[i] for answer in whole] for i in (0, 1))
+def figures_of(answers: Sequence[Outcome]) -> dict[str, object]:
+    whole = [answer for answer in answers if len(answer.chunks) > 1]
+    firsts, seconds = ([answer.chunks[i] - answer.due for answer in whole] for i in (0, 1))
+    silences = [max(answer.ttft_s, *answer.gaps_s) for answer in whole]
     places = Counter(answer.prefill_node for answer in answers)
     return {
         "first token s p50": round(statistics.median(firsts), 2) if whole else None,
         "second token s p50": round(statistics.median(seconds), 2) if whole else None,
         "second token s max": round(max(seconds), 2) if whole else None,
-        "longest silence s": round(max(a.longest_silence_s for a in whole), 2) if whole else None,
+        "longest silence s": round(max(silences), 2) if whole else None,
         "told as prefilled at": dict(sorted(places.items())),
         "errors": [answer.error for answer in answers if answer.error],
     }
@@ -217,12 +181,11 @@ async def measure(switch: LossySwitch, row: Row, right: dict[str, list[int]]) ->
     figures: dict[str, object] = {}
     num_wrong = 0
     for number in (1, 2):
-        long, short = await wave(url, row.num_long, f"wave-{number}")
-        for kind, answers in (("long", long), ("short", short)):
+        for kind, answers in (await wave(url, row.num_long, f"wave-{number}")).items():
             figures[f"wave {number}, {kind}"] = figures_of(answers)
             for i, answer in enumerate(answers):
                 name = f"{number}-{kind}-{i}"
-                num_wrong += right.setdefault(name, answer.tokens) != answer.tokens
+                num_wrong += right.setdefault(name, answer.token_ids) != answer.token_ids
     return {**figures, "other answers than in the first row": num_wrong}
 
 
@@ -230,14 +193,13 @@ async def until_ready(url: str) -> None:
     """Returns once a prompt goes all the way. Raises TimeoutError."""
     async with asyncio.timeout(_READY_S), aiohttp.ClientSession() as session:
         for i in range(1000):
-            answer = Answer()
-            await ask(session, url, prompt(_SHORT, f"ready-{i}"), answer)
-            if answer.tokens and answer.prefill_node not in ("", "local"):
+            answer = await ask(session, url, prompt(_SHORT, f"ready-{i}"))
+            if answer.token_ids and answer.prefill_node not in ("", "local"):
                 break
             await asyncio.sleep(0.5)
         # Each pair of nodes has connections, and has computed something, before it counts.
         for i in range(12):
-            await ask(session, url, prompt(_LONG // 4, f"warm-{i}"), Answer())
+            await ask(session, url, prompt(_LONG // 4, f"warm-{i}"))
 
 
 @contextmanager

@@ -70,6 +70,8 @@ class Outcome:
     error: str | None = None
     timeline: dict[str, Any] | None = None
     """Tells what tandem says of the request, where it was asked to (`x-tandem-timeline`)."""
+    prefill_node: str = ""
+    """Names the node that tandem's header does."""
 
     @property
     def complete(self) -> bool:
@@ -112,6 +114,7 @@ async def stream_completion(
     outcome.sent = time.perf_counter()
     try:
         async with client.post(url, data=body, headers=headers) as response:
+            outcome.prefill_node = response.headers.get("x-tandem-prefill-node", "")
             if response.status != 200:
                 outcome.error = f"HTTP {response.status}: {_error_text(await response.text())}"
                 return

@@ -55,6 +55,27 @@ class PagedInputs:
         return [partial(attend, self.q, cache, self.metadata, SCALE) for cache in self.kv_caches]
 
 
+def scattered(
+    seq_lens: list[int], query_lens: list[int], block_size: int, window: int | None = None
+) -> tuple[AttentionMetadata, int]:
+    """Returns requests whose blocks lie anywhere, and the number of blocks."""
+    blocks = [-(-length // block_size) for length in seq_lens]
+    order = torch.randperm(sum(blocks), device="cuda").int()
+    tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32, device="cuda")
+    for table, own in zip(tables, order.split(blocks), strict=True):
+        table[: len(own)] = own
+    metadata = AttentionMetadata(
+        block_tables=tables,
+        query_start_loc=torch.tensor([0, *query_lens], device="cuda").cumsum(0).int(),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
+        num_decodes=next((r for r, n in enumerate(query_lens) if n > 1), len(query_lens)),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        window=window,
+    )
+    return metadata, sum(blocks)
+
+
 def paged_inputs(
     seq_lens: list[int],
     query_lens: list[int],
@@ -62,29 +83,13 @@ def paged_inputs(
     most_caches: int = 32,
     kv_dtype: torch.dtype = BF16,
 ) -> PagedInputs:
-    """Makes scattered blocks; several caches, as the layers of a model have."""
-    blocks = [-(-n // block_size) for n in seq_lens]
-    num_blocks = sum(blocks) + 1
-    order = torch.randperm(num_blocks, device="cuda").int()
-    tables = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32, device="cuda")
-    taken = 0
-    for r, n in enumerate(blocks):
-        tables[r, :n] = order[taken : taken + n]
-        taken += n
+    """Makes several caches, as the layers of a model have."""
+    metadata, num_blocks = scattered(seq_lens, query_lens, block_size)
     kv_bytes = 2 * sum(seq_lens) * NUM_KV_HEADS * HEAD_DIM * kv_dtype.itemsize
     caches = [
         randn(num_blocks, 2, NUM_KV_HEADS, block_size, HEAD_DIM).to(kv_dtype)
         for _ in range(rotations(kv_bytes, most_caches))
     ]
-    bounds = torch.tensor([0, *query_lens], device="cuda").cumsum(0).int()
-    metadata = AttentionMetadata(
-        block_tables=tables,
-        query_start_loc=bounds,
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
-        num_decodes=next((r for r, n in enumerate(query_lens) if n > 1), len(query_lens)),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-    )
     q = randn(sum(query_lens), NUM_Q_HEADS, HEAD_DIM)
     ones = torch.ones(NUM_KV_HEADS, device="cuda")
     scales = KVScales(ones, ones) if kv_dtype == E4M3 else None

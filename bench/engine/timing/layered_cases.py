@@ -10,10 +10,9 @@ from functools import partial
 import torch
 
 from bench.engine.timing.device_time import rotations
-from bench.engine.timing.kernel_cases import BF16, Case, randn
+from bench.engine.timing.kernel_cases import BF16, Case, randn, scattered
 from engine.head_sizes import HeadSizes
 from tandem_kernels import ops
-from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_pages import KVPages, PagedKV
 
 
@@ -65,33 +64,18 @@ def _given(
     """Returns calls over several caches, the bytes of queries, and those of keys and values that
     are seen."""
     heads, size = kind.heads, kind.block_size
-    blocks = [-(-length // size) for length in seq_lens]
-    order = torch.randperm(sum(blocks), device="cuda").int()
-    tables = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32, device="cuda")
-    taken = 0
-    for row, count in enumerate(blocks):
-        tables[row, :count] = order[taken : taken + count]
-        taken += count
+    metadata, num_blocks = scattered(seq_lens, query_lens, size, kind.window)
     seen = [
         length if kind.window is None else min(length, kind.window + new - 1)
         for length, new in zip(seq_lens, query_lens, strict=True)
     ]
     kv_bytes = 2.0 * sum(seen) * heads.num_kv_heads * (heads.head_dim + heads.v_head_dim)
-    metadata = AttentionMetadata(
-        block_tables=tables,
-        query_start_loc=torch.tensor([0, *query_lens], device="cuda").cumsum(0).int(),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
-        num_decodes=0 if max(query_lens) > 1 else len(query_lens),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        window=kind.window,
-    )
     q = randn(sum(query_lens), heads.num_heads, heads.head_dim)
     sinks = torch.randn(heads.num_heads, device="cuda") if kind.has_sinks else None
     scale = heads.head_dim**-0.5
     calls: list[Callable[[], object]] = [
         partial(ops.paged_attention, q, cache, metadata, scale, 0.0, sinks)
-        for cache in _caches(heads, size, sum(blocks), rotations(kv_bytes, 16))
+        for cache in _caches(heads, size, num_blocks, rotations(kv_bytes, 16))
     ]
     return calls, float(q.nbytes), kv_bytes
 

@@ -16,9 +16,8 @@ from functools import partial
 
 import torch
 
-from bench.engine.timing.kernel_cases import BF16, Case, randn
+from bench.engine.timing.kernel_cases import BF16, Case, randn, scattered
 from tandem_kernels import ops
-from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.kv_scales import E4M3
@@ -46,7 +45,7 @@ def sparse_cases() -> Iterator[Case]:
 
 
 def _cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[Case]:
-    metadata, num_blocks = _metadata(seq_lens, query_lens)
+    metadata, num_blocks = scattered(seq_lens, query_lens, _BLOCK)
     num_tokens, contexts = sum(query_lens), sum(seq_lens)
     pages = IndexPages(
         torch.randint(0, 0x70, (num_blocks, _BLOCK, _INDEX_DIM), dtype=torch.uint8, device="cuda")
@@ -92,7 +91,7 @@ def _cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[C
 
 
 def _block_cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[Case]:
-    metadata, num_blocks = _metadata(seq_lens, query_lens)
+    metadata, num_blocks = scattered(seq_lens, query_lens, _BLOCK)
     num_tokens, contexts = sum(query_lens), sum(seq_lens)
     is_decode = max(query_lens) == 1
     positions = [
@@ -132,21 +131,3 @@ def _of_expanded(num_queries: int, num_keys: int, heads: int) -> Callable[[], ob
     )
     batch = RaggedBatch(*bounds, num_queries, num_keys, causal=True)
     return partial(ops.ragged_attention, queries, keys, values, batch, _SCALE)
-
-
-def _metadata(seq_lens: list[int], query_lens: list[int]) -> tuple[AttentionMetadata, int]:
-    """Returns requests whose blocks lie anywhere, and the number of blocks."""
-    blocks = [-(-length // _BLOCK) for length in seq_lens]
-    order = torch.randperm(sum(blocks), device="cuda").int()
-    tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32, device="cuda")
-    for table, own in zip(tables, order.split(blocks), strict=True):
-        table[: len(own)] = own
-    metadata = AttentionMetadata(
-        block_tables=tables,
-        query_start_loc=torch.tensor([0, *query_lens], device="cuda").cumsum(0).int(),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
-        num_decodes=len(query_lens) if max(query_lens) == 1 else 0,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-    )
-    return metadata, sum(blocks)
