@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 Figures = dict[str, Any]
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
     """Interpolates linearly between the two nearest ranks."""
-    rank = (len(ordered) - 1) * part
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+    return float(np.quantile(ordered, part))
+
+
+def one_queue(prompts: Sequence[tuple[float, float]], num_servers: int) -> list[float]:
+    """Returns what each of `prompts` (arrival, service) would wait and take if servers took them
+    from one queue, in order: nothing knows better without knowing lengths. Seconds."""
+    free_at, found = [0.0] * num_servers, []
+    for at_s, service_s in prompts:
+        end = max(at_s, free_at[0]) + service_s
+        heapq.heapreplace(free_at, end)
+        found.append(end - at_s)
+    return found
 
 
 def distribution(values: Sequence[float], unit: float = 1.0) -> Figures | None:

@@ -170,7 +170,7 @@ def no_known_digests() -> Iterator[None]:
 
 
 def run_rank(core: Connection, folder: Path, device: str, with_identity: bool) -> None:
-    """Loads when it is told to, and sends what it took: seconds, peak bytes, digests."""
+    """Loads once the core has sent a word, and answers with seconds, peak bytes and digests."""
     config = _engine(folder)
     ids = torch.zeros(1, dtype=torch.int32, device=device)
     ops.embedding(ids, torch.ones(16, 64, dtype=torch.bfloat16, device=device))

@@ -18,11 +18,13 @@ import random
 import statistics
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from bench.arguments import parser_of
+from bench.figures import percentile
 from bench.record import write_result
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.contracts.messages import EngineCoreRequest
@@ -42,24 +44,6 @@ _MAX_MODEL_LEN = 4096
 _MAX_NUM_BATCHED_TOKENS = 8192
 _WARM_UP_STEPS = 100
 _ROUNDS = 3
-
-
-@dataclass(slots=True)
-class StepCost:
-    """One batch size. Times in microseconds, over all measured steps."""
-
-    batch: int
-    block_size: int
-    depth: int
-    aligned: bool
-    schedule_us: float
-    update_us: float
-    step_us: float
-    step_p99_us: float
-    step_max_us: float
-    encode_us: float
-    message_bytes: float
-    message_bytes_max: int
 
 
 def make_config(batch: int, block_size: int) -> EngineConfig:
@@ -183,14 +167,15 @@ def run_steps(scheduler: Scheduler, workers: Workers, depth: int, num_steps: int
 
 def measure(
     batch: int, block_size: int, depth: int, num_steps: int, *, aligned: bool = False
-) -> StepCost:
+) -> dict[str, Any]:
+    """Returns the costs of one batch size: microseconds over all measured steps, and bytes."""
     rounds = [_measure_once(batch, block_size, depth, num_steps, aligned) for _ in range(_ROUNDS)]
-    return min(rounds, key=lambda cost: cost.step_us)
+    return min(rounds, key=lambda cost: cost["step_us"])
 
 
 def _measure_once(
     batch: int, block_size: int, depth: int, num_steps: int, aligned: bool
-) -> StepCost:
+) -> dict[str, Any]:
     rng = random.Random(batch)
     config = make_config(batch, block_size)
     scheduler = Scheduler(config, batch * -(-_MAX_MODEL_LEN // block_size), NoConnectorScheduler())
@@ -200,20 +185,20 @@ def _measure_once(
     assert stats.num_running == batch
     assert stats.num_preemptions == 0
     total = sorted(s + u for s, u in zip(samples.schedule, samples.update, strict=True))
-    return StepCost(
-        batch=batch,
-        block_size=block_size,
-        depth=depth,
-        aligned=aligned,
-        schedule_us=round(statistics.median(samples.schedule), 1),
-        update_us=round(statistics.median(samples.update), 1),
-        step_us=round(statistics.median(total), 1),
-        step_p99_us=round(total[int(0.99 * len(total))], 1),
-        step_max_us=round(total[-1], 1),
-        encode_us=round(statistics.median(samples.encode), 1),
-        message_bytes=round(statistics.mean(samples.sizes), 1),
-        message_bytes_max=max(samples.sizes),
-    )
+    return {
+        "batch": batch,
+        "block_size": block_size,
+        "depth": depth,
+        "aligned": aligned,
+        "schedule_us": round(statistics.median(samples.schedule), 1),
+        "update_us": round(statistics.median(samples.update), 1),
+        "step_us": round(statistics.median(total), 1),
+        "step_p99_us": round(percentile(total, 0.99), 1),
+        "step_max_us": round(total[-1], 1),
+        "encode_us": round(statistics.median(samples.encode), 1),
+        "message_bytes": round(statistics.mean(samples.sizes), 1),
+        "message_bytes_max": max(samples.sizes),
+    }
 
 
 def main() -> None:
@@ -227,7 +212,7 @@ def main() -> None:
         for batch in _BATCHES
     ]
     aligned = measure(256, 16, 1, steps, aligned=True)
-    rows = [asdict(cost) for cost in [*costs, aligned]]
+    rows = [*costs, aligned]
     for row in rows:
         print(json.dumps(row))
     print(f"written to {write_result('scheduler', {'steps': rows})}")

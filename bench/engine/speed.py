@@ -207,7 +207,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=numbers, default=[], help="tokens of each, by comma")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
-    parser.add_argument("--all-reduce", default="auto", help="see the setting")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="", help="of the weights")
     parser.add_argument(
         "--kv-cache-dtype",
@@ -222,16 +221,10 @@ def parse_arguments() -> argparse.Namespace:
         "--drafts", type=int, default=0, help="planted ones, this many at most, in place of cases"
     )
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
-    parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument(
-        "--attention-backend", choices=("auto", "triton", "flash-attn"), default="auto"
-    )
-    parser.add_argument("--deterministic", action="store_true", help="see the setting")
     parser.add_argument(
         "--disabled-fast-paths", default="", help="comma separated; see the setting"
     )
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="see the setting")
-    parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
     arguments = parser.parse_args()
     if (arguments.breakdown or arguments.uniform_routing) and arguments.tp > 1:
@@ -242,15 +235,10 @@ def parse_arguments() -> argparse.Namespace:
 def config_of(arguments: argparse.Namespace) -> EngineConfig:
     return shape_config(
         arguments.shape,
-        enforce_eager=arguments.enforce_eager,
-        attention_backend=arguments.attention_backend,
-        deterministic=arguments.deterministic,
         disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
-        capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=max([9216, *(length + 64 for length in arguments.prompts)]),
         tensor_parallel_size=arguments.tp,
-        all_reduce=arguments.all_reduce,
         quantization=arguments.quantization,
         kv_cache_dtype=arguments.kv_cache_dtype,
     )

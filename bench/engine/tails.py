@@ -25,6 +25,7 @@ from pathlib import Path
 
 from bench.arguments import parser_of
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
+from bench.figures import percentile
 from bench.record import write_result
 from engine.speed.offline_engine import OfflineEngine, StepResult, offline_engine
 
@@ -123,10 +124,6 @@ def measure(engine: OfflineEngine, rows: int, context: int, num_steps: int) -> l
     return compared(watch.steps())
 
 
-def at_share(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
@@ -144,7 +141,7 @@ def main() -> None:
         engine.run([engine.request(100, 20) for _ in range(4)])
         steps = measure(engine, arguments.rows, arguments.context, arguments.steps)
     ratios = [step.ratio for step in steps]
-    shares = {f"p{100 * share:g}": at_share(ratios, share) for share in (0.5, 0.9, 0.99, 0.999)}
+    shares = {f"p{100 * share:g}": percentile(ratios, share) for share in (0.5, 0.9, 0.99, 0.999)}
     worst = sorted(steps, key=lambda step: -step.ratio)[:_WORST]
     for step in worst:
         print(step)

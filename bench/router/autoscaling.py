@@ -25,11 +25,14 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 from bench.arguments import names_among, parser_of
 from bench.engine.speed_profiles import PROFILES
+from bench.figures import percentile
 from bench.record import RESULTS, write_result
 from bench.router.elastic_cluster import ElasticCluster
 from bench.router.hpa import DEFAULT_DOWN, DEFAULT_UP, SYNC_S, Hpa, Rules, ScalingPolicy
@@ -175,24 +178,8 @@ def _batch_limit() -> int:
 # Runs -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Holds what one scaler made of one trace. `attained`: requests whose TTFT and mean time
-    between tokens were within the objectives. Hours of GPUs."""
-
-    trace: str
-    scaler: str
-    setting: float
-    requests: int
-    attained: float
-    ttft_p99_s: float
-    gpu_hours: float
-    prefill_hours: float
-    decode_hours: float
-    most_prefill: int
-    most_decode: int
-    changes: int
-    wall_s: float
+Run = dict[str, Any]
+"""What one scaler made of one trace."""
 
 
 class _Autoscaled(ElasticCluster):
@@ -200,6 +187,8 @@ class _Autoscaled(ElasticCluster):
 
 
 def run(scaler: Scaler, traffic: Traffic) -> Run:
+    """Returns figures; `attained`: the share of requests whose TTFT and mean time between tokens
+    were within the objectives."""
     began = time.perf_counter()
     evaluator = Evaluator(PROFILE, traffic, OBJECTIVES)
     speed = evaluator.times.tokens_per_s(round(traffic.mean_prompt))
@@ -215,15 +204,10 @@ def run(scaler: Scaler, traffic: Traffic) -> Run:
         batched=True,
         overhead_s=PROFILE.overhead_s,
     )
-    cluster = _Autoscaled(
-        shape,
-        lambda registry, rng: TandemPolicy(
-            registry, rng, TandemParameters(prefill_tokens_per_s=speed)
-        ),
-        1,
-        ScalingObjectives(OBJECTIVES.ttft_s, OBJECTIVES.itl_s),
-        START_S,
-    )
+    parameters = TandemParameters(prefill_tokens_per_s=speed)
+    objectives = ScalingObjectives(OBJECTIVES.ttft_s, OBJECTIVES.itl_s)
+    make_policy = partial(TandemPolicy, parameters=parameters)
+    cluster = _Autoscaled(shape, make_policy, 1, objectives, START_S)
     cluster.prompt_tokens_per_s = speed
     log = _autoscale(cluster, scaler)
     measured = cluster.run(traffic.sim_requests(), 0.0)
@@ -231,21 +215,21 @@ def run(scaler: Scaler, traffic: Traffic) -> Run:
     good = sum(
         ttft <= OBJECTIVES.ttft_s and gap <= OBJECTIVES.itl_s for _, ttft, gap in measured.answers
     )
-    return Run(
-        trace=traffic.name,
-        scaler=scaler.kind,
-        setting=scaler.setting,
-        requests=len(traffic.arrivals),
-        attained=good / len(traffic.arrivals),
-        ttft_p99_s=sorted(measured.ttft_s)[int(0.99 * len(measured.ttft_s))],
-        gpu_hours=sum(hours.values()),
-        prefill_hours=hours[NodeRole.PREFILL],
-        decode_hours=hours[NodeRole.DECODE],
-        most_prefill=max(counts[NodeRole.PREFILL] for counts in log),
-        most_decode=max(counts[NodeRole.DECODE] for counts in log),
-        changes=sum(a != b for a, b in pairwise(log)),
-        wall_s=time.perf_counter() - began,
-    )
+    return {
+        "trace": traffic.name,
+        "scaler": scaler.kind,
+        "setting": scaler.setting,
+        "requests": len(traffic.arrivals),
+        "attained": good / len(traffic.arrivals),
+        "ttft_p99_s": percentile(measured.ttft_s, 0.99),
+        "gpu_hours": sum(hours.values()),
+        "prefill_hours": hours[NodeRole.PREFILL],
+        "decode_hours": hours[NodeRole.DECODE],
+        "most_prefill": max(counts[NodeRole.PREFILL] for counts in log),
+        "most_decode": max(counts[NodeRole.DECODE] for counts in log),
+        "changes": sum(a != b for a, b in pairwise(log)),
+        "wall_s": time.perf_counter() - began,
+    }
 
 
 def _autoscale(cluster: ElasticCluster, scaler: Scaler) -> list[dict[NodeRole, int]]:
@@ -274,17 +258,12 @@ def compare(runs: list[Run]) -> list[dict[str, object]]:
     """Returns, for each trace and setting of the signal, what each other scaler would cost at the
     same attainment, and what the signal saves; None where no setting of it attains as much."""
     found = []
-    for ours in (run for run in runs if run.scaler == "slo"):
-        row: dict[str, object] = {
-            "trace": ours.trace,
-            "setting": ours.setting,
-            "attained": ours.attained,
-            "gpu_hours": ours.gpu_hours,
-        }
+    for ours in (run for run in runs if run["scaler"] == "slo"):
+        row = {name: ours[name] for name in ("trace", "setting", "attained", "gpu_hours")}
         for kind in ("busy", "backlog"):
-            theirs = [run for run in runs if (run.trace, run.scaler) == (ours.trace, kind)]
-            hours = hours_at(ours.attained, theirs)
-            row[kind] = hours and {"gpu_hours": hours, "saved": 1 - ours.gpu_hours / hours}
+            theirs = [r for r in runs if (r["trace"], r["scaler"]) == (ours["trace"], kind)]
+            hours = hours_at(ours["attained"], theirs)
+            row[kind] = hours and {"gpu_hours": hours, "saved": 1 - ours["gpu_hours"] / hours}
         found.append(row)
     return found
 
@@ -293,12 +272,11 @@ def hours_at(attained: float, runs: list[Run]) -> float | None:
     """Returns the fewest GPU-hours at which one of `runs`, or a setting between two of them, would
     attain this much; None if none does. Between two settings both figures are interpolated, which
     favours their scaler when it is convex."""
-    points = [(run.attained, run.gpu_hours) for run in runs]
+    points = [(run["attained"], run["gpu_hours"]) for run in runs]
     enough = [hours for part, hours in points if part >= attained]
-    for low, low_h in points:
-        for high, high_h in points:
-            if low < attained <= high:
-                enough.append(low_h + (high_h - low_h) * (attained - low) / (high - low))
+    for (low, low_h), (high, high_h) in product(points, points):
+        if low < attained <= high:
+            enough.append(low_h + (high_h - low_h) * (attained - low) / (high - low))
     return min(enough, default=None)
 
 
@@ -306,24 +284,16 @@ def keep(runs: list[Run]) -> None:
     """Keeps runs in the result file, in place of the last ones of the same trace and scaler."""
     path = RESULTS / "autoscaling.json"
     old = json.loads(path.read_text())["figures"]["runs"] if path.exists() else []
-    mine = {(run.trace, run.scaler) for run in runs}
-    others = [run for run in (Run(**row) for row in old) if (run.trace, run.scaler) not in mine]
-    both = [*others, *runs]
-    figures = {
-        "start_s": START_S,
-        "objectives": asdict(OBJECTIVES),
-        "runs": [asdict(run) for run in both],
-        "comparison": compare(both),
-    }
-    print(write_result("autoscaling", figures))
+    mine = {(run["trace"], run["scaler"]) for run in runs}
+    both = [*(run for run in old if (run["trace"], run["scaler"]) not in mine), *runs]
+    figures = {"start_s": START_S, "objectives": asdict(OBJECTIVES), "runs": both}
+    print(write_result("autoscaling", {**figures, "comparison": compare(both)}))
 
 
-def table(run: Run) -> str:
-    return (
-        f"| {run.trace} | {run.scaler} {run.setting:g} | {run.attained:.1%} | {run.ttft_p99_s:.1f} "
-        f"| {run.gpu_hours:.2f} | {run.prefill_hours:.2f} + {run.decode_hours:.2f} "
-        f"| {run.most_prefill}P {run.most_decode}D | {run.changes} |"
-    )
+_ROW = (
+    "| {trace} | {scaler} {setting:g} | {attained:.1%} | {ttft_p99_s:.1f} | {gpu_hours:.2f} "
+    "| {prefill_hours:.2f} + {decode_hours:.2f} | {most_prefill}P {most_decode}D | {changes} |"
+)
 
 
 def main() -> None:
@@ -340,7 +310,7 @@ def main() -> None:
         for scaler in scalers():
             if scaler.kind in args.scalers.split(","):
                 runs.append(run(scaler, traffic))
-                print(table(runs[-1]), f"{runs[-1].wall_s:.0f} s", flush=True)
+                print(_ROW.format(**runs[-1]), f"{runs[-1]['wall_s']:.0f} s", flush=True)
     for row in compare(runs):
         print(row)
     if args.part == 1.0:

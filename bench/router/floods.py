@@ -43,7 +43,8 @@ from typing import TypeAlias
 from bench.arguments import parser_of
 from bench.figures import distribution_ms
 from bench.record import write_result
-from bench.router.processes import child, cpu_seconds, peak_rss_mib, port_of, running
+from bench.router.processes import child, peak_rss_mib, port_of, running
+from bench.serving.process_tree import own_cpu_seconds
 from cli.local_cluster.cluster import DEMO_CHECKPOINT
 
 Begun: TypeAlias = "multiprocessing.Queue[bool]"
@@ -226,7 +227,7 @@ def _measure(kind: str, name: str, seconds: float) -> dict[str, object]:
     with _service(kind) as (port, pid), _service(kind) as (other_port, _):
         asyncio.run(_waits(other_port, pid, 1.0))
         asyncio.run(_waits(port, pid, 1.0))
-        peak, cpu = peak_rss_mib(pid), cpu_seconds(pid)
+        peak, cpu = peak_rss_mib(pid), own_cpu_seconds(pid)
         begun: Begun = multiprocessing.get_context("spawn").Queue()
         found: dict[str, object] = {"service": kind, "flood": name}
         for place, attacked in (("beside", other_port), ("flooded", port)):
@@ -237,7 +238,7 @@ def _measure(kind: str, name: str, seconds: float) -> dict[str, object]:
             found[f"{place}_own_ms"] = distribution_ms([wait.own for wait in waits])
         return found | {
             "grown_mib": round(peak_rss_mib(pid) - peak, 1),
-            "cpu_s": round(cpu_seconds(pid) - cpu, 2),
+            "cpu_s": round(own_cpu_seconds(pid) - cpu, 2),
             "load_average": round(os.getloadavg()[0], 1),
         }
 

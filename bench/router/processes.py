@@ -233,11 +233,6 @@ async def request_times(port: int, count: int) -> list[float]:
 # Figures ----------------------------------------------------------------------------------------
 
 
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def peak_rss_mib(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     [kib] = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]

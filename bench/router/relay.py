@@ -30,7 +30,6 @@ from bench.figures import distribution_ms
 from bench.record import write_result
 from bench.router.processes import (
     child,
-    cpu_seconds,
     peak_rss_mib,
     request_times,
     run_router,
@@ -38,6 +37,7 @@ from bench.router.processes import (
     stream_delays,
     wait_ready,
 )
+from bench.serving.process_tree import own_cpu_seconds
 
 _STEP_S = 0.008
 _RAMP_S = 0.5
@@ -96,11 +96,11 @@ async def _measure(
 ) -> dict[str, object]:
     num_streams = round(tokens * _STEP_S)
     max_tokens = round(args.seconds / _STEP_S)
-    cpu, started = sum(map(cpu_seconds, pids)), time.monotonic()
+    cpu, started = sum(map(own_cpu_seconds, pids)), time.monotonic()
     share = num_streams // len(entries)
     shares = [stream_delays(port, share, max_tokens, _RAMP_S) for port in entries]
     delays_s = [delay for found in await asyncio.gather(*shares) for delay in found]
-    cpu, wall_s = sum(map(cpu_seconds, pids)) - cpu, time.monotonic() - started
+    cpu, wall_s = sum(map(own_cpu_seconds, pids)) - cpu, time.monotonic() - started
     return {
         "streams": num_streams,
         "complete": len(delays_s) == num_streams * max_tokens,

@@ -8,18 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from heapq import heapify, heapreplace
+from typing import Any
 
-from bench.router.requests import (
-    Limits,
-    at_load,
-    limits,
-    make_requests,
-    with_hot_key,
-)
+from bench.figures import one_queue, percentile
+from bench.router.requests import Limits, at_load, limits, make_requests, with_hot_key
 from bench.workload import PRESETS
 from planner.simulation.cluster import ClusterShape, SimCluster
-from planner.simulation.measured import Measured, weighted_quantiles
+from planner.simulation.measured import weighted_quantiles
 from planner.simulation.requests import SimRequest
 from planner.simulation.step_times import MeasuredTimes, Part, StepTimes
 from router.nodes.registry import NodeRegistry
@@ -64,43 +59,8 @@ class Case:
         return self.shape.num_prefill - self.slow_nodes / 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """One run's figures. `hit_limit`: that of one endless cache. `work_balance`: busiest node over
-    the mean. `ideal_*`: of one queue in front of all nodes, without any cache.
-    """
-
-    group: str
-    label: str
-    policy: str
-    workload: str
-    load: float
-    num_prefill: int
-    num_routers: int
-    slo: float
-    """Requests with their first token in time, of all that came."""
-    slo_limit: float
-    """The same of an idle cluster with one endless cache."""
-    refused: float
-    hit: float
-    hit_limit: float
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p95_s: float
-    ttft_p99_s: float
-    ideal_mean_s: float
-    ideal_p50_s: float
-    ideal_p99_s: float
-    itl_p50_s: float
-    itl_p99_s: float
-    """Is 0 where decode nodes do not step."""
-    work_balance: float
-    decision_p50_us: float
-    decision_mean_us: float
-    decode_overfull: int
-    batch_tokens_per_s: float
-    choices: dict[str, int]
-    wall_s: float
+Result = dict[str, Any]
+"""One run's figures, as `run` makes them."""
 
 
 @cache
@@ -127,37 +87,52 @@ def prompt_s(steps: StepTimes, num_new: int, num_prompt: int) -> float:
     return steps.step_s([Part(num_new, num_prompt - num_new)], 0, 0)
 
 
-def ideal_ttft_s(
-    requests: Sequence[SimRequest], num_nodes: int, first: int, steps: StepTimes
-) -> list[float]:
-    """Returns what requests from the `first` on would wait for their first token if nodes took
-    whole prompts from one queue, rising. Nothing knows better without knowing lengths."""
-    free_at = [0.0] * num_nodes
-    heapify(free_at)
-    found = []
-    for request in requests:
-        done = max(free_at[0], request.at_s) + prompt_s(
-            steps, request.num_prompt, request.num_prompt
-        )
-        heapreplace(free_at, done)
-        found.append(done - request.at_s)
-    return sorted(found[first:])
-
-
 def run(case: Case) -> Result:
+    """Returns the figures of one run."""
     if case.rate:
         case = replace(case, load=_load_of(case))
+    steps, shape = case.shape.steps, case.shape
     requests, limit = requests_of(
-        case.workload, case.num_ordinary, case.load, case.count, case.seed, case.shape.steps
+        case.workload, case.num_ordinary, case.load, case.count, case.seed, steps
     )
     began = time.perf_counter()
-    cluster = SimCluster(case.shape, policy_maker(case), case.seed, [0.5] * case.slow_nodes)
+    cluster = SimCluster(shape, policy_maker(case), case.seed, [0.5] * case.slow_nodes)
     measured = cluster.run(requests, WARM_PART, _batch_of(case) if case.beside_batch else ())
     wall_s = time.perf_counter() - began
-    first = int(WARM_PART * len(requests))
-    ideal = ideal_ttft_s(requests, case.shape.num_prefill, first, case.shape.steps)
-    seconds = requests[-1].at_s
-    return _result(case, cluster, measured, limit, ideal, wall_s, seconds)
+    prompts = [(one.at_s, prompt_s(steps, one.num_prompt, one.num_prompt)) for one in requests]
+    ideal = sorted(one_queue(prompts, shape.num_prefill)[int(WARM_PART * len(requests)) :])
+    ttft = sorted(measured.ttft_s)
+    num_asked = len(ttft) + measured.num_refused
+    busy = [node.engine.busy_s for node in cluster.prefills]
+    decisions = sorted(measured.decision_s)
+    itl_p50_s, itl_p99_s = weighted_quantiles(measured.gaps, (0.5, 0.99))
+    return {
+        "group": case.group,
+        "label": case.label,
+        "policy": case.policy,
+        "workload": case.workload,
+        "load": case.load,
+        "num_prefill": shape.num_prefill,
+        "num_routers": shape.num_routers,
+        "slo": sum(t < SLO_S for t in ttft) / num_asked,
+        "slo_limit": limit.slo,
+        "refused": measured.num_refused / num_asked,
+        "hit": measured.num_cached / measured.num_prompt,
+        "hit_limit": limit.hit,
+        "ttft_mean_s": statistics.fmean(ttft),
+        **{f"ttft_p{q}_s": percentile(ttft, q / 100) for q in (50, 95, 99)},
+        "ideal_mean_s": statistics.fmean(ideal),
+        **{f"ideal_p{q}_s": percentile(ideal, q / 100) for q in (50, 99)},
+        "itl_p50_s": itl_p50_s,  # 0 where decode nodes do not step
+        "itl_p99_s": itl_p99_s,
+        "work_balance": max(busy) / statistics.fmean(busy),
+        "decision_p50_us": 1e6 * statistics.median(decisions),
+        "decision_mean_us": 1e6 * statistics.fmean(decisions[: int(0.99 * len(decisions))]),
+        "decode_overfull": measured.num_overfull,
+        "batch_tokens_per_s": measured.num_batch_tokens / requests[-1].at_s,
+        "choices": dict(measured.choices),
+        "wall_s": wall_s,
+    }
 
 
 def _batch_of(case: Case) -> Sequence[SimRequest]:
@@ -176,48 +151,3 @@ def _load_of(case: Case) -> float:
 
 def policy_maker(case: Case) -> Callable[[NodeRegistry, random.Random], Policy]:
     return lambda registry, rng: choose_policy(case.policy, registry, rng, case.parameters)
-
-
-def _result(
-    case: Case,
-    cluster: SimCluster,
-    measured: Measured,
-    limit: Limits,
-    ideal: Sequence[float],
-    wall_s: float,
-    seconds: float,
-) -> Result:
-    ttft = sorted(measured.ttft_s)
-    busy = [node.engine.busy_s for node in cluster.prefills]
-    decisions = sorted(measured.decision_s)
-    itl_p50_s, itl_p99_s = weighted_quantiles(measured.gaps, (0.5, 0.99))
-    return Result(
-        group=case.group,
-        label=case.label,
-        policy=case.policy,
-        workload=case.workload,
-        load=case.load,
-        num_prefill=case.shape.num_prefill,
-        num_routers=case.shape.num_routers,
-        slo=sum(t < SLO_S for t in ttft) / (len(ttft) + measured.num_refused),
-        slo_limit=limit.slo,
-        refused=measured.num_refused / (len(ttft) + measured.num_refused),
-        hit=measured.num_cached / measured.num_prompt,
-        hit_limit=limit.hit,
-        ttft_mean_s=statistics.fmean(ttft),
-        ttft_p50_s=statistics.median(ttft),
-        ttft_p95_s=ttft[int(0.95 * len(ttft))],
-        ttft_p99_s=ttft[int(0.99 * len(ttft))],
-        ideal_mean_s=statistics.fmean(ideal),
-        ideal_p50_s=statistics.median(ideal),
-        ideal_p99_s=ideal[int(0.99 * len(ideal))],
-        itl_p50_s=itl_p50_s,
-        itl_p99_s=itl_p99_s,
-        work_balance=max(busy) / statistics.fmean(busy),
-        decision_p50_us=1e6 * statistics.median(decisions),
-        decision_mean_us=1e6 * statistics.fmean(decisions[: int(0.99 * len(decisions))]),
-        decode_overfull=measured.num_overfull,
-        batch_tokens_per_s=measured.num_batch_tokens / seconds,
-        choices=dict(measured.choices),
-        wall_s=wall_s,
-    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -215,29 +215,16 @@ _HEAD = (
     "group", "case", "workload", "nodes", "load", "SLO", "refused", "hits / limit", "TTFT mean",
     "p50", "p99", "ideal mean", "p99", "ITL p99",
 )  # fmt: skip
+_SECONDS = "ttft_mean", "ttft_p50", "ttft_p99", "ideal_mean", "ideal_p99", "itl_p99"
 
 
 def table(results: Iterable[Result]) -> str:
     rows = [_HEAD, ("---",) * len(_HEAD)]
     for r in results:
-        hits = f"{r.hit:.3f} / {r.hit_limit:.3f}"
-        figures = (
-            f"{r.slo:.3f}",
-            f"{r.refused:.3f}",
-            hits,
-            *(
-                f"{seconds:.3g}"
-                for seconds in (
-                    r.ttft_mean_s,
-                    r.ttft_p50_s,
-                    r.ttft_p99_s,
-                    r.ideal_mean_s,
-                    r.ideal_p99_s,
-                    r.itl_p99_s,
-                )
-            ),
-        )
-        rows.append((r.group, r.label, r.workload, str(r.num_prefill), f"{r.load:g}", *figures))
+        hits = f"{r['hit']:.3f} / {r['hit_limit']:.3f}"
+        case = r["group"], r["label"], r["workload"], str(r["num_prefill"]), f"{r['load']:g}"
+        seconds = (f"{r[f'{name}_s']:.3g}" for name in _SECONDS)
+        rows.append((*case, f"{r['slo']:.3f}", f"{r['refused']:.3f}", hits, *seconds))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -255,7 +242,7 @@ def keep(group: str, results: Sequence[Result]) -> None:
     """
     figures = _last_figures()
     others = [run for run in figures["runs"] if run["group"] != group]
-    figures["runs"] = [*others, *(asdict(result) for result in results)]
+    figures["runs"] = [*others, *results]
     write_result("routing_sim", figures)
 
 
@@ -302,7 +289,9 @@ def main() -> None:
         for case in GROUPS[name]():
             result = run(replace(case, count=int(case.count * args.part)))
             results.append(result)
-            print(table([result]).splitlines()[-1], f"{result.decision_p50_us:.0f} µs", flush=True)
+            print(
+                table([result]).splitlines()[-1], f"{result['decision_p50_us']:.0f} µs", flush=True
+            )
         if is_whole:
             keep(name, results)
     if is_whole:

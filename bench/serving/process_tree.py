@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,13 +61,15 @@ def usage(root: int) -> dict[str, Usage]:
 def cpu_seconds(root: int) -> dict[str, float]:
     """Returns the CPU time of `root` and its descendants since their start, by module; of all of a
     module's processes together."""
-    tick = os.sysconf("SC_CLK_TCK")
     found: dict[str, float] = {}
     for pid in below(root):
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        name = module_of(pid) or "others"
-        found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / tick
+        with suppress(OSError):
+            name = module_of(pid) or "others"
+            found[name] = found.get(name, 0.0) + own_cpu_seconds(pid)
     return found
+
+
+def own_cpu_seconds(pid: int) -> float:
+    """Returns the CPU time of one process since its start."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -13,7 +13,6 @@ has: `ttft_parts_ms`, `late_steps` and `pauses` of the same row say where.
 
 from __future__ import annotations
 
-import heapq
 import random
 import statistics
 from collections import defaultdict
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench.figures import Figures, distribution_ms, percentile
+from bench.figures import Figures, distribution_ms, one_queue, percentile
 from bench.serving.node_history import gaps
 from bench.serving.openai_stream import Outcome
 from engine.frontend.step_history import HistoryReport
@@ -122,7 +121,8 @@ def simulated(
     runs = [_run(traffic, profile, nodes, overhead_s, seed) for seed in _SEEDS]
     found = {name: statistics.median(run[name] for run in runs) for name in _FIGURES}
     live = {name: row[f"{name[:-4]}_ms"][name[-3:]] for name in _FIGURES}
-    waits = ideal_s([arrival.at_s for arrival in arrivals], nodes.prefill or nodes.decode, step_s)
+    prompts = [(arrival.at_s, step_s) for arrival in arrivals]
+    waits = one_queue(prompts, nodes.prefill or nodes.decode)
     return {
         "simulated": {
             **{f"{name}_ms": round(value, 3) for name, value in found.items()},
@@ -134,17 +134,6 @@ def simulated(
             "prompt_step_ms": round(1e3 * step_s, 3),
         }
     }
-
-
-def ideal_s(arrivals: Sequence[float], num_servers: int, service_s: float) -> list[float]:
-    """Returns wait and service of each arrival in one queue before this many servers."""
-    free_at = [0.0] * num_servers
-    found = []
-    for at_s in arrivals:
-        end = max(at_s, heapq.heappop(free_at)) + service_s
-        heapq.heappush(free_at, end)
-        found.append(end - at_s)
-    return found
 
 
 def _overhead_s(outcomes: Sequence[Outcome], step_s: float) -> float:

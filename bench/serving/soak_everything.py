@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
 from cli.switch_role import NoSwitch, SwitchSettings, switch_role
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
+from tests.engine.lora.adapter_checkpoints import AdapterShape, write_adapter
 
 NODE_ARGS = (
     "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "8",
@@ -52,31 +51,9 @@ _SWITCH_S = 40.0
 
 def write_adapters(folder: Path, model: Path) -> None:
     """Writes adapters `g0` ... for the attention of a checkpoint."""
-    weights = load_file(model / "model.safetensors")
     for seed in range(_NUM_ADAPTERS):
-        noise = torch.Generator().manual_seed(seed)
-        tensors = {}
-        for name, weight in weights.items():
-            module = name.removesuffix(".weight")
-            if module.endswith(("q_proj", "v_proj")):
-                outputs, inputs = weight.shape
-                a, b = (
-                    0.1 * torch.randn(shape, generator=noise)
-                    for shape in ((_RANK, inputs), (outputs, _RANK))
-                )
-                tensors[f"base_model.model.{module}.lora_A.weight"] = a
-                tensors[f"base_model.model.{module}.lora_B.weight"] = b
-        path = folder / f"g{seed}"
-        path.mkdir(parents=True)
-        save_file(tensors, path / "adapter_model.safetensors")
-        config = {
-            "peft_type": "LORA",
-            "r": _RANK,
-            "lora_alpha": 16,
-            "target_modules": ["q_proj", "v_proj"],
-            "bias": "none",
-        }
-        (path / "adapter_config.json").write_text(json.dumps(config))
+        shape = AdapterShape(seed, rank=_RANK, targets=("q_proj", "v_proj"))
+        write_adapter(folder / f"g{seed}", model, shape)
 
 
 def request_of(number: int, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:

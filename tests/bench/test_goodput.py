@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.figures import one_queue
 from bench.router.plan_accuracy import compare, live_table
 from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
 from bench.serving.goodput_report import Objectives, goodput, read_rows
@@ -20,7 +21,7 @@ from bench.serving.node_history import decode_figures, gaps, prefill_figures, pr
 from bench.serving.node_metrics import histogram_quantile
 from bench.serving.openai_stream import Outcome
 from bench.serving.process_tree import cpu_seconds
-from bench.serving.simulated import SimulatedNodes, StepTimesSeen, ideal_s, simulated
+from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
 from engine.contracts.step_log import StepRecord
 from engine.frontend.step_history import HistoryReport, PauseReport
 from tests.bench.test_serving_bench import answer_as_asked
@@ -167,7 +168,8 @@ def test_the_time_to_the_first_token_is_divided() -> None:
 
 
 def test_one_queue_serves_whoever_comes_first() -> None:
-    assert ideal_s([0.0, 0.01, 0.02, 1.0], 2, 0.05) == pytest.approx([0.05, 0.05, 0.08, 0.05])
+    prompts = [(at_s, 0.05) for at_s in (0.0, 0.01, 0.02, 1.0)]
+    assert one_queue(prompts, 2) == pytest.approx([0.05, 0.05, 0.08, 0.05])
 
 
 def answer_at(at: float, first: float, queue: float = 0.0) -> Outcome:

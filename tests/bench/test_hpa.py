@@ -82,7 +82,7 @@ def test_a_scaled_cluster_answers_everything(kind: str) -> None:
     scaler: Scaler = next(found for found in scalers() if found.kind == kind)
     traffic = make_traffic("step", part=0.04)
     found = run(scaler, traffic)
-    assert found.requests == len(traffic.arrivals) and 0.5 < found.attained <= 1
-    assert found.gpu_hours >= (found.prefill_hours + found.decode_hours) * 0.999
-    assert found.prefill_hours > 0.03 and found.decode_hours > 0.03
+    assert found["requests"] == len(traffic.arrivals) and 0.5 < found["attained"] <= 1
+    assert found["gpu_hours"] >= (found["prefill_hours"] + found["decode_hours"]) * 0.999
+    assert found["prefill_hours"] > 0.03 and found["decode_hours"] > 0.03
     assert compare([found]) == [] or kind == "slo"

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 from engine.config import (
-    AttentionBackendName,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -60,11 +59,9 @@ def shape_config(
     block_size: int = 128,
     capture_sizes: tuple[int, ...] = (),
     enforce_eager: bool = False,
-    attention_backend: AttentionBackendName = "auto",
     disabled_fast_paths: tuple[FastPath, ...] = (),
     deterministic: bool = False,
     tensor_parallel_size: int = 1,
-    all_reduce: str = "auto",
     quantization: str = "",
     kv_cache_dtype: KVCacheDtype = "auto",
 ) -> EngineConfig:
@@ -93,7 +90,7 @@ def shape_config(
             enable_prefix_caching=False,
             kv_scales=choose_kv_scales(model, kv_cache_dtype),
         ),
-        parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size, all_reduce=all_reduce),
+        parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -103,7 +100,6 @@ def shape_config(
             device="cuda" if device == "cuda" else "cpu",
             enforce_eager=enforce_eager,
             cudagraph_capture_sizes=capture_sizes,
-            attention_backend=attention_backend,
             disabled_fast_paths=disabled_fast_paths,
             deterministic=deterministic,
         ),
