@@ -31,7 +31,7 @@ class Turn:
 
 
 Row = dict[str, Any]
-"""One transport at one point of a sweep."""
+"""Holds one transport at one point of a sweep."""
 
 
 def measure(

@@ -179,7 +179,7 @@ def _batch_limit() -> int:
 
 
 Run = dict[str, Any]
-"""What one scaler made of one trace."""
+"""Holds what one scaler made of one trace."""
 
 
 class _Autoscaled(ElasticCluster):

@@ -60,7 +60,7 @@ class Case:
 
 
 Result = dict[str, Any]
-"""One run's figures, as `run` makes them."""
+"""Holds one run's figures, as `run` makes them."""
 
 
 @cache
