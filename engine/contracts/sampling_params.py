@@ -149,6 +149,22 @@ class SamplingParams(
         )
 
 
+def everything(num_logprobs: int, prompt_logprobs: int | None = None) -> SamplingParams:
+    """Returns parameters that leave nothing of the sampler out: warming up asks for them, so that a
+    new one belongs here as well."""
+    return SamplingParams(
+        top_k=5,
+        top_p=0.5,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        logit_bias={0: 1.0},
+        allowed_token_ids=(0, 1),
+        bad_words=((1,), (0, 1)),
+        logprobs=num_logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
 def check_sampling(
     params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()
 ) -> None:

@@ -13,7 +13,12 @@ import numpy as np
 
 from engine.batch.row_states import RowStates
 from engine.config import EngineConfig, ModelConfig
-from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, SamplingParams
+from engine.contracts.sampling_params import (
+    DEFAULT_MAX_LOGPROBS,
+    MAX_LOGPROBS,
+    SamplingParams,
+    everything,
+)
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.contracts.step_shapes import lengths_up_to
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
@@ -256,18 +261,3 @@ def _step_of_many_tokens(
         return []
     lengths = dummy_lengths(num_tokens, count, most)
     return [DummyStep(lengths, _PLAIN, num_cached)]
-
-
-def everything(num_logprobs: int, prompt_logprobs: int | None = None) -> SamplingParams:
-    """Returns a request that leaves nothing of the sampler out."""
-    return SamplingParams(
-        top_k=5,
-        top_p=0.5,
-        min_p=0.01,
-        repetition_penalty=1.1,
-        logit_bias={0: 1.0},
-        allowed_token_ids=(0, 1),
-        bad_words=((1,), (0, 1)),
-        logprobs=num_logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )

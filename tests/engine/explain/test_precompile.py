@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from bench.engine.models.shapes import shape_config
+from engine.contracts.sampling_params import everything
 from engine.explain import kernel_keys, precompile
 from engine.explain.launched_kernels import Compilation, KernelKey, keeping
 from engine.explain.launching_runner import launching_runner
-from engine.worker.dummy_steps import DummyStep, everything
+from engine.worker.dummy_steps import DummyStep
 from tandem_kernels import ops
 from tandem_kernels.device import KNOWN_GPUS, as_on
 
