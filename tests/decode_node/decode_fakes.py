@@ -29,6 +29,7 @@ from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.request_stream import Give, OutputQueue, RequestState, RequestStream
 from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
+from tests.awaited import until as until
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.frontend.still_profiles import StillProfiles
@@ -427,15 +428,6 @@ class FakePrefillNodes:
 
     async def check_empty(self) -> None:
         await until(lambda: not any(call.is_open for call in self.calls), "no open call")
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Raises AssertionError naming `what` when it does not come true."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + TIMEOUT_S
-    while not condition():
-        assert loop.time() < deadline, f"not in time: {what}"
-        await asyncio.sleep(0.001)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from edge.h2 import frames as h2
 from edge.h2.out_message import OutMessage
 from edge.h2.rpc_method import RpcMethod, ServerCall
 from edge.h2.server import H2Server
-from tests.edge.awaited import until
+from tests.awaited import until
 from tests.edge.full_listener import FullListener
 
 HEADERS, DATA = h2.FrameKind.HEADERS, h2.FrameKind.DATA

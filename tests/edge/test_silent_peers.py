@@ -17,6 +17,7 @@ from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.silent_peers import set_silence_timeout
 from engine.node.http_server import HttpServer, listen
 from router.server import bind
+from tests.awaited import until
 from tests.network_namespaces import Switch, switched
 
 TIMEOUT_S = 30.0
@@ -41,12 +42,6 @@ def connected(switch: Switch, port: int) -> socket.socket:
     sock.settimeout(TIMEOUT_S)
     sock.connect((here(switch), port))
     return sock
-
-
-async def until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not done():
-            await asyncio.sleep(0.02)
 
 
 class Answers:

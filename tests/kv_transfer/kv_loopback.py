@@ -38,7 +38,7 @@ from kv_transfer.transports.nixl.producer import NixlProducer
 from kv_transfer.transports.stream.ends import new_pull_server
 from kv_transfer.transports.stream.producer import StreamProducer
 from kv_transfer.wire.pull_server import PullServer
-from tests.edge.awaited import until as until
+from tests.awaited import until as until
 
 TIMEOUT_S = 60.0
 _ENDS = set(TransferEventKind) - {TransferEventKind.STAGED, TransferEventKind.FIRST_BYTE}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +26,7 @@ from kv_transfer.metadata import KVPeer, TransferStats
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc
+from tests.awaited import until as until
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.frontend.still_profiles import StillProfiles
@@ -191,12 +192,3 @@ async def served_prefill(
         assert await servicer.open.wait_idle(TIMEOUT_S), "a call is still open"
         assert status.work.num_computing == 0
     await server.stop()
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Raises AssertionError naming `what` when it does not come true."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + TIMEOUT_S
-    while not condition():
-        assert loop.time() < deadline, f"not in time: {what}"
-        await asyncio.sleep(0.001)

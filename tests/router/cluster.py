@@ -14,16 +14,10 @@ from router.app import OuterWorld, Services
 from router.config import RouterSettings
 from router.nodes.address import NodeRole
 from router.server import RouterServer, bind
+from tests.awaited import until as eventually
 from tests.router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode
 
 TIMEOUT_S = 60.0
-
-
-async def eventually(condition: Callable[[], bool], what: str = "") -> None:
-    """Waits until `condition` holds."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from cli.local_cluster.supervisor import (
     ServiceState,
     Supervisor,
 )
+from tests.awaited import until
 
 READY = 'import json; print(json.dumps({"event": "ready", "port": 7}), flush=True)'
 WAIT = "import signal; signal.sigwait([signal.SIGTERM])"
@@ -47,13 +48,6 @@ class Recorder:
 
     def _on_progress(self, service: Service, stage: str, fraction: float) -> None:
         self.progress.append((stage, fraction))
-
-
-async def until(condition: object, timeout_s: float = 30.0) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
@@ -17,6 +16,7 @@ from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
+from tests.awaited import until as until
 from tests.engine.tiny_model import tiny_model
 
 VOCAB = 211
@@ -85,14 +85,6 @@ class Oracle:
         self._core.shutdown()
         self._executor.shutdown()
         self._executor.shutdown()
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Raises AssertionError naming `what` when it does not come true."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        await asyncio.sleep(0.01)
 
 
 async def until_empty(llm: AsyncLLM) -> None:
