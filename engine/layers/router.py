@@ -22,6 +22,8 @@ from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 from tandem_kernels.experts.router_shapes import takes_router
 
+_WHOLE_NUMBERS = frozenset({"I32", "I64"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
@@ -36,12 +38,15 @@ class RouterOptions:
     has_bias: bool = False
     has_logit_bias: bool = False
     has_scales: bool = False
+    root_softplus: bool = False
+    table_size: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Returns whether the experts chosen are those of the largest logits, with weights of the
         softmax alone."""
-        return not (self.sigmoid or self.has_bias or self.has_scales) and self.num_groups == 1
+        other = self.sigmoid or self.root_softplus or self.table_size > 0
+        return not (other or self.has_bias or self.has_scales) and self.num_groups == 1
 
 
 class Router(nn.Module):
@@ -62,6 +67,7 @@ class Router(nn.Module):
     bias: nn.Parameter | None
     logit_bias: nn.Parameter | None
     scales: nn.Parameter | None
+    table: nn.Parameter | None
 
     def __init__(
         self,
@@ -82,9 +88,15 @@ class Router(nn.Module):
             shard.parameter(num_experts, dtype=torch.float32) if has_one else None
             for has_one in (options.has_bias, options.has_logit_bias, options.has_scales)
         )
+        self.table = None
+        if options.table_size:
+            size = options.table_size, options.top_k
+            self.table = shard.parameter(*size, dtype=torch.int32)
 
     def forward(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
         options = self.options
+        """Chooses for `x` [T, H]; `slot_mapping` [T] int64, or with a table the ids of tokens; -1:
+        padding."""
         return ops.route_tokens(
             self._logits(x if self.norm is None else self.norm(x)),
             slot_mapping,
@@ -99,6 +111,8 @@ class Router(nn.Module):
             expert_scales=self.scales,
             own_numbers=self.own_numbers,
             loads=self.loads,
+            root_softplus=options.root_softplus,
+            table=self.table,
         )
 
     def leaves_choice(self, x: Tensor) -> bool:
@@ -117,7 +131,7 @@ class Router(nn.Module):
         return F.linear(x.float(), self.weight.float()) if sums is None else sums
 
     def checkpoint_weights(
-        self, weight: str, bias: str, logit_bias: str, scales: str, norm: str
+        self, weight: str, bias: str, logit_bias: str, scales: str, norm: str, table: str
     ) -> Iterator[CheckpointWeight]:
         for parameter, name in (
             (self.weight, weight),
@@ -127,5 +141,8 @@ class Router(nn.Module):
         ):
             if parameter is not None:
                 yield CheckpointWeight(name, parameter, tuple(parameter.shape))
+        if self.table is not None:
+            shape = tuple(self.table.shape)
+            yield CheckpointWeight(table, self.table, shape, stored=_WHOLE_NUMBERS)
         if self.norm is not None:
             yield self.norm.scaled_weight(norm)

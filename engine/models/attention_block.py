@@ -7,25 +7,32 @@ from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.block_indexer import BlockIndexerSizes
 from engine.layers.attention.indexer import IndexerSizes
 from engine.layers.attention.latent_block import LatentAttentionBlock, LatentSizes
+from engine.layers.attention.row_indexer import RowIndexerSizes
+from engine.layers.attention.window_rows_block import WindowRowsBlock, WindowRowsSizes
 from engine.layers.kv_scales import layer_scales
 from engine.layers.linear_attention import DeltaSizes, GatedDeltaNet
 from engine.layers.mamba import MambaMixer, MambaSizes
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import Shard
 from engine.models.specs.dense import DenseSpec
+from engine.models.specs.token_rows import TokenRowsSpec
 from engine.rope import Rotary
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.value_form import ValueForm
 
 StateBlock = GatedDeltaNet | MambaMixer
+AnyAttention = AttentionBlock | LatentAttentionBlock | WindowRowsBlock | StateBlock
 
 
 def attention_block(
     config: EngineConfig, spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
-) -> AttentionBlock | LatentAttentionBlock:
+) -> AttentionBlock | LatentAttentionBlock | WindowRowsBlock:
     """Returns the block of layer `index`, not yet loaded; `norm` is that of what it adds."""
     heads, source = config.model.heads_of(index), spec.kv_source(index)
     head_order = spec.rotary_of(index).head_order(heads.head_dim)
+    if (rows := spec.rows_of_tokens) is not None:
+        sizes_of_rows = _row_sizes(rows, index, spec.rms_norm_eps)
+        return WindowRowsBlock(spec.hidden_size, heads.num_heads, sizes_of_rows, shard, norm=norm)
     if (latent := spec.latent) is not None:
         sizes = LatentSizes(
             q_rank=latent.q_rank,
@@ -72,6 +79,23 @@ def attention_block(
         shard,
         options,
         norm=norm,
+    )
+
+
+def _row_sizes(rows: TokenRowsSpec, index: int, eps: float) -> WindowRowsSizes:
+    indexer = None
+    if chooses := rows.chooses(index):
+        of = rows.indexer
+        indexer = RowIndexerSizes(heads=of.heads, dim=of.dim, top_k=of.top_k)
+    return WindowRowsSizes(
+        q_rank=rows.q_rank,
+        head_dim=rows.head_dim,
+        groups=rows.groups,
+        group_rank=rows.group_rank,
+        eps=eps,
+        tokens=rows.ratio_of(index),
+        overlap=chooses,
+        indexer=indexer,
     )
 
 

@@ -50,6 +50,10 @@ class RopeFields(msgspec.Struct):
     full_attention: RopeFields | None = None
     """Belongs to layers that see everything, where kinds of layers differ."""
     sliding_attention: RopeFields | None = None
+    main: RopeFields | None = None
+    """Belongs to layers that see a window alone, in DeepSeek-V4."""
+    compress: RopeFields | None = None
+    """Belongs to its other layers."""
 
     @property
     def kind(self) -> str:
@@ -212,7 +216,8 @@ class ConfigFile(msgspec.Struct):
     n_group: int | None = None
     topk_group: int | None = None
     first_k_dense_replace: int | None = None
-    swiglu_limit: float = 7.0
+    swiglu_limit: float | None = None
+    """Families differ in the default."""
     swiglu_alpha: float = 1.702
     num_nextn_predict_layers: int | None = None
     num_mtp_layers: int | None = None
@@ -312,6 +317,20 @@ class ConfigFile(msgspec.Struct):
     use_head_wise_attn_gate: bool | None = None
     swiglu_limits: list[float | None] | None = None
     swiglu_limits_shared: list[float | None] | None = None
+
+    compress_ratios: list[int] | None = None
+    """DeepSeek-V4's names: of each layer, the tokens that a row stands for; 0 or 1: it has a window
+    alone. Layers that predict ahead are behind the others."""
+    compress_rates: dict[str, int] | None = None
+    """The same of each of `layer_types`."""
+    compress_rope_theta: float | None = None
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    num_hash_layers: int | None = None
+    o_groups: int | None = None
+    o_lora_rank: int | None = None
+    expert_dtype: str | None = None
 
     @property
     def rope_theta(self) -> float | None:

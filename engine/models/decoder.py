@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from engine.config import EngineConfig
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.norm import RMSNorm
-from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.vocab_part import VocabCut, VocabPart
 from engine.models.base import CausalLM, ForwardInputs
@@ -26,6 +25,7 @@ from engine.models.layer_kinds import LayerKinds
 from engine.models.specs.dense import DenseSpec
 from engine.models.stacked_experts import StackableExperts, stackable_experts
 from engine.models.stage_weights import has_embedding, unread_weights, weights_of_others
+from engine.models.streams import Streams
 
 
 class Decoder(CausalLM):
@@ -39,9 +39,8 @@ class Decoder(CausalLM):
         self.has_embedding = has_embedding(self.link, is_tied=spec.tie_word_embeddings)
         shared = None
         if self.has_embedding:
-            self.embed_tokens = VocabParallelEmbedding(
-                model.vocab_size, spec.hidden_size, shard.at("model.embed_tokens")
-            )
+            at = shard.at("model.embed_tokens")
+            self.embed_tokens = VocabParallelEmbedding(model.vocab_size, spec.hidden_size, at)
             shared = self.embed_tokens.weight if spec.tie_word_embeddings else None
         self.layer_indices = shard.place.layers
         self.num_layers = model.num_layers
@@ -52,9 +51,10 @@ class Decoder(CausalLM):
         if self.link.is_last:
             offset = spec.offset_of_last_norm
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=offset)
-            more = shared, spec.logit_scale, spec.final_softcap or 0.0
-            self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), *more)
+            sizes = model.vocab_size, spec.hidden_size, shard.at("lm_head")
+            self.lm_head = LMHead(*sizes, shared, spec.logit_scale, spec.final_softcap or 0.0)
             self.keeps_rows = self.link.is_first and bool(self.layers[-1].keeps_rows)
+        self.streams = Streams(spec, shard)
         self.inputs = layer_inputs(model, spec, shard)
         self.kinds = LayerKinds(config, spec, self.layer_indices, shard.device)
         self.like = torch.empty(0, spec.hidden_size, dtype=shard.dtype, device=shard.device)
@@ -63,9 +63,8 @@ class Decoder(CausalLM):
         inputs, ids, link = self.kinds.inputs(step), step.input_ids, self.link
         rows = self.embedded(ids) if link.is_first else link.receive(len(ids), self.like)
         given = inputs_by_layer(self.inputs, ids, rows, len(self.layers))
-        stream = ResidualStream(rows)
-        images = step.images
-        if images is not None and self.link.is_first:
+        stream = self.streams.begin(rows)
+        if (images := step.images) is not None and self.link.is_first:
             images.begin(stream)
         for index, (layer, place) in enumerate(zip(self.layers, self.kinds.caches, strict=True)):
             if step.taps is not None and index in step.taps.layers:
@@ -77,7 +76,7 @@ class Decoder(CausalLM):
             if place == index:
                 step.on_layer(index)
         if self.link.is_last:
-            return stream.normed(self.norm)
+            return self.streams.normed(stream, self.norm)
         return self.link.send(stream.value())
 
     def embedded(self, input_ids: Tensor) -> Tensor:
@@ -103,6 +102,7 @@ class Decoder(CausalLM):
             yield from layer.checkpoint_weights(f"model.layers.{index}")
         if not self.link.is_last:
             return
+        yield from self.streams.checkpoint_weights("model")
         yield from self.norm.checkpoint_weights("model.norm")
         if not self.spec.tie_word_embeddings:
             yield from self.lm_head.checkpoint_weights("lm_head")

@@ -17,15 +17,22 @@ from engine.layers.rows import Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
 from engine.layers.state_pages import StateInputs
-from engine.models.attention_block import StateBlock, attention_block, state_block
+from engine.models.attention_block import AnyAttention, attention_block, state_block
 from engine.models.embeddings import layer_input
 from engine.models.expert_block import mlp_block, mlp_weights
+from engine.models.layer_kinds import routed_slots
+from engine.models.layer_norms import layer_norm, norm_weights
 from engine.models.specs.dense import DenseSpec
+from engine.models.streams import LayerStreams, enter
 from tandem_kernels.attention.index_pages import LayerCache
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each between the norms that the architecture has there."""
+    """Attention and feed-forward, each between the norms that the architecture has there.
+
+    Attributes:
+        keeps_rows: `forward` takes rows to be kept.
+    """
 
     before_attention: RMSNorm | None
     before_mlp: RMSNorm | None
@@ -33,32 +40,24 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard, index: int) -> None:
         super().__init__()
-        self.self_attn: AttentionBlock | LatentAttentionBlock | StateBlock
-        self.spec = spec
-
-        def norm(name: str | None, eps: float | None = None) -> RMSNorm | None:
-            eps, offset = eps or spec.rms_norm_eps, spec.norm_offset
-            return RMSNorm(spec.hidden_size, eps, shard, offset=offset) if name else None
-
-        self.before_attention = norm(spec.norms.before_attention)
-        after = norm(spec.norms.after_attention, spec.after_eps)
+        self.self_attn: AnyAttention
+        self.spec, self.streams = spec, LayerStreams(spec, shard)
+        names, experts, has_mlp = spec.norms, spec.experts, index not in spec.bare_layers
+        self.before_attention = layer_norm(spec, shard, names.before_attention)
+        after = layer_norm(spec, shard, names.after_attention, spec.after_eps)
         if (states := spec.states) is not None and index in states.layers:
             self.module = states.module
             self.self_attn = state_block(config, spec, shard.at(self.module), after)
         else:
-            self.module = "self_attn"
+            self.module = "self_attn" if spec.rows_of_tokens is None else "attn"
             self.self_attn = attention_block(config, spec, index, shard.at(self.module), after)
-        is_bare = index in spec.bare_layers
-        self.before_mlp = None if is_bare else norm(spec.norms.before_mlp)
+        self.keeps_rows = isinstance(self.self_attn, AttentionBlock)
+        self.before_mlp = layer_norm(spec, shard, names.before_mlp) if has_mlp else None
         self.scalar = shard.parameter(1) if spec.scales_layers else None
-        after = norm(spec.norms.after_mlp, spec.after_eps)
-        self.mlp = None if is_bare else mlp_block(spec, index, shard, after)
+        after = layer_norm(spec, shard, names.after_mlp, spec.after_eps)
+        self.mlp = mlp_block(spec, index, shard, after) if has_mlp else None
         self.input = layer_input(spec, shard)
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Returns whether `forward` takes rows to be kept."""
-        return isinstance(self.self_attn, AttentionBlock)
+        self.is_hashed = experts is not None and index in experts.hashed_layers
 
     def forward(
         self,
@@ -71,12 +70,14 @@ class DecoderLayer(nn.Module):
         """Adds the layer to the stream, which behind attention goes on with the rows `kept` [n]
         alone; None: with all. `given` [T, P]: see `LayerInput`."""
         attention, mlp = self.self_attn, self.mlp
-        rows, slots = self._attended_rows(stream), inputs.slot_mapping
+        enter(stream, self.streams.attention)
+        rows, slots = self._attended_rows(stream), routed_slots(inputs, self.is_hashed)
         if kept is None:
             attention(rows, stream, kv_cache, inputs)
         else:
             attention(rows, stream, kv_cache, inputs, kept)
             slots = slots.index_select(0, kept)
+        enter(stream, self.streams.mlp)
         if isinstance(mlp, SparseMLP | PairedMLP):
             mlp(stream, self.before_mlp, slots)
         elif mlp is not None:
@@ -97,23 +98,22 @@ class DecoderLayer(nn.Module):
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         spec, names = self.spec, self.spec.norms
-        for norm, name in (
+        norms = (
             (self.before_attention, names.before_attention),
             (self.self_attn.norm, names.after_attention),
             (self.before_mlp, names.before_mlp),
             (None if self.mlp is None else self.mlp.norm, names.after_mlp),
-        ):
-            if norm is not None:
-                yield from norm.checkpoint_weights(f"{prefix}.{name}")
+        )
+        yield from norm_weights(prefix, norms)
+        yield from self.streams.checkpoint_weights(prefix)
         if self.scalar is not None:
             yield CheckpointWeight(f"{prefix}.layer_scalar", self.scalar, (1,))
-        attention = f"{prefix}.{self.module}"
-        if not isinstance(self.self_attn, AttentionBlock):
-            yield from self.self_attn.checkpoint_weights(attention)
+        name, own = f"{prefix}.{self.module}", self.self_attn
+        if isinstance(own, AttentionBlock):
+            fused, ranks = spec.fused_qkv, spec.projection_ranks
+            yield from own.checkpoint_weights(name, is_fused=fused, cut_for=ranks)
         else:
-            yield from self.self_attn.checkpoint_weights(
-                attention, is_fused=spec.fused_qkv, cut_for=spec.projection_ranks
-            )
+            yield from own.checkpoint_weights(name)
         if self.mlp is not None:
             yield from mlp_weights(self.mlp, spec, prefix)
         if self.input is not None:

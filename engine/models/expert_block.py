@@ -40,7 +40,9 @@ def sparse_mlp(
         scaling=spec.scaling,
         num_groups=spec.num_groups,
         top_groups=spec.top_groups,
-        has_bias=spec.choice_bias,
+        has_bias=spec.choice_bias and index not in spec.hashed_layers,
+        root_softplus=spec.root_softplus,
+        table_size=spec.hashed_tokens if index in spec.hashed_layers else 0,
         has_logit_bias=spec.router_bias,
         has_scales=bool(names.expert_scales),
     )
@@ -98,6 +100,8 @@ def _gate(spec: ExpertSpec, limit: float) -> GateForm | None:
         return GateForm("relu_squared")
     if spec.gelu:
         return GateForm("gelu_tanh")
+    if spec.caps > 0.0:
+        return GateForm("capped", spec.caps)
     if limit > 0.0:
         return GateForm("limited", limit)
     return GateForm("clamped", spec.gate_limit, spec.gate_alpha) if spec.gate_limit else None
@@ -105,6 +109,8 @@ def _gate(spec: ExpertSpec, limit: float) -> GateForm | None:
 
 def _dense_gate(spec: ExpertSpec, index: int) -> GateForm | None:
     """Returns the activation of blocks that every token goes through, if it has a limit."""
+    if spec.caps > 0.0:
+        return GateForm("capped", spec.caps)
     if spec.clamps_dense:
         return GateForm("clamped", spec.gate_limit, spec.gate_alpha)
     limit = spec.dense_limit_of(index)
@@ -168,6 +174,7 @@ def expert_weights(block: SparseMLP, spec: DenseSpec, prefix: str) -> Iterator[C
     own = f"{prefix}.{names.block}"
     of_router = (
         names.router, names.choice_bias, names.router_bias, names.expert_scales, names.router_norm,
+        names.table,
     )  # fmt: skip
     yield from block.router.checkpoint_weights(*(f"{own}.{name}" for name in of_router))
     yield from block.experts.checkpoint_weights(f"{own}.experts")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig, ModelConfig
 from engine.layers.attention.layer import AttentionInputs, ChosenTokens
+from engine.layers.attention.row_inputs import GroupPlaces, closed_slots
 from engine.layers.rotary import cos_sin_cache, query_scales
 from engine.layers.state_pages import StateInputs
 from engine.models.base import ForwardInputs
@@ -44,21 +45,23 @@ class LayerKinds:
         self, config: EngineConfig, spec: DenseSpec, layers: Iterable[int], device: torch.device
     ) -> None:
         model, groups = config.model, config.kv_layout.groups
-        group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
-        of_layers = [(i, group_of[spec.kv_source(i)]) for i in layers]
+        layout = config.kv_layout
+        of_layers = [(i, layout.groups_of(spec.kv_source(i))) for i in layers]
         first = of_layers[0][0] if of_layers else 0
         self.caches = [spec.kv_source(i) - first for i, _ in of_layers]
         kinds = [
-            (group, None if groups[group].is_state else _turn(model, spec, i))
-            for i, group in of_layers
+            (own, None if groups[own[0]].is_state else _turn(model, spec, i))
+            for i, own in of_layers
         ]
+        self._ratios = [group.compress_ratio for group in groups]
+        self._hashes = spec.experts is not None and len(spec.experts.hashed_layers) > 0
         distinct = list(dict.fromkeys(kinds))
         tables = {
             turn: cos_sin_cache(turn.head_dim, model.max_model_len, turn.rotary).to(device)
             for turn in dict.fromkeys(turn for _, turn in distinct)
             if turn is not None
         }
-        self._kinds = [(group, None if turn is None else tables[turn]) for group, turn in distinct]
+        self._kinds = [(own, None if turn is None else tables[turn]) for own, turn in distinct]
         every = not spec.scales_unrotated
         self._are_scaled = [
             turn is not None and (every or turn.rotary == UNROTATED) for _, turn in distinct
@@ -83,9 +86,13 @@ class LayerKinds:
         return [of_kind[kind] for kind in self._of_layer]
 
     def _inputs(
-        self, step: ForwardInputs, group_index: int, table: Tensor | None, scales: Tensor | None
+        self,
+        step: ForwardInputs,
+        own: tuple[int, ...],
+        table: Tensor | None,
+        scales: Tensor | None,
     ) -> AttentionInputs | StateInputs:
-        group = step.groups[group_index]
+        group = step.groups[own[0]]
         metadata = group.metadata
         if isinstance(metadata, StateMetadata):
             # A state has no slots: any group of tokens tells what is padding.
@@ -99,7 +106,28 @@ class LayerKinds:
         rest = metadata, step.backend, group.kept, scales
         wholes = () if images is None else images.wholes
         choice = ChosenTokens() if step.choice is None else step.choice
-        return AttentionInputs(positions, table, group.slot_mapping, *rest, choice, wholes)
+        others = tuple(self._places(step, index) for index in own[1:])
+        ids = None
+        if self._hashes:
+            padding = group.slot_mapping < 0
+            ids = step.input_ids.long().masked_fill(padding, -1)
+        slots = group.slot_mapping
+        return AttentionInputs(positions, table, slots, *rest, choice, wholes, others, ids)
+
+    def _places(self, step: ForwardInputs, index: int) -> GroupPlaces:
+        """Returns where a step's tokens are in a group."""
+        group, ratio = step.groups[index], self._ratios[index]
+        slots, metadata = group.slot_mapping, group.metadata
+        assert not isinstance(metadata, StateMetadata)
+        return GroupPlaces(slots if ratio == 1 else closed_slots(slots, ratio), metadata)
+
+
+def routed_slots(inputs: AttentionInputs | StateInputs, by_id: bool) -> Tensor:
+    """Returns what a layer's router is given of tokens beside their rows, [T] int64."""
+    if not by_id or isinstance(inputs, StateInputs):
+        return inputs.slot_mapping
+    assert inputs.token_ids is not None
+    return inputs.token_ids
 
 
 def _table_of_tokens(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ from tandem_kernels.reference import (
     ragged,
     sampling,
     sparse_latent,
+    streams,
+    token_rows,
 )
 
 P = ParamSpec("P")
@@ -143,6 +145,16 @@ index_topk = Op(index.index_topk, "attention.index_topk")
 sparse_latent_attention = Op(
     sparse_latent.sparse_latent_attention, "attention.sparse_latent_attention"
 )
+shared_rope_and_cache = Op(token_rows.shared_rope_and_cache, "attention.shared_rope_and_cache")
+rotate_back = Op(token_rows.rotate_back, "attention.shared_rope_and_cache")
+close_rows = Op(token_rows.close_rows, "attention.close_rows")
+keep_open_tokens = Op(token_rows.keep_open_tokens, "attention.row_cache")
+cache_rows = Op(token_rows.cache_rows, "attention.row_cache")
+index_rows = Op(token_rows.index_rows, "attention.index_rows")
+window_rows_attention = Op(token_rows.window_rows_attention, "attention.window_rows_attention")
+read_streams = Op(streams.read_streams, "elementwise.streams")
+write_streams = Op(streams.write_streams, "elementwise.streams")
+join_streams = Op(streams.join_streams, "elementwise.streams")
 choose_blocks = Op(block_sparse.choose_blocks, "attention.block_scores")
 block_sparse_attention = Op(block_sparse.block_sparse_attention, "attention.block_sparse_attention")
 ragged_attention = Op(ragged.ragged_attention, "attention.ragged_attention")

@@ -27,11 +27,13 @@ from tandem_kernels.attention import (
     attention_sink,
     block_scores,
     block_sparse_attention,
+    close_rows,
     context_gather,
     decode_attention,
     decode_merge,
     decode_tuning,
     index_rope_and_cache,
+    index_rows,
     index_select,
     index_topk,
     latent_attention,
@@ -43,8 +45,11 @@ from tandem_kernels.attention import (
     prefill_tuning,
     ragged_attention,
     rope_and_cache,
+    row_cache,
+    shared_rope_and_cache,
     sparse_latent_attention,
     window_attention,
+    window_rows_attention,
 )
 from tandem_kernels.batch import batch_prep, block_copies, ngrams, word_pieces
 from tandem_kernels.checksums import xxh3
@@ -60,6 +65,7 @@ from tandem_kernels.elementwise import (
     rms_norm,
     sigmoid_and_mul,
     silu_and_mul,
+    streams,
 )
 from tandem_kernels.experts import (
     expert_rows,
@@ -232,8 +238,9 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                 {
                     "BLOCK": 1024,
                     "GELU": is_gelu,
-                    "LIMITED": not is_gelu,
+                    "LIMITED": False,
                     "CLAMPED": False,
+                    "CAPPED": not is_gelu,
                     "OVERLAP": capability >= 90,
                 },
             )
@@ -878,7 +885,9 @@ def expert_cases(capability: int) -> Iterator[Case]:
             types,
             {
                 **route,
-                "SIGMOID": has_bias,
+                "SIGMOID": False,
+                "ROOT_SOFTPLUS": has_bias,
+                "LISTED": not has_bias,
                 "RENORMALISE": has_bias,
                 "NUM_GROUPS": 4 if has_bias else 1,
                 "HAS_BIAS": has_bias,
@@ -1582,7 +1591,7 @@ def sparse_cases(capability: int) -> Iterator[Case]:
         )
     stored = named("*fp8e4nv" if fp8 else "*fp32", "q", "keys")
     for query_len, block_q in ((1, 1), (0, 4)):
-        shape = {"TOP_K": 2048, "QUERY_LEN": query_len, "BLOCK_Q": block_q}
+        shape = {"TOP_K": 2048, "QUERY_LEN": query_len, "BLOCK_Q": block_q, "TOKENS": 1}
         yield Case(
             index_topk.index_scores_kernel,
             f"query_len={query_len} fp8={fp8}",
@@ -1641,6 +1650,93 @@ def sparse_cases(capability: int) -> Iterator[Case]:
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
+
+
+def token_row_cases(capability: int) -> Iterator[Case]:
+    """Yields DeepSeek-V4's windows beside rows of 4 and of 128 tokens."""
+    types = {
+        **named("*bf16", "q", "kv", "pages", "row_pages"),
+        **named("*fp32", "weight", "cos_sin_cache", "bias", "sinks", "state", "head_weights"),
+        **named("*fp32", "k", "weights", "scales"),
+        **named("*i32", "block_tables", "row_tables", "chosen", "query_start_loc", "seq_lens"),
+        **named("*i64", "positions", "slot_mapping"),
+        **named("fp32", "eps", "scale"),
+    }
+    turn = {"NUM_HEADS": 64, "ROWS": 8, "D": 512, "ROPE": 64}
+    yield Case(
+        shared_rope_and_cache.shared_rope_and_cache_kernel, "", types, {**turn, "BLOCK_SIZE": 64}
+    )
+    back = shared_rope_and_cache.rotate_back_kernel
+    yield Case(back, "", {**types, "x": "*bf16"}, {**turn, "ROWS": 32})
+    for tokens, series in ((4, 2), (128, 1)):
+        yield Case(
+            close_rows.close_rows_kernel,
+            f"tokens={tokens}",
+            {**types, **named("*fp32", "x", "pages", "out")},
+            {
+                "QUERY_LEN": 1, "TOKENS": tokens, "SERIES": series, "FIRST": 0, "D": 512,
+                "ROPE": 64, "WIDTH": 1024 * series, "BLOCK_SIZE": 16, "TILE": min(8, tokens),
+            },
+        )  # fmt: skip
+    yield Case(
+        row_cache.cache_rows_kernel,
+        "",
+        {**types, "x": "*fp32"},
+        {"WIDTH": 512, "BLOCK_SIZE": 64, "BLOCK": 512},
+    )
+    for rounds in (False, True):
+        yield Case(
+            index_rows.index_rows_kernel,
+            f"fp8={rounds}",
+            {**types, **named("*u8" if rounds else "*fp32", "keys", "queries")},
+            {
+                "NUM_HEADS": 64, "ROWS": 16, "D": 128, "ROPE": 64, "BLOCK_SIZE": 64,
+                "NORM": 128**-0.5, "FP8": rounds,
+            },
+        )  # fmt: skip
+    for heads, splits, tokens, top_k in ((64, 1, 4, 512), (8, 8, 128, 0), (64, 4, 0, 0)):
+        tuning = sparse_latent_attention.sparse_tuning(heads, 2)
+        yield Case(
+            window_rows_attention.window_rows_kernel,
+            f"heads={heads} splits={splits} tokens={tokens}",
+            {**types, "out": "*fp32" if splits > 1 else "*bf16"},
+            {
+                "WINDOW": 128, "TOKENS": tokens, "TOP_K": top_k, "QUERY_LEN": 1,
+                "NUM_HEADS": heads, "ROWS": tuning.rows, "LATENT": 512, "BLOCK_LATENT": 512,
+                "BLOCK_SIZE": 64, "ROW_BLOCK_SIZE": 64, "TILE": tuning.tile, "SPLITS": splits,
+                "PRECISION": "tf32", **({} if top_k else {"chosen": None}),
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )  # fmt: skip
+
+
+def stream_cases(capability: int) -> Iterator[Case]:
+    types = {
+        **named("*bf16", "x", "streams", "out"),
+        **named("*fp32", "fn", "logits", "squares", "base", "scale", "post", "comb"),
+        **named("fp32", "eps", "norm_eps"),
+    }
+    for outputs, lanes in ((24, 32), (4, 16)):
+        yield Case(
+            streams.stream_logits_kernel,
+            f"outputs={outputs}",
+            types,
+            {
+                "OUTPUTS": outputs, "LANES": lanes, "ROWS": 16, "DEPTH": 128, "SPLITS": 8,
+                "PRECISION": "tf32",
+            },
+            {"num_warps": 4, "num_stages": 3},
+        )  # fmt: skip
+        yield Case(
+            streams.read_streams_kernel,
+            f"outputs={outputs}",
+            types,
+            {
+                "COUNT": 4, "OUTPUTS": outputs, "ITERATIONS": 20, "SPLITS": 8, "BLOCK": 1024,
+                **({} if outputs > 4 else {"post": None, "comb": None}),
+            },
+        )  # fmt: skip
+    yield Case(streams.write_streams_kernel, "", types, {"COUNT": 4, "BLOCK": 512})
 
 
 def block_sparse_cases(capability: int) -> Iterator[Case]:
@@ -1714,6 +1810,8 @@ def compile_all(capability: int) -> None:
         normed_router_cases,
         latent_cases,
         sparse_cases,
+        token_row_cases,
+        stream_cases,
         block_sparse_cases,
         ragged_cases,
         linear_attention_cases,

@@ -100,16 +100,18 @@ def index_topk(
     num_decodes: int = 0,
     fixed_order: bool = False,
     ties: bool = False,
+    tokens: int = 1,
     device: str = "cpu",
 ) -> torch.Tensor:
     """Checks that every query has chosen the highest scores of its context, and returns what it
     has. `sizes` is (H, D, K). With `ties` all numbers are whole and small, so that scores are exact
-    and many are equal: what is chosen must then be the very first of them."""
+    and many are equal: what is chosen must then be the very first of them. `tokens`: that a key
+    stands for."""
     num_heads, dim, top_k = sizes
     seq_lens, query_lens = lengths
     metadata, tables = _batch(lengths, block_size, num_decodes, device)
     pages = index_pages(int(tables.max()) + 1, block_size, dim, fp8=fp8, device=device)
-    keys = [_numbers((length, dim), ties, device) for length in seq_lens]
+    keys = [_numbers((length // tokens, dim), ties, device) for length in seq_lens]
     q = _numbers((sum(query_lens), num_heads, dim), ties, device)
     head_weights = torch.randn(sum(query_lens), num_heads, device=device)
     if ties:
@@ -125,7 +127,7 @@ def index_topk(
             if pages.scales is not None:
                 pages.scales[place] = 1.0 if ties else 2.0 ** (position % 3)
     metadata = replace(metadata, fixed_order=fixed_order)
-    chosen: torch.Tensor = op(q, head_weights, pages, metadata, top_k)
+    chosen: torch.Tensor = op(q, head_weights, pages, metadata, top_k, tokens)
     assert chosen.shape == (len(q), top_k) and chosen.dtype == torch.int32
     stored = _stored_keys(pages)
     row = 0
@@ -133,7 +135,7 @@ def index_topk(
         places = tables[r][torch.arange(seq_len, device=device) // block_size].long()
         of_request = stored[places, torch.arange(seq_len, device=device) % block_size]
         for token in range(query_len):
-            seen = max(0, seq_len - query_len + token + 1)
+            seen = max(0, seq_len - query_len + token + 1) // tokens
             found = chosen[row].tolist()
             count = min(top_k, seen)
             own = found[:count]

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
-PARTS = ["layers", "attention", "sparse", "experts", "sampling"]
+PARTS = ["layers", "attention", "sparse", "rows", "experts", "sampling"]
 HOPPER_ALONE = {
     "few_row_gemm_kernel",
     "few_row_qkv_kernel",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend, AttentionSpec, WholeImage
+from engine.layers.attention.row_inputs import GroupPlaces
 from engine.layers.attention.whole_images import attend_images
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
@@ -69,6 +70,8 @@ class AttentionInputs:
             keys are in the cache. None: they are attended with all others.
         choice: Of a sparse layer, for those behind it.
         images: Those of the step whose tokens see each other.
+        others: Of a layer whose cache is in several groups: those behind the first.
+        token_ids: [T] int64, -1: padding. None: no layer chooses experts by them.
     """
 
     positions: Tensor
@@ -80,6 +83,8 @@ class AttentionInputs:
     query_scales: Tensor | None = None
     choice: ChosenTokens = field(default_factory=ChosenTokens)
     images: tuple[WholeImage, ...] = ()
+    others: tuple[GroupPlaces, ...] = ()
+    token_ids: Tensor | None = None
 
     def scale_queries(self, queries: Tensor) -> None:
         """Multiplies `queries` [T, ...] in place, where scores grow with the position."""

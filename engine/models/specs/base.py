@@ -12,6 +12,7 @@ from engine.head_sizes import HeadSizes
 from engine.models.config_file import ConfigFile
 from engine.models.specs.indexer import BlockIndexerSpec, IndexerSpec
 from engine.models.specs.latent import LatentSpec
+from engine.models.specs.token_rows import StreamsSpec, TokenRowsSpec
 
 PLAIN_CHECKPOINT = "use a plain checkpoint of this family, in fp32, fp16 or bf16"
 
@@ -135,6 +136,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dense_tokens(self) -> int | None:
         """Returns up to how many tokens a context is attended as a whole; None: always."""
+        return None
+
+    @property
+    def rows_of_tokens(self) -> TokenRowsSpec | None:
+        """Returns the sizes of layers with rows that stand for several tokens; None: there are
+        none."""
+        return None
+
+    @property
+    def residual_streams(self) -> StreamsSpec | None:
+        """Returns how residual streams are mixed; None: there is one."""
         return None
 
     @property

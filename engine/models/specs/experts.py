@@ -15,6 +15,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
         block: Of the whole block.
         router, choice_bias, router_bias: Of the router's weight, of the bias it chooses by, and of
             the bias of its logits.
+        table: Of the experts of each token.
         gate, up, down: Of an expert's projections, unless they are stacked; gate "": there is none.
         to_latent, from_latent: Of projections around routed experts, where they read latents.
         shared: Of the expert that every token goes to.
@@ -34,6 +35,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
     shared: str = "shared_expert"
     choice_bias: str = "gate.e_score_correction_bias"
     router_bias: str = "gate.bias"
+    table: str = "gate.tid2eid"
     router_norm: str = ""
     expert_scales: str = ""
     input_norm: str = ""
@@ -72,6 +74,10 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
             0: there is none. Empty: no layer has one.
         dense_limits: The same of shared experts, and of dense blocks.
         squared: There is no gate: the activation is relu(up) ** 2, of shared experts as well.
+        root_softplus: Scores are roots of the softplus of the logits.
+        hashed_layers: In these, experts follow from the id of a token alone, of which there are
+            `hashed_tokens`, by a table that the checkpoint has.
+        caps: Limit of the activations of all experts, as `GateForm`'s "capped"; 0: there is none.
         latent_size: Numbers of a token that routed experts read and give; 0: as the model has.
     """
 
@@ -98,6 +104,10 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
     dense_limits: tuple[float, ...] = ()
     squared: bool = False
     latent_size: int = 0
+    root_softplus: bool = False
+    hashed_layers: tuple[int, ...] = ()
+    hashed_tokens: int = 0
+    caps: float = 0.0
     names: ExpertNames = ExpertNames()
 
     def limit_of(self, layer: int) -> float:
@@ -132,6 +142,11 @@ def num_experts_of(file: ConfigFile) -> int:
     if groups > 1 and not 1 <= best <= groups:
         raise UnsupportedField("topk_group", f"the best {best} of {groups} groups")
     return count
+
+
+def gate_limit_of(file: ConfigFile) -> float:
+    """Returns the limit of gates that are clamped, as gpt-oss has it."""
+    return 7.0 if file.swiglu_limit is None else file.swiglu_limit
 
 
 def sigmoid_experts(

@@ -6,7 +6,13 @@ from typing import Any, ClassVar
 
 from engine.models.config_file import ConfigFile, RopeFields
 from engine.models.specs.base import UnsupportedField
-from engine.models.specs.experts import ExpertNames, ExpertSpec, num_experts_of, number_of
+from engine.models.specs.experts import (
+    ExpertNames,
+    ExpertSpec,
+    gate_limit_of,
+    num_experts_of,
+    number_of,
+)
 from engine.models.specs.rope import read_rotary
 from engine.models.specs.windowed import WindowedSpec
 from engine.rope import Rotary
@@ -37,7 +43,7 @@ class GptOssSpec(WindowedSpec, frozen=True, kw_only=True):
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
-        if min(file.swiglu_limit, file.swiglu_alpha) <= 0:
+        if min(gate_limit_of(file), file.swiglu_alpha) <= 0:
             raise UnsupportedField("swiglu_limit", "a gate without a limit or a slope")
         has_bias = file.attention_bias is not False
         return {
@@ -53,7 +59,7 @@ class GptOssSpec(WindowedSpec, frozen=True, kw_only=True):
                 router_bias=True,
                 biases=True,
                 stacked=True,
-                gate_limit=file.swiglu_limit,
+                gate_limit=gate_limit_of(file),
                 gate_alpha=file.swiglu_alpha,
                 names=_GPT_OSS_NAMES,
             ),

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.models.config_file import ConfigFile, SparseAttentionFields
 from engine.models.specs.base import UnsupportedField
-from engine.models.specs.experts import number_of
+from engine.models.specs.experts import gate_limit_of, number_of
 
 _DENSE_SIZE = 12_288
 """transformers takes it where config.json says nothing."""
@@ -61,7 +61,7 @@ def faults_of(file: ConfigFile, head_dim: int) -> Iterator[UnsupportedField]:
         yield UnsupportedField("sparse_block_size", f"blocks of {size} tokens")
     if not 0 <= local <= number_of(file, "index_topk_blocks"):
         yield UnsupportedField("sparse_local_block", f"{local} blocks that are always chosen")
-    if min(file.swiglu_limit, file.swiglu_alpha) <= 0:
+    if min(gate_limit_of(file), file.swiglu_alpha) <= 0:
         yield UnsupportedField("swiglu_limit", "a gate without a limit or a slope")
     if (file.scoring_func or "sigmoid") != "sigmoid":
         yield UnsupportedField("scoring_func", repr(file.scoring_func))

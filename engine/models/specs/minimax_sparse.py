@@ -11,7 +11,13 @@ from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.dense import HeadNorm
-from engine.models.specs.experts import ExpertNames, first_layers, number_of, sigmoid_experts
+from engine.models.specs.experts import (
+    ExpertNames,
+    first_layers,
+    gate_limit_of,
+    number_of,
+    sigmoid_experts,
+)
 from engine.models.specs.indexer import BlockIndexerSpec
 from engine.models.specs.kv_planes import planes_of_heads
 from engine.models.specs.minimax import MiniMaxM2Spec
@@ -60,7 +66,7 @@ class MiniMaxM3Spec(MiniMaxM2Spec, frozen=True, kw_only=True):
                 sigmoid_experts(file, 0, 2.0, renormalises=True),
                 dense_layers=first_layers(file, 0),
                 shared_size=_SHARED_SIZE if shared is None else shared,
-                gate_limit=file.swiglu_limit,
+                gate_limit=gate_limit_of(file),
                 gate_alpha=file.swiglu_alpha,
                 clamps_dense=True,
                 names=_NAMES,

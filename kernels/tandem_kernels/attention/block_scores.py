@@ -22,7 +22,7 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.index_pages import IndexPages
-from tandem_kernels.attention.index_select import request_of_tile
+from tandem_kernels.attention.query_tiles import request_of_tile
 from tandem_kernels.device import num_programs
 
 _SCORES_AT_ONCE = 1 << 25

@@ -31,7 +31,7 @@ def _turned(
 
 
 @triton.jit
-def _signs(D: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def hadamard_signs(D: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     """Returns the signs of the Hadamard matrix, [D, D]: those of even and odd common bits."""
     i = tl.arange(0, D)
     both = i[:, None] & i[None, :]
@@ -112,7 +112,7 @@ def index_rope_and_cache_kernel(
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     writes_key = is_key & (slot >= 0)
     if FP8:
-        spread = tl.dot(x, _signs(D, kind)) * NORM
+        spread = tl.dot(x, hadamard_signs(D, kind)) * NORM
         largest = tl.maximum(tl.max(tl.abs(spread), axis=1), 1e-4)
         bits = tl.div_rn(largest, 448.0).to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.attention.prefill_attention import request_of
+from tandem_kernels.attention.query_tiles import row_of_tile
 from tandem_kernels.device import num_programs
 
 _BLOCK, _WARPS = 4096, 8
@@ -36,45 +36,6 @@ _RUN = tl.constexpr(8)
 """Counts scores side by side in a sample: what memory gives at once."""
 _STEP = tl.constexpr(1 << 18)
 """Says by how much a guess that was wrong is changed first: the 32nd part of a doubling."""
-
-
-@triton.jit
-def request_of_tile(
-    query_start_loc: tl.tensor,
-    tile: tl.tensor,
-    num_reqs: tl.tensor,
-    QUERY_LEN: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-) -> tl.tensor:
-    """Returns the request of a tile, its first query row, and the first token of the tile."""
-    if QUERY_LEN > 0:
-        r = tile
-        first_token = tile * 0
-    else:
-        r = request_of(query_start_loc, tile, 0, num_reqs, BLOCK_Q)
-        start = tl.load(query_start_loc + r)
-        first_token = (tile - start // BLOCK_Q - r) * BLOCK_Q
-    return r, tl.load(query_start_loc + r), first_token
-
-
-@triton.jit
-def _row(
-    query_start_loc: tl.tensor,
-    seq_lens: tl.tensor,
-    local: tl.tensor,
-    first_tile: tl.tensor,
-    num_reqs: tl.tensor,
-    QUERY_LEN: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-) -> tl.tensor:
-    """Returns the token of a row, -1: none, and how many scores it has."""
-    r, query_start, first_token = request_of_tile(
-        query_start_loc, first_tile + local // BLOCK_Q, num_reqs, QUERY_LEN, BLOCK_Q
-    )
-    token = first_token + local % BLOCK_Q
-    num_tokens = tl.load(query_start_loc + r + 1) - query_start
-    length = tl.load(seq_lens + r) - num_tokens + token + 1
-    return tl.where(token < num_tokens, query_start + token, -1), length
 
 
 @triton.jit
@@ -190,7 +151,7 @@ def _choose(
 
 
 @triton.jit
-def _choose_of_row(
+def _choose_ofrow_of_tile(
     scores: tl.tensor,
     out: tl.tensor,
     candidates: tl.tensor,
@@ -256,10 +217,13 @@ def select_kernel(
     BLOCK: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> None:
     """Chooses, in program i, for row i of the scores. `candidates`: [rows, 2, CANDIDATES]."""
     local = tl.program_id(0)
-    token, length = _row(query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q)
+    token, length = row_of_tile(
+        query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q, TOKENS
+    )
     if token < 0:
         return
     out = chosen + token.to(tl.int64) * TOP_K
@@ -269,7 +233,7 @@ def select_kernel(
     own = scores + local.to(tl.int64) * width
     kept = candidates + local.to(tl.int64) * (2 * CANDIDATES)
     guess = _guess(own, length, TOP_K, CANDIDATES)
-    _choose_of_row(own, out, kept, length, guess, TOP_K, CANDIDATES, BLOCK)
+    _choose_ofrow_of_tile(own, out, kept, length, guess, TOP_K, CANDIDATES, BLOCK)
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_reqs"])
@@ -287,12 +251,15 @@ def gather_part_kernel(
     BLOCK: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     """Gathers candidates of part s of row i, in program (i, s), into `candidates`
     [rows, PARTS, 2, CANDIDATES]: `found` [rows, PARTS] of them."""
     local, split = tl.program_id(0), tl.program_id(1)
-    token, length = _row(query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q)
+    token, length = row_of_tile(
+        query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q, TOKENS
+    )
     if (token < 0) | (length <= TOP_K):
         return
     own = scores + local.to(tl.int64) * width
@@ -321,11 +288,14 @@ def select_part_kernel(
     BLOCK: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     """Chooses, in program i, among the candidates of row i that `gather_part_kernel` has found."""
     local = tl.program_id(0)
-    token, length = _row(query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q)
+    token, length = row_of_tile(
+        query_start_loc, seq_lens, local, first_tile, num_reqs, QUERY_LEN, BLOCK_Q, TOKENS
+    )
     if token < 0:
         return
     out = chosen + token.to(tl.int64) * TOP_K
@@ -351,7 +321,7 @@ def select_part_kernel(
         _choose(out, position, number, floor, TOP_K)
     else:
         guess = _guess(own, length, TOP_K, CANDIDATES)
-        _choose_of_row(own, out, kept, length, guess, TOP_K, CANDIDATES, BLOCK)
+        _choose_ofrow_of_tile(own, out, kept, length, guess, TOP_K, CANDIDATES, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +333,7 @@ class SelectedRows:
         first_tile: Of the rows; each tile has `block_q`.
         query_len: Query tokens of each request; 0: they differ.
         width: Scores of a row.
+        tokens: That a score stands for.
     """
 
     query_start_loc: Tensor
@@ -372,6 +343,7 @@ class SelectedRows:
     query_len: int
     block_q: int
     width: int
+    tokens: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -395,6 +367,7 @@ def select(scores: Tensor, rows: SelectedRows, chosen: Tensor) -> None:
         "BLOCK": min(_BLOCK, triton.next_power_of_2(rows.width)),
         "QUERY_LEN": rows.query_len,
         "BLOCK_Q": rows.block_q,
+        "TOKENS": rows.tokens,
         "num_warps": _WARPS,
     }
     grid = (rows.num_rows,)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import IndexPages
-from tandem_kernels.attention.index_select import SelectedRows, request_of_tile, select
+from tandem_kernels.attention.index_select import SelectedRows, select
+from tandem_kernels.attention.query_tiles import request_of_tile
 from tandem_kernels.device import num_programs
 
 _SCORES_AT_ONCE = 1 << 26
@@ -52,6 +53,7 @@ def index_scores_kernel(
     TILE: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
 ) -> None:
@@ -67,7 +69,7 @@ def index_scores_kernel(
     num_tokens = tl.load(query_start_loc + r + 1) - query_start
     seq_len = tl.load(seq_lens + r)
     last_token = tl.minimum(first_token + BLOCK_Q, num_tokens)
-    needed = seq_len - num_tokens + last_token
+    needed = (seq_len - num_tokens + last_token) // TOKENS
     if (first_token >= num_tokens) | (needed <= TOP_K):
         return
     dim = tl.arange(0, D)
@@ -125,14 +127,14 @@ class _Plan:
     splits: int
 
     @classmethod
-    def of(cls, q: Tensor, pages: IndexPages, metadata: AttentionMetadata) -> _Plan:
+    def of(cls, q: Tensor, pages: IndexPages, metadata: AttentionMetadata, tokens: int) -> _Plan:
         num_reqs, query_len = metadata.seq_lens.shape[0], metadata.uniform_query_len
         if query_len > _BLOCK_Q:
             query_len = 0
         block_q = triton.next_power_of_2(query_len) if query_len else _BLOCK_Q
         num_tiles = num_reqs if query_len else triton.cdiv(len(q), block_q) + num_reqs
         room = metadata.block_tables.shape[1] * pages.keys.shape[1]
-        num_parts = triton.cdiv(min(metadata.max_seq_len, room), _TILE)
+        num_parts = triton.cdiv(min(metadata.max_seq_len // tokens, room), _TILE)
         width = num_parts * _TILE
         at_once = min(num_tiles, max(1, _SCORES_AT_ONCE // (width * block_q)))
         free = num_programs(q.device, _PROGRAMS_PER_SM) // at_once
@@ -146,9 +148,10 @@ def index_topk(
     pages: IndexPages,
     metadata: AttentionMetadata,
     top_k: int,
+    tokens: int = 1,
 ) -> Tensor:
     """See `reference.index.index_topk`."""
-    plan = _Plan.of(q, pages, metadata)
+    plan = _Plan.of(q, pages, metadata, tokens)
     chosen = torch.empty((len(q), top_k), dtype=torch.int32, device=q.device)
     rows = plan.at_once * plan.block_q
     scores = torch.empty((rows, plan.width), dtype=torch.float32, device=q.device)
@@ -178,11 +181,12 @@ def index_topk(
             TILE=_TILE,
             QUERY_LEN=plan.query_len,
             BLOCK_Q=plan.block_q,
+            TOKENS=tokens,
             PRECISION="ieee" if pages.scales is None else "tf32",
             FP8=pages.scales is not None,
             num_warps=4,
             num_stages=4 if pages.scales is not None else 1,
         )
-        given = bounds, seq_lens, first, count, plan.query_len, plan.block_q, plan.width
+        given = bounds, seq_lens, first, count, plan.query_len, plan.block_q, plan.width, tokens
         select(scores, SelectedRows(*given), chosen)
     return chosen

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GateKind = Literal["silu", "clamped", "gelu_tanh", "limited", "relu_squared"]
-_KINDS: tuple[GateKind, ...] = ("silu", "clamped", "gelu_tanh", "limited", "relu_squared")
+GateKind = Literal["silu", "clamped", "gelu_tanh", "limited", "relu_squared", "capped"]
+_KINDS: tuple[GateKind, ...] = (
+    "silu", "clamped", "gelu_tanh", "limited", "relu_squared", "capped",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class GateForm:
     gelu_tanh   gelu(gate) * up, by its tanh formula (Gemma)
     limited     silu(gate) * up, silu(gate) at most `limit`, up within +-`limit` (StepFun,
                 Step-3.5-Flash, 2026)
+    capped      silu(gate) * up, gate at most `limit`, up within +-`limit` (DeepSeek-V4, 2026)
     relu_squared  relu(up) ** 2: there is no gate (NVIDIA, Nemotron-H, 2025)
     """
 

@@ -24,6 +24,7 @@ def silu_and_mul_kernel(
     GELU: tl.constexpr,
     LIMITED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    CAPPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Writes, in program (t, j), columns j * BLOCK and on of row t."""
@@ -37,9 +38,11 @@ def silu_and_mul_kernel(
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     # GELU's tanh formula is SiLU of another argument: (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)).
-    if CLAMPED:
+    if CLAMPED or CAPPED:
         wide = tl.minimum(wide, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    if CLAMPED:
+        up = up + 1.0
     steep = wide
     if CLAMPED:
         steep = alpha * wide
@@ -87,6 +90,7 @@ def _activate(x: Tensor, *, is_gelu: bool, form: GateForm | None = None) -> Tens
             GELU=is_gelu,
             LIMITED=kind == "limited",
             CLAMPED=kind == "clamped",
+            CAPPED=kind == "capped",
             OVERLAP=overlap,
             num_warps=4,
             **({"launch_pdl": True} if overlap else {}),

@@ -18,6 +18,9 @@ def activated(
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    if GATE == 5:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
     steep = gate
     if GATE == 2:
         # GELU's tanh formula is SiLU of another argument; see `silu_and_mul`.

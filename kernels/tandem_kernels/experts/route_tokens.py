@@ -35,6 +35,7 @@ def route_tokens_kernel(
     expert_scales: tl.tensor,
     own_numbers: tl.tensor,
     loads: tl.tensor,
+    table: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
     logits_stride: tl.tensor,
@@ -44,6 +45,8 @@ def route_tokens_kernel(
     TOP_K: tl.constexpr,
     K_LANES: tl.constexpr,
     SIGMOID: tl.constexpr,
+    ROOT_SOFTPLUS: tl.constexpr,
+    LISTED: tl.constexpr,
     RENORMALISE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -65,7 +68,10 @@ def route_tokens_kernel(
     given = tl.load(logits + token * logits_stride + lane, mask=real, other=lowest)
     if HAS_LOGIT_BIAS:
         given += tl.load(logit_bias + lane, mask=real, other=0.0)
-    if SIGMOID:
+    if ROOT_SOFTPLUS:
+        soft = tl.maximum(given, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(given)))
+        scores = tl.sqrt_rn(tl.where(real, soft, 0.0))
+    elif SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-given))
     else:
         scores = tl.exp(given - tl.max(given, axis=0))
@@ -93,8 +99,12 @@ def route_tokens_kernel(
     chosen = tl.full([K_LANES], -1, tl.int32)
     share = tl.zeros([K_LANES], tl.float32)
     total = 0.0
+    own = tl.maximum(tl.load(slot_mapping + token), 0) * TOP_K
     for i in tl.static_range(TOP_K):
-        _, place = _best(by, lane)
+        if LISTED:
+            place = tl.load(table + own + i)
+        else:
+            _, place = _best(by, lane)
         place = tl.minimum(place, NUM_EXPERTS - 1)  # Of scores that are NaN none is the best.
         chosen = tl.where(k == i, place, chosen)
         score = tl.sum(tl.where(lane == place, scores, 0.0), axis=0)
@@ -131,6 +141,8 @@ def route_tokens(
     expert_scales: Tensor | None = None,
     own_numbers: Tensor | None = None,
     loads: Tensor | None = None,
+    root_softplus: bool = False,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.experts.route_tokens`."""
     num_tokens, num_experts = logits.shape
@@ -146,6 +158,7 @@ def route_tokens(
             expert_scales,
             own_numbers,
             loads,
+            table,
             weights,
             experts,
             logits.stride(0),
@@ -155,6 +168,8 @@ def route_tokens(
             TOP_K=top_k,
             K_LANES=triton.next_power_of_2(top_k),
             SIGMOID=sigmoid,
+            ROOT_SOFTPLUS=root_softplus,
+            LISTED=table is not None,
             RENORMALISE=renormalise,
             NUM_GROUPS=num_groups,
             TOP_GROUPS=top_groups,

@@ -87,6 +87,8 @@ def bounded_gate_and_mul(x: Tensor, form: GateForm) -> Tensor:
     if form.kind == "limited":
         return F.silu(gate).clamp_(max=form.limit).mul_(up).to(x.dtype)
     gate = gate.clamp(max=form.limit)
+    if form.kind == "capped":
+        return F.silu(gate).mul_(up).to(x.dtype)
     return (sigmoid(gate * form.alpha).mul_(gate) * (up + 1.0)).to(x.dtype)
 
 

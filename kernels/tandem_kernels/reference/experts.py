@@ -51,12 +51,15 @@ def route_tokens(
     expert_scales: Tensor | None = None,
     own_numbers: Tensor | None = None,
     loads: Tensor | None = None,
+    root_softplus: bool = False,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token, and how much each counts.
 
     Args:
         logits: [T, E] float32.
-        slot_mapping: [T] int64; a token at -1 is padding and goes to no expert.
+        slot_mapping: [T] int64; a token at -1 is padding and goes to no expert. With a `table`, all
+            others are ids of tokens.
         bias: [E] float32 or None, added to the scores for choosing alone.
         top_k: Experts a token goes to; of equals those with the lowest numbers.
         sigmoid: Scores are sigmoids of the logits, not their softmax.
@@ -69,6 +72,8 @@ def route_tokens(
         own_numbers: [C, E] int32 or None: what an expert is numbered here, -1 if it is elsewhere.
             Token t looks in row t % C, so that copies of an expert share its tokens.
         loads: [experts that are here] int64 or None: each gets the number of its tokens added.
+        root_softplus: Scores are roots of the softplus of the logits, not their softmax.
+        table: [V, k] int32 or None: the experts of each token id. Nothing is chosen then.
 
     Returns:
         (weights [T, k] float32, experts [T, k] int32); -1 and 0.0 for padding, and -1 for experts
@@ -76,7 +81,10 @@ def route_tokens(
     """
     if logit_bias is not None:
         logits = logits + logit_bias
-    scores = steady.sigmoid(logits) if sigmoid else logits.softmax(-1)
+    if root_softplus:
+        scores = steady.softplus(logits).sqrt()
+    else:
+        scores = steady.sigmoid(logits) if sigmoid else logits.softmax(-1)
     chosen_by = scores if bias is None else scores + bias
     if num_groups > 1:
         grouped = chosen_by.view(len(logits), num_groups, -1)
@@ -86,6 +94,8 @@ def route_tokens(
         left_out = 0.0 if bias is None else float("-inf")
         chosen_by = grouped.masked_fill(~kept[..., None], left_out).flatten(1)
     experts = chosen_by.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    if table is not None:
+        experts = table[slot_mapping.clamp(min=0)].long()
     weights = scores.gather(1, experts)
     if renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -195,4 +205,6 @@ def activated(gates: Tensor, ups: Tensor, gate: GateForm | None) -> Tensor:
     if gate.kind == "limited":
         return steady.silu(gates).clamp(max=gate.limit) * ups.clamp(-gate.limit, gate.limit)
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+    if gate.kind == "capped":
+        return steady.silu(gates) * ups
     return (ups + 1) * gates * steady.sigmoid(gate.alpha * gates)

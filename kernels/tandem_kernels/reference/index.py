@@ -111,6 +111,7 @@ def index_topk(
     pages: IndexPages,
     metadata: AttentionMetadata,
     top_k: int,
+    tokens: int = 1,
 ) -> Tensor:
     """Chooses the tokens that each query token attends to.
 
@@ -119,6 +120,8 @@ def index_topk(
         pages: The step's own keys are already written.
         metadata: The ragged batch.
         top_k: The most tokens that are chosen for one.
+        tokens: That a key stands for: what is chosen are rows of as many, and a token sees those
+            that are closed; see `token_rows`.
 
     Returns:
         [T, top_k] int32, positions in the token's request, ascending; -1 behind the last. Rows of
@@ -130,17 +133,17 @@ def index_topk(
         start, end = bounds[r], bounds[r + 1]
         if start == end or seq_len == 0:
             continue
-        keys = keys_of(pages, metadata.block_tables[r], seq_len)
+        keys = keys_of(pages, metadata.block_tables[r], seq_len // tokens)
         first = seq_len - (end - start)
         for step in range(end - start) if metadata.fixed_order else (None,):
             own = slice(start, end) if step is None else slice(start + step, start + step + 1)
-            seen = keys if step is None else keys[: first + step + 1]
+            seen = keys if step is None else keys[: (first + step + 1) // tokens]
             scores = torch.einsum("thd,sd->ths", q[own].float(), seen).relu_()
             scores = torch.einsum("th,ths->ts", head_weights[own], scores)
             positions = torch.arange(len(seen), device=q.device)
             last = torch.arange(first, seq_len, device=q.device)
             last = last if step is None else last[step : step + 1]
-            _choose(scores, positions[None, :] <= last[:, None], chosen[own])
+            _choose(scores, positions[None, :] < (last[:, None] + 1) // tokens, chosen[own])
     return chosen
 
 

@@ -17,12 +17,18 @@ from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.worker.kv_cache import layer_views
 from kv_transfer.layout import KVGroup
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.index_pages import IndexedKV, IndexedLatents, LayerCache
+from tandem_kernels.attention.index_pages import (
+    CachesByGroup,
+    IndexedKV,
+    IndexedLatents,
+    LayerCache,
+    OpenRows,
+)
 from tandem_kernels.attention.kv_pages import KVPages
 from tandem_kernels.batch.state_metadata import StateMetadata
 
 BLOCK_SIZE = 16
-_NUM_BLOCKS = 128
+_NUM_BLOCKS = 384
 
 
 @dataclass
@@ -50,7 +56,7 @@ class PagedModel:
         layout = config.kv_layout
         self._groups = layout.groups
         sizes = {group.block_size for group in layout.groups if not group.is_state}
-        assert min(sizes) == BLOCK_SIZE
+        assert BLOCK_SIZE in sizes
         self._largest_block = max(sizes)
         memory = torch.empty(_NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
         self.kv_caches = layer_views(memory, layout)
@@ -153,6 +159,10 @@ class PagedModel:
 
 
 def _planes(layer: LayerCache) -> list[torch.Tensor]:
+    if isinstance(layer, CachesByGroup):
+        return [plane for cache in layer.caches for plane in _planes(cache)]
+    if isinstance(layer, OpenRows):
+        return list(layer.planes)
     if isinstance(layer, IndexedLatents):
         index = layer.index
         return [layer.latents, index.keys, *([] if index.scales is None else [index.scales])]

@@ -243,6 +243,9 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
+            if name.endswith("tid2eid"):
+                scores = torch.rand(len(buffer), model.config.n_routed_experts)
+                buffer.copy_(scores.argsort(1)[:, : buffer.shape[1]])
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.75 + 0.5 * torch.rand(buffer.shape))
     model.to(dtype).save_pretrained(folder, max_shard_size=family.shard_size)

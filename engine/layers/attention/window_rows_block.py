@@ -1,0 +1,180 @@
+"""Attention to a window of tokens and, in most layers, to rows that stand for several.
+
+    x ─┬─ wq_a ─ norm ─┬─ wq_b ─ norm of heads ─ rotate ─┐
+       │               └─ indexer: which rows ───────────┤
+       ├─ wkv ─ norm ─ rotate ─ window, [D] a token ─────┤ attend ─ rotate back ─ wo_a ─ wo_b
+       └─ compressor ─ rows, [D] of several tokens ──────┘
+
+What the cache keeps of a token or a row is key and value at once, for all heads. Heads are split
+over ranks in the groups of `wo_a`, which projects each group by itself; all else is whole on each.
+Source: DeepSeek-V4, 2026, as transformers 5.24 computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.layers.attention.layer import AttentionInputs
+from engine.layers.attention.row_compressor import RowCompressor
+from engine.layers.attention.row_indexer import RowIndexer, RowIndexerSizes
+from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from engine.layers.methods.base import ColumnPart, LinearPart
+from engine.layers.methods.registry import format_of
+from engine.layers.methods.weight_format import matrix_weight
+from engine.layers.norm import RMSNorm
+from engine.layers.residual import ResidualStream
+from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels import ops
+from tandem_kernels.attention.index_pages import CachesByGroup, IndexedLatents, LayerCache, OpenRows
+from tandem_kernels.attention.token_rows import OpenTokens, SeenRows, TokenRowForm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowRowsSizes:
+    """The sizes of such a layer.
+
+    Attributes:
+        q_rank: Of the queries' latent.
+        head_dim: Of a query head, and of what a token or a row keeps.
+        groups, group_rank: Of the output's first projection, over all ranks: groups of heads, and
+            numbers of each.
+        eps: Of norms.
+        tokens: That a row stands for; 0: there are no rows.
+        overlap: A row takes in the tokens of the one before it.
+        indexer: Chooses rows; None: all are attended to.
+    """
+
+    q_rank: int
+    head_dim: int
+    groups: int
+    group_rank: int
+    eps: float
+    tokens: int = 0
+    overlap: bool = False
+    indexer: RowIndexerSizes | None = None
+
+    @property
+    def forms(self) -> tuple[tuple[str, TokenRowForm], ...]:
+        """Returns what rows there are, with the names of their modules."""
+        if not self.tokens:
+            return ()
+        own = TokenRowForm(self.tokens, self.overlap, self.head_dim)
+        if self.indexer is None:
+            return (("compressor", own),)
+        keys = TokenRowForm(self.tokens, self.overlap, self.indexer.dim, first=2 * own.width)
+        return (("compressor", own), ("indexer.compressor", keys))
+
+
+class WindowRowsBlock(nn.Module):
+    """Adds such attention to the residual stream.
+
+    Args:
+        num_heads: Of all ranks.
+        norm: Of what is added; None: none.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        sizes: WindowRowsSizes,
+        shard: Shard,
+        *,
+        norm: RMSNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.sizes, self.norm = sizes, norm
+        self.first_head, self.num_heads = shard.part(num_heads)
+        self.total_heads = num_heads
+        dim = sizes.head_dim
+        parts = (ColumnPart(0, size, size) for size in (sizes.q_rank, dim))
+        self.inputs = MergedColumnParallelLinear(
+            hidden_size, tuple(parts), shard, names=("wq_a", "wkv")
+        )
+        self.q_norm = RMSNorm(sizes.q_rank, sizes.eps, shard)
+        self.kv_norm = shard.parameter(dim, dtype=torch.float32)
+        heads = ColumnPart(self.first_head * dim, self.num_heads * dim, num_heads * dim)
+        self.wq_b = MergedColumnParallelLinear(sizes.q_rank, (heads,), shard.at("wq_b"))
+        self.sinks = shard.parameter(self.num_heads, dtype=torch.float32)
+        self.first_group, num_groups = shard.part(sizes.groups)
+        self.wo_a_format = format_of(shard.at("wo_a").scheme(), shard.prefix)
+        width = num_heads * dim // sizes.groups
+        self.wo_a = shard.parameter(num_groups, sizes.group_rank, width)
+        self.wo_b = RowParallelLinear(
+            sizes.groups * sizes.group_rank, hidden_size, shard.at("wo_b")
+        )
+        self.compressor: RowCompressor | None = None
+        self.indexer: RowIndexer | None = None
+        if sizes.tokens:
+            self.compressor = RowCompressor(hidden_size, sizes.forms, sizes.eps, shard)
+        if sizes.indexer is not None:
+            own = sizes.indexer, sizes.tokens, shard.at("indexer")
+            self.indexer = RowIndexer(hidden_size, sizes.q_rank, *own)
+
+    def forward(
+        self, x: Tensor, stream: ResidualStream, kv_cache: LayerCache, inputs: AttentionInputs
+    ) -> None:
+        """Attends for the normed `x`: [T, H]."""
+        caches = kv_cache.caches if isinstance(kv_cache, CachesByGroup) else (kv_cache,)
+        window = caches[0]
+        assert isinstance(window, Tensor)
+        pages, sizes = window[:, 0, 0], self.sizes
+        latents, kv = self.inputs(x).split((sizes.q_rank, sizes.head_dim), dim=1)
+        latents = self.q_norm(latents.contiguous())
+        heads = self.wq_b(latents).view(len(x), self.num_heads, sizes.head_dim)
+        turn = inputs.positions, inputs.cos_sin_cache
+        ops.shared_rope_and_cache(
+            heads, kv, self.kv_norm, *turn, pages, inputs.slot_mapping, sizes.eps
+        )
+        rows = self._rows(x, latents, caches[1:], inputs)
+        scale = sizes.head_dim**-0.5
+        attended = ops.window_rows_attention(heads, pages, inputs.metadata, scale, self.sinks, rows)
+        ops.rotate_back(attended, *turn)
+        grouped = attended.view(len(x), len(self.wo_a), -1).transpose(0, 1)
+        mixed = torch.bmm(grouped, self.wo_a.transpose(1, 2)).transpose(0, 1)
+        out: Tensor = self.wo_b(mixed.flatten(1))
+        stream.add(out if self.norm is None else self.norm(out))
+
+    def _rows(
+        self, x: Tensor, latents: Tensor, caches: tuple[LayerCache, ...], inputs: AttentionInputs
+    ) -> SeenRows | None:
+        """Closes rows, and returns those that tokens attend to."""
+        if self.compressor is None:
+            return None
+        closed, opened = caches
+        of_rows, of_tokens = inputs.others
+        assert isinstance(opened, OpenRows)
+        left = OpenTokens(opened.planes[0], of_tokens.slot_mapping, of_tokens.metadata)
+        found = self.compressor(x, left, inputs)
+        chosen = None
+        if self.indexer is not None:
+            assert isinstance(closed, IndexedLatents)
+            pages = closed.latents
+            chosen = self.indexer(x, latents, found[1], closed.index, inputs, of_rows)
+        else:
+            assert isinstance(closed, Tensor)
+            pages = closed[:, 0, 0]
+        ops.cache_rows(found[0], pages, of_rows.slot_mapping)
+        return SeenRows(pages, of_rows.metadata.block_tables, self.sizes.tokens, chosen)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        sizes = self.sizes
+        yield from self.inputs.checkpoint_weights(f"{prefix}.wq_a", f"{prefix}.wkv")
+        yield from self.q_norm.checkpoint_weights(f"{prefix}.q_norm")
+        yield CheckpointWeight(f"{prefix}.kv_norm.weight", self.kv_norm, (sizes.head_dim,))
+        yield from self.wq_b.checkpoint_weights(f"{prefix}.wq_b")
+        yield CheckpointWeight(
+            f"{prefix}.attn_sink", self.sinks, (self.total_heads,), 0, self.first_head
+        )
+        shape = sizes.groups * sizes.group_rank, self.wo_a.shape[2]
+        part = LinearPart(f"{prefix}.wo_a", shape, 0, self.first_group * sizes.group_rank)
+        yield matrix_weight(self.wo_a_format, self.wo_a.view(-1, shape[1]), part)
+        yield from self.wo_b.checkpoint_weights(f"{prefix}.wo_b")
+        if self.compressor is not None:
+            yield from self.compressor.checkpoint_weights(prefix)
+        if self.indexer is not None:
+            yield from self.indexer.checkpoint_weights(f"{prefix}.indexer")

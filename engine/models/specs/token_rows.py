@@ -1,0 +1,88 @@
+"""Describes layers that attend to a window of tokens and to rows that stand for several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.config import KVLayers, ModelConfig
+from engine.models.specs.indexer import IndexerSpec
+from kv_transfer.layout import DTYPE_BYTES
+from kv_transfer.planes import Plane
+
+ROW_DTYPE = "float32"
+"""Is the type in which what tokens leave for the row that is still open is kept."""
+
+
+class TokenRowsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Says what such layers keep; see `engine.layers.attention.window_rows_block`.
+
+    Attributes:
+        q_rank, head_dim, groups, group_rank: See `WindowRowsSizes`.
+        ratios: Of each layer, the tokens that a row stands for; 0: it has a window alone.
+        chosen_ratio: Rows of layers with this ratio are chosen by `indexer`, and take in the tokens
+            of the row before; 0: no layer has it.
+    """
+
+    q_rank: int
+    head_dim: int
+    groups: int
+    group_rank: int
+    ratios: tuple[int, ...]
+    chosen_ratio: int
+    indexer: IndexerSpec
+
+    def chooses(self, layer: int) -> bool:
+        ratio = self.ratio_of(layer)
+        return ratio > 0 and ratio == self.chosen_ratio
+
+    def ratio_of(self, layer: int) -> int:
+        """Returns the tokens of a row; layers behind the last have a window alone."""
+        return self.ratios[layer] if layer < len(self.ratios) else 0
+
+    def kv_layers(self, model: ModelConfig, window: int | None) -> tuple[KVLayers, ...]:
+        """Returns for each ratio its layers' windows, their rows, and what tokens leave for a row
+        that is open. Layers without rows are with the fewest."""
+        numbers = range(model.num_layers)
+        kinds = sorted({self.ratio_of(i) for i in numbers} - {0})
+        of_kind = {kind: [i for i in numbers if self.ratio_of(i) == kind] for kind in kinds}
+        rest = [i for i in numbers if self.ratio_of(i) == 0]
+        windows = {kind: list(layers) for kind, layers in of_kind.items()} or {0: []}
+        fewest = min(windows, key=lambda kind: len(windows[kind]))
+        windows[fewest] = sorted(windows[fewest] + rest)
+        number = DTYPE_BYTES[model.dtype]
+        kept = Plane("kv", 1, self.head_dim * number, replicated=True)
+        groups = [_group(layers, (kept,), window=window) for layers in windows.values()]
+        for kind, layers in of_kind.items():
+            chooses = kind == self.chosen_ratio
+            planes: tuple[Plane, ...] = (kept,)
+            series, width = 1, self.head_dim
+            if chooses:
+                series, width = 2, self.head_dim + self.indexer.dim
+                planes = (kept, *self.indexer.planes(model.dtype))
+            left = Plane("open", 1, 2 * series * width * DTYPE_BYTES[ROW_DTYPE], replicated=True)
+            groups.append(_group(layers, planes, compress_ratio=kind))
+            # A token is needed until its row, or the row behind it, is closed.
+            seen = (series - 1) * kind + 1
+            groups.append(_group(layers, (left,), window=seen, window_align=kind, dtype=ROW_DTYPE))
+        return tuple(groups)
+
+
+def _group(
+    layers: Sequence[int],
+    planes: tuple[Plane, ...],
+    *,
+    window: int | None = None,
+    **how: object,
+) -> KVLayers:
+    return KVLayers(layers=tuple(layers), planes=planes, window=window, **how)  # type: ignore[arg-type]
+
+
+class StreamsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Says how many residual streams there are and how they are mixed; see
+    `engine.layers.hyper_connection`."""
+
+    count: int
+    iterations: int
+    eps: float

@@ -1,0 +1,78 @@
+"""Makes the residual stream that a model's layers share: one, or several that are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from engine.layers.hyper_connection import HyperConnection, HyperHead, HyperStream
+from engine.layers.norm import RMSNorm
+from engine.layers.residual import ResidualStream
+from engine.layers.shard import CheckpointWeight, Shard
+from engine.models.specs.dense import DenseSpec
+from tandem_kernels.stream_forms import StreamForm
+
+_HEAD = "hc_head"
+
+
+class Streams(nn.Module):
+    """Begins the stream of a pass and ends it; `spec` says how many there are."""
+
+    head: HyperHead | None
+
+    def __init__(self, spec: DenseSpec, shard: Shard) -> None:
+        super().__init__()
+        self.streams = spec.residual_streams
+        self.head = None
+        if self.streams is not None:
+            count = self.streams.count
+            self.head = HyperHead(spec.hidden_size, count, _form(spec), shard)
+
+    def begin(self, rows: Tensor) -> ResidualStream:
+        """Returns the stream that begins with `rows` [T, H], whose memory becomes the stream's."""
+        streams = self.streams
+        return ResidualStream(rows) if streams is None else HyperStream(rows, streams.count)
+
+    def normed(self, stream: ResidualStream, norm: RMSNorm) -> Tensor:
+        """Returns the norm behind all layers, [T, H]."""
+        if isinstance(stream, HyperStream):
+            assert self.head is not None
+            stream.enter(self.head)
+        return stream.normed(norm)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        if self.head is not None:
+            yield from self.head.checkpoint_weights(f"{prefix}.{_HEAD}")
+
+
+class LayerStreams(nn.Module):
+    """Says what the blocks of one layer read of several streams; of one, they read all."""
+
+    attention: HyperConnection | None
+    mlp: HyperConnection | None
+
+    def __init__(self, spec: DenseSpec, shard: Shard) -> None:
+        super().__init__()
+        self.attention = self.mlp = None
+        if (streams := spec.residual_streams) is not None:
+            sizes = spec.hidden_size, streams.count, _form(spec), shard
+            self.attention, self.mlp = HyperConnection(*sizes), HyperConnection(*sizes)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        for connection, name in ((self.attention, "hc_attn"), (self.mlp, "hc_ffn")):
+            if connection is not None:
+                yield from connection.checkpoint_weights(f"{prefix}.{name}")
+
+
+def enter(stream: ResidualStream, block: HyperConnection | None) -> None:
+    """Makes the stream ready for a block."""
+    if block is not None:
+        assert isinstance(stream, HyperStream)
+        stream.enter(block)
+
+
+def _form(spec: DenseSpec) -> StreamForm:
+    streams = spec.residual_streams
+    assert streams is not None
+    return StreamForm(streams.iterations, streams.eps, spec.rms_norm_eps)

@@ -1,0 +1,57 @@
+"""Writes of whole rows into the cache: of tokens whose row is open, and of rows that are closed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.attention.token_rows import OpenTokens
+
+_BLOCK = 1024
+
+
+@triton.jit
+def cache_rows_kernel(
+    x: tl.tensor,
+    pages: tl.tensor,
+    slot_mapping: tl.tensor,
+    x_stride: tl.tensor,
+    block_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Writes, in program (t, j), numbers j * BLOCK and on of the row of token t."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        row = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
+        to = pages + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * WIDTH + column
+        tl.store(to, row.to(pages.dtype.element_ty), mask=inside)
+
+
+def cache_rows(x: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+    """See `reference.token_rows.cache_rows`."""
+    num_tokens, width = x.shape
+    if num_tokens == 0:
+        return
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    cache_rows_kernel[(num_tokens, triton.cdiv(width, block))](
+        x,
+        pages,
+        slot_mapping,
+        x.stride(0),
+        pages.stride(0),
+        WIDTH=width,
+        BLOCK_SIZE=pages.shape[1],
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def keep_open_tokens(x: Tensor, rows: OpenTokens) -> None:
+    """See `reference.token_rows.keep_open_tokens`."""
+    cache_rows(x, rows.pages, rows.slot_mapping)

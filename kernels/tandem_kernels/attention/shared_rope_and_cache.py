@@ -1,0 +1,135 @@
+"""Norm and rotation of queries in place, and the write of the one vector that all heads share; and
+the rotation back of what is attended to."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.attention.turned_pairs import pair_angles, turned_pairs
+
+_ROWS = 8
+"""Heads of a program; the shared vector has one of its own."""
+
+
+@triton.jit
+def shared_rope_and_cache_kernel(
+    q: tl.tensor,
+    kv: tl.tensor,
+    weight: tl.tensor,
+    positions: tl.tensor,
+    cos_sin_cache: tl.tensor,
+    pages: tl.tensor,
+    slot_mapping: tl.tensor,
+    q_token_stride: tl.tensor,
+    kv_stride: tl.tensor,
+    block_stride: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    """Handles, in program (t, i), tile i of the heads of token t; behind them its vector."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    dim = tl.arange(0, D)
+    row = tl.arange(0, ROWS)
+    kind = q.dtype.element_ty
+    cos, sin = pair_angles(cos_sin_cache, tl.load(positions + token), D, ROPE)
+    cos, sin = cos[None, :], sin[None, :]
+    if tile * ROWS < NUM_HEADS:
+        head = tile * ROWS + row
+        real = (head < NUM_HEADS)[:, None]
+        place = q + token * q_token_stride + head[:, None] * D + dim[None, :]
+        x = tl.load(place, mask=real, other=0.0).to(tl.float32)
+        x = x / tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        tl.store(place, turned_pairs(x, cos, sin, ROWS, D).to(kind), mask=real)
+    else:
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            first = (row == 0)[:, None]
+            place = kv + token * kv_stride + row[:, None] * 0 + dim[None, :]
+            x = tl.load(place, mask=first, other=0.0).to(tl.float32)
+            x = x / tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps)[:, None]
+            x = (x * tl.load(weight + dim)[None, :]).to(kind).to(tl.float32)
+            x = turned_pairs(x, cos, sin, ROWS, D).to(pages.dtype.element_ty)
+            to = pages + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * D
+            tl.store(to + row[:, None] * 0 + dim[None, :], x, mask=first)
+
+
+@triton.jit
+def rotate_back_kernel(
+    x: tl.tensor,
+    positions: tl.tensor,
+    cos_sin_cache: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+) -> None:
+    """Rotates, in program (t, i), the last numbers of tile i of the heads of token t."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real = (head < NUM_HEADS)[:, None]
+    cos, sin = pair_angles(cos_sin_cache, tl.load(positions + token), ROPE, ROPE)
+    dim = D - ROPE + tl.arange(0, ROPE)
+    place = x + (token * NUM_HEADS + head)[:, None] * D + dim[None, :]
+    own = tl.load(place, mask=real, other=0.0).to(tl.float32)
+    turned = turned_pairs(own, cos[None, :], -sin[None, :], ROWS, ROPE)
+    tl.store(place, turned.to(x.dtype.element_ty), mask=real)
+
+
+def shared_rope_and_cache(
+    q: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    pages: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+) -> None:
+    """See `reference.token_rows.shared_rope_and_cache`."""
+    num_tokens, num_heads, dim = q.shape
+    if num_tokens == 0:
+        return
+    shared_rope_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, _ROWS) + 1)](
+        q,
+        kv,
+        weight,
+        positions,
+        cos_sin_cache,
+        pages,
+        slot_mapping,
+        q.stride(0),
+        kv.stride(0),
+        pages.stride(0),
+        eps,
+        NUM_HEADS=num_heads,
+        ROWS=_ROWS,
+        D=dim,
+        ROPE=cos_sin_cache.shape[1],
+        BLOCK_SIZE=pages.shape[1],
+        num_warps=4,
+    )
+
+
+def rotate_back(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
+    """See `reference.token_rows.rotate_back`."""
+    num_tokens, num_heads, dim = x.shape
+    if num_tokens == 0:
+        return
+    rows = min(4 * _ROWS, triton.next_power_of_2(num_heads))
+    rotate_back_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
+        x,
+        positions,
+        cos_sin_cache,
+        NUM_HEADS=num_heads,
+        ROWS=rows,
+        D=dim,
+        ROPE=cos_sin_cache.shape[1],
+        num_warps=4,
+    )

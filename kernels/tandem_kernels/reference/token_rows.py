@@ -1,0 +1,247 @@
+"""Attention to a window of tokens and to rows that stand for several, in plain torch.
+
+A token has one vector for all heads, key and value at once, whose last R numbers are rotated; what
+is attended to is rotated back by the token's own position, so that only distances count. Closed
+rows are vectors alike; see `tandem_kernels.attention.token_rows`. Source: DeepSeek-V4, 2026, as
+transformers 5.24 computes it (`DeepseekV4Attention`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.index_pages import IndexPages
+from tandem_kernels.attention.token_rows import OpenTokens, SeenRows, TokenRowForm
+from tandem_kernels.reference.index import rounded
+
+
+def turned(x: Tensor, table: Tensor) -> Tensor:
+    """Returns `x` [T, ..., D] float32 with its last R numbers rotated, pair i of them 2i and
+    2i + 1; `table` [T, R] has cosines in the first half, sines in the second."""
+    size = table.shape[1]
+    cos, sin = table.view(len(x), *(1,) * (x.dim() - 2), size).chunk(2, dim=-1)
+    even, odd = x[..., -size::2].float(), x[..., 1 - size :: 2].float()
+    both = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return torch.cat((x[..., :-size].float(), both.flatten(-2)), dim=-1)
+
+
+def shared_rope_and_cache(
+    q: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    pages: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+) -> None:
+    """Normalises and rotates queries in place, and writes normalised and rotated vectors into the
+    cache.
+
+    Args:
+        q: [T, H, D], each head normalised without weights.
+        kv: [T, D].
+        weight: [D] float32, of the norm of `kv`.
+        positions: [T] int64.
+        cos_sin_cache: [M, R] float32.
+        pages: [N, B, D], written at `slot_mapping`.
+        slot_mapping: [T] int64, `block * B + offset`; -1 writes nothing.
+        eps: Of both norms.
+    """
+    table = cos_sin_cache[positions]
+    q.copy_(turned(_normed(q.float(), eps), table))
+    rows = _normed(kv.float(), eps) * weight
+    # As in the model's dtype: what is rotated has been rounded once.
+    _write(turned(rows.to(kv.dtype), table), pages, slot_mapping)
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _write(rows: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+    written = slot_mapping >= 0
+    place = _place(slot_mapping[written], pages)
+    pages.index_put_(place, rows[written].to(pages.dtype))
+
+
+def _place(slots: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = torch.div(slots, pages.shape[1], rounding_mode="floor")
+    return blocks, slots - blocks * pages.shape[1]
+
+
+def rotate_back(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
+    """Rotates the last R numbers of `x` [T, H, D] by minus the position, in place."""
+    cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
+    x.copy_(turned(x, torch.cat((cos, -sin), dim=-1)))
+
+
+def keep_open_tokens(x: Tensor, rows: OpenTokens) -> None:
+    """Writes what tokens leave for their rows, `x` [T, W] float32, into the cache."""
+    _write(x, rows.pages, rows.slot_mapping)
+
+
+def close_rows(
+    x: Tensor,
+    rows: OpenTokens,
+    form: TokenRowForm,
+    bias: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+) -> Tensor:
+    """Computes the rows that tokens of the step close, of its own tokens and of earlier ones, which
+    are in the cache.
+
+    Args:
+        x: [T, W] float32, of the step's tokens.
+        bias: [form.tokens, form.width] float32, added to the gates of a row's tokens.
+        weight: [form.dim] float32, of the rows' norm.
+        positions: [T] int64.
+        cos_sin_cache: [M, R] float32. A row is rotated by the position of its first token.
+        eps: Of the norm.
+
+    Returns:
+        [T, form.dim] float32; those of tokens that close no row are zero.
+    """
+    out = x.new_zeros(len(x), form.dim)
+    bounds, lengths = rows.metadata.query_start_loc.tolist(), rows.metadata.seq_lens.tolist()
+    for r, seq_len in enumerate(lengths):
+        start, end = bounds[r], bounds[r + 1]
+        first = seq_len - (end - start)
+        closing = [
+            token for token in range(start, end) if (first + token - start + 1) % form.tokens == 0
+        ]
+        if seq_len == 0 or not closing:
+            continue
+        back = form.series * form.tokens
+        begin = max(first + closing[0] - start + 1 - back, 0)
+        old = torch.arange(begin, first, device=x.device)
+        blocks = rows.metadata.block_tables[r].long()[old // rows.pages.shape[1]]
+        kept = torch.cat((rows.pages[blocks, old % rows.pages.shape[1]], x[start:end]))
+        last = torch.tensor(closing, device=x.device) - start + first
+        out[closing] = _closed(kept, last - begin, form, bias)
+    out = _normed(out, eps) * weight
+    firsts = (positions // form.tokens) * form.tokens
+    return turned(out, cos_sin_cache[firsts])
+
+
+def _closed(kept: Tensor, last: Tensor, form: TokenRowForm, bias: Tensor) -> Tensor:
+    """Returns the rows whose last tokens are at `last` [n] of `kept` [S, W], [n, D]; what is before
+    the first one counts for nothing."""
+    size, width = form.tokens, form.width
+    place = last[:, None] - torch.arange(form.series * size - 1, -1, -1, device=last.device)
+    there = place.clamp(min=0)
+    values = kept[:, form.first : form.first + width]
+    gates = kept[:, form.first + width : form.first + 2 * width]
+    # Tokens of the row before are read in the first series, its own in the last one.
+    columns = torch.arange(form.series, device=last.device).repeat_interleave(size)
+    of_token = columns[:, None] * form.dim + torch.arange(form.dim, device=last.device)
+    taken = values[there[:, :, None], of_token]
+    gate = gates[there[:, :, None], of_token] + bias.repeat(form.series, 1).gather(1, of_token)
+    gate = gate.masked_fill((place < 0)[:, :, None], float("-inf"))
+    return (taken * gate.softmax(1)).sum(1)
+
+
+def cache_rows(x: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+    """Writes rows [T, D] of any precision into the cache [N, B, D] where a token closes one."""
+    _write(x, pages, slot_mapping)
+
+
+def index_rows(
+    q: Tensor,
+    keys: Tensor,
+    head_weights: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    pages: IndexPages,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rotates an indexer's queries, and writes the keys of closed rows into the cache.
+
+    Args:
+        q: [T, H, D].
+        keys: [T, D] float32, of the rows that tokens close, as `close_rows` returns them.
+        head_weights: [T, H] float32.
+
+    Other arguments, and what is returned, as in `index.index_rope_and_cache`; the last R numbers
+    are rotated.
+    """
+    queries = turned(q, cos_sin_cache[positions]).to(q.dtype).float()
+    keys = keys.to(q.dtype).float()
+    if pages.scales is None:
+        _write(keys, pages.keys, slot_mapping)
+        return queries, head_weights
+    queries, query_scales = rounded(queries)
+    numbers, scales = rounded(keys)
+    _write(numbers.view(torch.uint8), pages.keys.view(torch.uint8), slot_mapping)
+    written = slot_mapping >= 0
+    pages.scales.index_put_(_place(slot_mapping[written], pages.keys), scales[written])
+    return queries, head_weights * query_scales
+
+
+def window_rows_attention(
+    q: Tensor,
+    pages: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sinks: Tensor,
+    rows: SeenRows | None = None,
+) -> Tensor:
+    """Computes causal attention of the step's query tokens to a window of their contexts, and to
+    closed rows.
+
+    Args:
+        q: [T, H, D], rotated.
+        pages: [N, B, D]; the step's own vectors are already written.
+        metadata: The ragged batch, with the window.
+        scale: Multiplies the scores.
+        sinks: [H] float32, scores without a value, which the softmax counts.
+
+    Returns:
+        [T, H, D] in the dtype of `q`. Rows of requests with `seq_lens` 0 are zero.
+    """
+    out = torch.zeros_like(q)
+    bounds = metadata.query_start_loc.tolist()
+    for r, seq_len in enumerate(metadata.seq_lens.tolist()):
+        start, end = bounds[r], bounds[r + 1]
+        if start == end or seq_len == 0:
+            continue
+        last = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
+        window = metadata.window or seq_len
+        begin = max(int(last[0]) - window + 1, 0)
+        keys = [_gathered(pages, metadata.block_tables[r], begin, seq_len)]
+        position = torch.arange(begin, seq_len, device=q.device)
+        masks = [(position <= last) & (position > last - window)]
+        if rows is not None and seq_len >= rows.tokens:
+            count = seq_len // rows.tokens
+            keys.append(_gathered(rows.pages, rows.block_tables[r], 0, count))
+            masks.append(_seen(rows, slice(start, end), last, count))
+        key, mask = torch.cat(keys).float(), torch.cat(masks, dim=1)
+        scores = torch.einsum("thd,sd->ths", q[start:end].float(), key) * scale
+        scores.masked_fill_(~mask[:, None], float("-inf"))
+        sink = sinks.float()[None, :, None].expand(end - start, -1, 1)
+        shares = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+        out[start:end] = torch.einsum("ths,sd->thd", shares, key).to(out.dtype)
+    return out
+
+
+def _gathered(pages: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:
+    places = torch.arange(first, end, device=pages.device)
+    blocks = block_table.long()[places // pages.shape[1]]
+    return pages[blocks, places % pages.shape[1]]
+
+
+def _seen(rows: SeenRows, own: slice, last: Tensor, count: int) -> Tensor:
+    """Returns which of `count` rows the tokens at `last` [T, 1] see, [T, count]."""
+    number = torch.arange(count, device=last.device)
+    seen = number < (last + 1) // rows.tokens
+    if rows.chosen is None:
+        return seen
+    chosen = rows.chosen[own].long()
+    found = torch.zeros(len(chosen), count + 1, dtype=torch.bool, device=last.device)
+    found.scatter_(1, torch.where((chosen < 0) | (chosen >= count), count, chosen), True)
+    return seen & found[:, :count]

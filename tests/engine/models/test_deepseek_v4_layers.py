@@ -1,0 +1,130 @@
+"""Layers of DeepSeek-V4 by themselves against transformers' modules, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+
+from engine.layers.hyper_connection import HyperConnection, HyperHead, HyperStream
+from engine.layers.norm import RMSNorm
+from engine.layers.router import Router, RouterOptions
+from engine.layers.shard import CheckpointWeight, Shard
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
+from tandem_kernels import ops
+from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.reference import experts
+from tandem_kernels.stream_forms import StreamForm
+
+CONFIG = DeepseekV4Config(
+    vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+    qk_rope_head_dim=8, moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=3,
+    q_lora_rank=8, o_groups=2, o_lora_rank=4, hc_sinkhorn_iters=7, swiglu_limit=0.3,
+    layer_types=["sliding_attention"] * 2,
+)  # fmt: skip
+FORM = StreamForm(CONFIG.hc_sinkhorn_iters, CONFIG.hc_eps, CONFIG.rms_norm_eps)
+NUM_TOKENS, COUNT, SIZE = 9, CONFIG.hc_mult, CONFIG.hidden_size
+
+
+@pytest.fixture
+def shard() -> Shard:
+    torch.manual_seed(3)
+    place = ParallelPlace(range(1), ParallelGroup(0, 1))
+    return Shard(place, torch.float32, torch.device("cpu"))
+
+
+def drawn(module: torch.nn.Module) -> torch.nn.Module:
+    """Returns the module with random numbers everywhere."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    return module
+
+
+def fill(weights: list[CheckpointWeight], sources: dict[str, Tensor]) -> None:
+    assert {weight.name for weight in weights} == sources.keys()
+    for weight in weights:
+        assert weight.shape == tuple(sources[weight.name].shape)
+        weight.target.copy_(sources[weight.name])
+
+
+def of_module(module: torch.nn.Module, prefix: str, cut: str = "") -> dict[str, Tensor]:
+    own = module.state_dict()
+    return {f"{prefix}_{name.removeprefix(cut)}": tensor for name, tensor in own.items()}
+
+
+def test_a_block_reads_and_writes_streams_as_theirs(shard: Shard) -> None:
+    """Two blocks behind each other, and the head: streams differ by then."""
+    modules = [drawn(theirs.DeepseekV4HyperConnection(CONFIG)) for _ in range(2)]
+    head = drawn(theirs.DeepseekV4HyperHead(CONFIG))
+    x, added = torch.randn(NUM_TOKENS, SIZE), torch.randn(2, NUM_TOKENS, SIZE)
+    stream = HyperStream(x, COUNT)
+    expected = x[None, :, None].repeat(1, 1, COUNT, 1)
+    norm = RMSNorm(SIZE, CONFIG.rms_norm_eps, shard)
+    norm.weight.copy_(torch.randn(SIZE))
+    for module, own in zip(modules, added, strict=True):
+        ours = HyperConnection(SIZE, COUNT, FORM, shard)
+        fill(list(ours.checkpoint_weights("hc")), of_module(module, "hc"))
+        post, comb, read = module(expected)
+        stream.enter(ours)
+        torch.testing.assert_close(stream.read(None), read[0])
+        torch.testing.assert_close(stream.read(norm), ops.rms_norm(read[0], norm.weight, norm.eps))
+        # What `DeepseekV4DecoderLayer` does.
+        expected = post[..., None] * own[None, :, None] + comb.transpose(-1, -2) @ expected
+        stream.add(own)
+        torch.testing.assert_close(stream.value(), expected[0].flatten(1))
+    ours = HyperHead(SIZE, COUNT, FORM, shard)
+    fill(list(ours.checkpoint_weights("hc")), of_module(head, "hc", "hc_"))
+    stream.enter(ours)
+    torch.testing.assert_close(stream.read(None), head(expected)[0])
+
+
+def test_streams_are_mixed_by_sums_of_one(shard: Shard) -> None:
+    """Rows and columns of the mix have sums of one, so that no stream grows by mixing."""
+    ours = drawn(HyperConnection(SIZE, COUNT, StreamForm(40, 1e-6, 1e-6), shard))
+    ours.fn.mul_(0.1)
+    stream = HyperStream(torch.randn(NUM_TOKENS, SIZE), COUNT)
+    stream.enter(ours)
+    for dim in (-1, -2):
+        sums = stream.comb.sum(dim)
+        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_router_chooses_as_theirs(hashed: bool, shard: Shard) -> None:
+    kind = theirs.DeepseekV4HashRouter if hashed else theirs.DeepseekV4TopKRouter
+    router = drawn(kind(CONFIG))
+    options = RouterOptions(
+        top_k=3, root_softplus=True, has_bias=not hashed, scaling=CONFIG.routed_scaling_factor,
+        table_size=CONFIG.vocab_size if hashed else 0,
+    )  # fmt: skip
+    ours = Router(SIZE, 8, options, shard)
+    x, ids = torch.randn(NUM_TOKENS, SIZE), torch.randint(50, (NUM_TOKENS,))
+    sources = {"w": router.weight.data}
+    if hashed:
+        router.tid2eid.copy_(torch.rand(50, 8).argsort(1)[:, :3])
+        sources["t"] = router.tid2eid
+        _, weights, chosen = router(x, ids)
+    else:
+        router.e_score_correction_bias.copy_(torch.randn(8))
+        sources["b"] = router.e_score_correction_bias
+        _, weights, chosen = router(x)
+    fill(list(ours.checkpoint_weights("w", "b", "l", "s", "n", "t")), sources)
+    found_weights, found = ours(x, ids)
+    for own_ids, own, their_ids, their in zip(found, found_weights, chosen, weights, strict=True):
+        assert own_ids.sort().values.tolist() == their_ids.sort().values.tolist()
+        torch.testing.assert_close(own[own_ids.sort().indices], their[their_ids.sort().indices])
+    ids[4] = -1
+    assert ours(x, ids)[1][4].tolist() == [-1] * 3
+
+
+def test_gates_are_capped_as_theirs() -> None:
+    gates, ups = torch.randn(2, NUM_TOKENS, 12)
+    module = theirs.DeepseekV4Experts(CONFIG)
+    expected = module._apply_gate(torch.cat((gates, ups), dim=1))
+    form = GateForm("capped", CONFIG.swiglu_limit)
+    torch.testing.assert_close(experts.activated(gates, ups, form), expected)
+    torch.testing.assert_close(ops.bounded_gate_and_mul(torch.cat((gates, ups), 1), form), expected)

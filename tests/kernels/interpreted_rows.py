@@ -1,0 +1,70 @@
+"""Kernels of windows beside rows of several tokens, and of residual streams, in Triton's
+interpreter, as `interpreted_layers`."""
+
+from __future__ import annotations
+
+import pytest
+import sparse_checks
+import token_row_checks as check
+import torch
+from interpreted_fixtures import dtypes, remembers, seeded  # noqa: F401
+
+from tandem_kernels import ops
+from tandem_kernels.attention import index_topk
+from tandem_kernels.attention.token_rows import TokenRowForm
+
+RAGGED = [5, 70, 0, 33, 20], [1, 1, 1, 7, 20]
+DECODES = [70, 9, 0, 33], [2, 2, 2, 2]
+
+
+@dtypes
+def test_shared_vectors(dtype: torch.dtype) -> None:
+    ops_of = ops.shared_rope_and_cache.kernel, ops.rotate_back.kernel
+    check.shared_rope_and_cache(*ops_of, (18, 32, 8), dtype)
+
+
+@pytest.mark.parametrize(("lengths", "num_decodes"), [(RAGGED, 0), (DECODES, 4)])
+@pytest.mark.parametrize(
+    "form", [TokenRowForm(4, True, 32, first=6), TokenRowForm(16, False, 16)], ids=str
+)
+def test_rows_that_are_closed(
+    lengths: sparse_checks.Lengths, num_decodes: int, form: TokenRowForm
+) -> None:
+    check.close_rows(ops.close_rows.kernel, lengths, form, 8, num_decodes)
+
+
+def test_rows_that_are_written() -> None:
+    check.keep_open_tokens(ops.keep_open_tokens.kernel)
+    check.cache_rows(ops.cache_rows.kernel, torch.float16)
+
+
+@pytest.mark.parametrize(("dtype", "fp8"), [(torch.float32, False), (torch.float16, True)])
+def test_queries_and_keys_of_rows(dtype: torch.dtype, fp8: bool) -> None:
+    check.index_rows(ops.index_rows.kernel, (18, 32, 8), dtype, fp8=fp8)
+
+
+@pytest.mark.parametrize(("lengths", "num_decodes"), [(RAGGED, 0), (DECODES, 4)])
+@pytest.mark.parametrize(
+    ("window", "tokens", "top_k"), [(17, 0, 0), (17, 4, 5), (17, 16, 0), (None, 4, 0)]
+)
+def test_attention_to_window_and_rows(
+    lengths: sparse_checks.Lengths, num_decodes: int, window: int | None, tokens: int, top_k: int
+) -> None:
+    check.window_rows_attention(
+        ops.window_rows_attention.kernel, lengths, (5, 32), torch.float32,
+        window=window, tokens=tokens, top_k=top_k, num_decodes=num_decodes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, ([90, 3, 0, 45], [3] * 4)])
+def test_choice_of_rows(lengths: sparse_checks.Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_topk, "_TILE", 16)
+    sparse_checks.index_topk(
+        ops.index_topk.kernel, lengths, (3, 16, 6), fp8=False, ties=True, tokens=4
+    )
+
+
+@dtypes
+def test_residual_streams(dtype: torch.dtype) -> None:
+    kernels = ops.read_streams.kernel, ops.write_streams.kernel, ops.join_streams.kernel
+    check.residual_streams(*kernels, (19, 4, 40), dtype)

@@ -1,0 +1,228 @@
+"""Checks kernels of windows beside rows of several tokens, and of residual streams, against the
+plain-torch column in float32, which the models' tests compare with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kernel_oracle as oracle
+import torch
+from kernel_checks import ATTENTION
+from sparse_checks import Lengths, index_pages
+
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.token_rows import OpenTokens, SeenRows, TokenRowForm
+from tandem_kernels.reference import streams as plain_streams
+from tandem_kernels.reference import token_rows as plain
+from tandem_kernels.stream_forms import StreamForm
+
+Op = Callable[..., Any]
+NAN = float("nan")
+
+
+def _batch(
+    lengths: Lengths, block: int, num_decodes: int, device: str, window: int | None = None
+) -> AttentionMetadata:
+    """Returns a ragged batch whose blocks are scattered: of each request one more than it has
+    tokens for."""
+    contexts, queries = lengths
+    counts = [-(-length // block) + 1 for length in contexts]
+    ids = iter(torch.randperm(sum(counts)).tolist())
+    tables = [[next(ids) for _ in range(count)] for count in counts]
+    widest = max(map(len, tables))
+    rows = [table + [0] * (widest - len(table)) for table in tables]
+    return AttentionMetadata(
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor([0, *queries], device=device).cumsum(0).int(),
+        torch.tensor(contexts, dtype=torch.int32, device=device),
+        num_decodes,
+        max(queries),
+        max(contexts),
+        window=window,
+        decode_query_len=queries[0] if num_decodes else 1,
+    )
+
+
+def _filled(metadata: AttentionMetadata, block: int, width: int, counts: list[int]) -> torch.Tensor:
+    """Returns pages in which requests have the first `counts` rows, and all else is NaN."""
+    tables = metadata.block_tables
+    pages = torch.full((int(tables.max()) + 1, block, width), NAN, device=tables.device)
+    for table, count in zip(tables, counts, strict=True):
+        for place in range(count):
+            pages[table[place // block], place % block] = torch.randn(width, device=pages.device)
+    return pages
+
+
+def _table(rope: int, device: str) -> torch.Tensor:
+    angles = torch.randn(256, rope // 2, device=device)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def shared_rope_and_cache(
+    op: Op, back: Op, sizes: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """`sizes` is (H, D, R). Token 2 writes nothing."""
+    num_heads, dim, rope = sizes
+    q = torch.randn(5, num_heads, dim, device=device).to(dtype)
+    kv = torch.randn(5, dim + 3, device=device).to(dtype)[:, 3:]
+    weight, table = torch.randn(dim, device=device), _table(rope, device)
+    positions = torch.tensor([3, 0, 8, 9, 1], device=device)
+    slots = torch.tensor([7, 0, -1, 18, 5], device=device)
+    pages = torch.full((5, 4, dim), NAN, device=device, dtype=dtype)
+    rest = weight, positions, table
+    found, expected = (q.clone(), pages.clone()), (q.float(), pages.float())
+    op(found[0], kv, *rest, found[1], slots, 1e-6)
+    plain.shared_rope_and_cache(expected[0], kv.float(), *rest, expected[1], slots, 1e-6)
+    written = slots[slots >= 0]
+    flat, wide = found[1].flatten(0, 1), expected[1].flatten(0, 1)
+    assert oracle.relative_error(found[0], expected[0]) < ATTENTION[dtype]
+    assert oracle.relative_error(flat[written], wide[written]) < ATTENTION[dtype]
+    assert torch.equal(flat.isnan(), wide.isnan())
+    back(found[0], positions, table)
+    plain.rotate_back(expected[0], positions, table)
+    assert oracle.relative_error(found[0], expected[0]) < ATTENTION[dtype]
+
+
+def close_rows(
+    op: Op,
+    lengths: Lengths,
+    form: TokenRowForm,
+    rope: int,
+    num_decodes: int = 0,
+    device: str = "cpu",
+) -> None:
+    """Finds what tokens of former steps have left in pages, and the step's own nowhere."""
+    metadata = _batch(lengths, 4, num_decodes, device)
+    contexts, queries = lengths
+    width = form.first + 2 * form.width + 5
+    before = [max(length - count, 0) for length, count in zip(contexts, queries, strict=True)]
+    pages = _filled(metadata, 4, width, before)
+    num_tokens = sum(queries)
+    x = torch.randn(num_tokens, width, device=device)
+    firsts = [range(length - n, length) for length, n in zip(contexts, queries, strict=True)]
+    places = [max(place, 0) for own in firsts for place in own]
+    rows = OpenTokens(pages, torch.arange(num_tokens, device=device), metadata)
+    rest = (
+        torch.randn(form.tokens, form.width, device=device), torch.randn(form.dim, device=device),
+        torch.tensor(places, device=device), _table(rope, device), 1e-6,
+    )  # fmt: skip
+    found, expected = op(x, rows, form, *rest), plain.close_rows(x, rows, form, *rest)
+    assert expected.any() and not expected.isnan().any()
+    assert oracle.relative_error(found, expected) < ATTENTION[torch.float32]
+    closes = [
+        (place + 1) % form.tokens == 0 and length > 0
+        for own, length in zip(firsts, contexts, strict=True)
+        for place in own
+    ]
+    assert found.any(1).tolist() == closes
+
+
+def keep_open_tokens(op: Op, device: str = "cpu") -> None:
+    """Writes each token's row where its slot is, and nowhere else."""
+    metadata, x = _batch(([3], [3]), 4, 0, device), torch.randn(3, 40, device=device)
+    pages = torch.full((2, 4, 40), NAN, device=device)
+    op(x, OpenTokens(pages, torch.tensor([6, -1, 1], device=device), metadata))
+    flat = pages.flatten(0, 1)
+    assert torch.equal(flat[[6, 1]], x[[0, 2]]) and int(flat.isnan().any(1).sum()) == 6
+
+
+def cache_rows(op: Op, dtype: torch.dtype, device: str = "cpu") -> None:
+    x = torch.randn(4, 40, device=device)
+    pages = torch.full((3, 4, 40), NAN, device=device, dtype=dtype)
+    slots = torch.tensor([9, -1, 0, 3], device=device)
+    expected = pages.clone()
+    op(x, pages, slots)
+    plain.cache_rows(x, expected, slots)
+    assert torch.equal(pages.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def index_rows(
+    op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, *, fp8: bool, device: str = "cpu"
+) -> None:
+    """Checks queries and keys by their products. `sizes` is (H, D, R); token 2 closes no row."""
+    num_heads, dim, rope = sizes
+    q = torch.randn(5, num_heads, dim, device=device).to(dtype)
+    keys, weights = torch.randn(5, dim, device=device), torch.randn(5, num_heads, device=device)
+    positions = torch.tensor([3, 7, 8, 9, 11], device=device)
+    slots = torch.tensor([7, 0, -1, 18, 5], device=device)
+    table = _table(rope, device)
+    products = []
+    for one in (op, plain.index_rows):
+        pages = index_pages(5, 4, dim, fp8=fp8, device=device)
+        queries, scaled = one(q, keys, weights, positions, table, pages, slots)
+        stored = pages.keys.float().flatten(0, 1)
+        if pages.scales is not None:
+            stored = stored * pages.scales.flatten()[:, None]
+        written = stored[slots[slots >= 0]]
+        assert written.isfinite().all() and int(stored.isnan().any(1).sum()) == len(stored) - 4
+        products.append(torch.einsum("thd,sd,th->ths", queries.float(), written, scaled))
+    assert oracle.relative_error(*products) < (0.02 if fp8 else ATTENTION[dtype])
+
+
+def window_rows_attention(
+    op: Op,
+    lengths: Lengths,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    window: int | None,
+    tokens: int = 0,
+    top_k: int = 0,
+    num_decodes: int = 0,
+    device: str = "cpu",
+) -> None:
+    """`sizes` is (H, D). `tokens`: of a row; 0: there are none. `top_k`: 0: all rows are seen."""
+    (contexts, queries), (num_heads, dim) = lengths, sizes
+    metadata = _batch(lengths, 8, num_decodes, device, window)
+    pages = _filled(metadata, 8, dim, contexts).to(dtype)
+    num_tokens = sum(queries)
+    q = torch.randn(num_tokens, num_heads, dim, device=device).to(dtype)
+    sinks = torch.randn(num_heads, device=device)
+    rows = None
+    if tokens:
+        of_rows = _batch(([-(-n // tokens) for n in contexts], queries), 2, 0, device)
+        kept = _filled(of_rows, 2, dim, [n // tokens for n in contexts]).to(dtype)
+        chosen = _chosen(lengths, tokens, top_k).to(device) if top_k else None
+        rows = SeenRows(kept, of_rows.block_tables, tokens, chosen)
+    found = op(q, pages, metadata, dim**-0.5, sinks, rows)
+    expected = plain.window_rows_attention(q, pages, metadata, dim**-0.5, sinks, rows)
+    assert found.isfinite().all()
+    assert oracle.relative_error(found, expected) < 2 * ATTENTION[dtype]
+
+
+def _chosen(lengths: Lengths, tokens: int, top_k: int) -> torch.Tensor:
+    found = []
+    for length, count in zip(*lengths, strict=True):
+        for place in range(length - count, length):
+            seen = max(place + 1, 0) // tokens
+            own = sorted(torch.randperm(seen).tolist()[:top_k])
+            found.append(own + [-1] * (top_k - len(own)))
+    return torch.tensor(found, dtype=torch.int32)
+
+
+def residual_streams(
+    read: Op, write: Op, join: Op, shape: tuple[int, int, int], dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """`shape` is (T, n, H)."""
+    num_tokens, count, width = shape
+    form = StreamForm(8, 1e-6, 1e-6)
+    outputs = (2 + count) * count
+    weights = (
+        0.1 * torch.randn(outputs, count * width, device=device),
+        torch.randn(outputs, device=device), torch.randn(3, device=device),
+    )  # fmt: skip
+    own = torch.randn(shape, device=device).to(dtype)
+    found, expected = read(own, *weights, form), plain_streams.read_streams(own, *weights, form)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert oracle.relative_error(ours, theirs) < ATTENTION[dtype]
+    x = torch.randn(num_tokens, width, device=device).to(dtype)
+    mixed, plainly = own.clone(), own.clone()
+    write(mixed, x, *found[1:])
+    plain_streams.write_streams(plainly, x, *expected[1:])
+    assert oracle.relative_error(mixed, plainly) < ATTENTION[dtype]
+    head = weights[0][:count].contiguous(), weights[1][:count], weights[2][:1]
+    ours, theirs = join(own, *head, form), plain_streams.join_streams(own, *head, form)
+    assert oracle.relative_error(ours, theirs) < ATTENTION[dtype]
