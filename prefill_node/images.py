@@ -14,9 +14,9 @@ def read_pixels(
     """Returns the images of a call. Raises `InvalidRequest`."""
     found = []
     for image in message.images:
-        size = 0 if vision is None else vision.patch_bytes * vision.pixels.merge_size**2
-        if not size or len(image.patches) != image.rows * image.columns * size:
-            raise InvalidRequest("an image does not have the patches of its size", "images")
         digest = image_digest(image.rows, image.columns, image.patches)
-        found.append(ImagePixels(digest, image.rows, image.columns, image.patches))
+        pixels = ImagePixels(digest, image.rows, image.columns, image.patches)
+        if vision is None or not vision.has_patches(pixels):
+            raise InvalidRequest("an image does not have the patches of its size", "images")
+        found.append(pixels)
     return tuple(found)

@@ -29,7 +29,7 @@ import msgspec
 
 from engine.contracts.errors import InvalidRequest, check
 from engine.contracts.sampling_params import SamplingParams
-from engine.images.image_input import DIGEST_BYTES, ImageSpan
+from engine.images.image_input import DIGEST_BYTES, ImageSpan, position_delta
 
 SPEC_VERSION = 1
 MAX_SPEC_BYTES = 1 << 20
@@ -227,18 +227,26 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         )
 
     def _check_images(self) -> None:
-        """Raises `InvalidRequest` unless images lie in the prompt one behind the other."""
+        """Raises `InvalidRequest` unless images lie in the prompt one behind the other, and no
+        position is behind the prompt's end."""
         end = 0
         for image in self.images:
             check(
                 len(image.digest) == DIGEST_BYTES
                 and min(image.rows, image.columns) > 0
                 and end <= image.offset
+                and (image.offset == end > 0 if image.joins else image.time == 0)
+                and image.time >= 0
                 and image.end <= self.num_own_prompt_tokens,
                 "images",
                 "do not lie in the prompt one behind the other",
             )
             end = image.end
+        check(
+            position_delta(self.images) <= 0,
+            "images",
+            "of a video are too few for its time; send a shorter part of it, or larger frames",
+        )
 
 
 _DIGEST = re.compile("[0-9a-f]{64}")

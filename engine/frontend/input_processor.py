@@ -155,18 +155,18 @@ class InputProcessor:
             )
 
     def _check_images(self, spec: RequestSpec, vision: VisionSpec | None) -> None:
-        most = self._config.images.max_images
+        most = self._config.images.max_spans
         check(
             vision is not None and len(spec.images) <= most,
             "images",
-            f"are more than the {most} that this node takes in a request (--max-images)",
+            f"and frames are more than the {most} that this node takes in a request "
+            f"(--max-images, --max-videos, --max-video-frames)",
         )
         assert vision is not None
         tokens = spec.prompt_token_ids
         check(
             all(
-                tokens[image.offset : image.end] == vision.tokens_of(image.rows, image.columns)
-                for image in spec.images
+                vision.has_tokens(image, tokens[image.offset : image.end]) for image in spec.images
             ),
             "images",
             "do not stand where the prompt has places for them",

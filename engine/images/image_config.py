@@ -11,6 +11,8 @@ class ImageConfig:
 
     Attributes:
         max_images: Of one prompt; 0: none are taken, and no tower is loaded.
+        max_videos: Of one prompt; 0: none are taken.
+        max_frame_pairs: Of one video.
         has_encoder: The vision tower is here. Without, KV of prompts with images must come from a
             peer.
         max_image_tokens: Larger images are made so small; 0: as the checkpoint says.
@@ -21,7 +23,14 @@ class ImageConfig:
     """
 
     max_images: int = 0
+    max_videos: int = 0
+    max_frame_pairs: int = 0
     has_encoder: bool = False
     max_image_tokens: int = 0
     encoder_budget: int = 0
     cache_tokens: int = 0
+
+    @property
+    def max_spans(self) -> int:
+        """Returns how many images and pairs of frames a prompt has at most."""
+        return self.max_images + self.max_videos * self.max_frame_pairs

@@ -18,6 +18,9 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         rows, columns: Of its tokens.
         digest: SHA-256 of what the tower is given, so that equal digests mean equal KV.
         row_ends: Tokens behind each row that end it, and have embeddings of text.
+        joins: It goes on with the video that the span before it is of, without text between them:
+            rows and columns have positions from the same start.
+        time: How far its first position is behind that start.
     """
 
     offset: int
@@ -25,6 +28,8 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     columns: int
     digest: bytes
     row_ends: int = 0
+    joins: bool = False
+    time: int = 0
 
     @property
     def num_embeddings(self) -> int:
@@ -46,8 +51,9 @@ class ImagePixels(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         rows, columns: Of tokens.
-        patches: [patches, 3, patch_size, patch_size] uint8, resized and not yet normalised. The
-            patches of a token lie together, row by row; so do tokens.
+        patches: [patches, 3, frames, patch_size, patch_size] uint8, resized and not yet
+            normalised. The patches of a token lie together, row by row; so do tokens. An image has
+            one frame; a pair of different frames of a video has as many as the tower takes.
     """
 
     digest: bytes
@@ -70,8 +76,16 @@ class EncoderWork(msgspec.Struct, frozen=True, array_like=True):
 
 def position_delta(images: Sequence[ImageSpan]) -> int:
     """Returns what is added to the index of a token behind all `images` to get its position: an
-    image takes as many positions as its longer side has tokens."""
-    return sum(max(image.rows, image.columns) - image.num_tokens for image in images)
+    image takes as many positions as its longer side has tokens, a video as many as the longest of
+    its sides and its time."""
+    found = longest = 0
+    for image in images:
+        if not image.joins:
+            found += longest
+            longest = 0
+        longest = max(longest, image.time + 1, image.rows, image.columns)
+        found -= image.num_tokens
+    return found + longest
 
 
 def image_digest(rows: int, columns: int, patches: bytes) -> bytes:

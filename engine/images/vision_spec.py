@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from engine.images.image_input import ImagePixels, ImageSpan
+from engine.images.video_spec import VideoSpec
 
 Fit = Literal["area", "longest", "square", "patches"]
 """How an image's size becomes that of a grid of tokens; see `decode_node.images.fit`."""
@@ -152,6 +153,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         marker, framed: What a chat template writes for an image, and what is put there.
         rope_axes: [head_dim / 2]: which of a token's three positions (time, row, column) a pair of
             elements turns by ("mrope"); (): tokens of images have positions as text has.
+        video: How it sees videos; None: it sees none here.
     """
 
     names: dict[str, str]
@@ -182,11 +184,26 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     marker: str = ""
     framed: str = ""
     rope_axes: tuple[int, ...] = ()
+    video: VideoSpec | None = None
 
     @property
     def patch_bytes(self) -> int:
-        """Returns the bytes of a patch: each pixel's red, green and blue."""
+        """Returns the bytes of a patch of one frame: each pixel's red, green and blue."""
         return 3 * self.pixels.patch_size**2
+
+    def has_patches(self, image: ImagePixels) -> bool:
+        """Returns whether an image, or a pair of frames, has all of its patches and no more."""
+        one = image.rows * image.columns * self.pixels.merge_size**2 * self.patch_bytes
+        frames = 1 if self.video is None else self.pixels.temporal_patch_size
+        return len(image.patches) in (one, one * frames) and one > 0
+
+    def has_tokens(self, image: ImageSpan, tokens: list[int]) -> bool:
+        """Returns whether a prompt's tokens from the image's first to its last are its own."""
+        if tokens == self.tokens_of(image.rows, image.columns):
+            return True
+        if self.video is None or image.row_ends:
+            return False
+        return tokens == [self.video.frame_token_id] * image.num_tokens
 
     @property
     def prefixes(self) -> tuple[str, ...]:

@@ -70,9 +70,16 @@ def extend_block_hashes(request: Request, block_size: int) -> list[BlockHash]:
 
 def image_keys(images: Sequence[ImageSpan], first: int, block_size: int) -> bytes:
     """Returns what a block's KV depends on besides its tokens: the digests of images that it has
-    tokens of, and where in the block they begin."""
+    tokens of, where in the block they begin, and their times in a video."""
     return b"".join(
-        image.digest + struct.pack("<3i", image.offset - first, image.rows, image.columns)
+        image.digest + _PLACE.pack(image.offset - first, image.rows, image.columns, *_times(image))
         for image in images
         if image.offset < first + block_size and image.end > first
     )
+
+
+def _times(image: ImageSpan) -> tuple[int, int]:
+    return image.joins, image.time
+
+
+_PLACE = struct.Struct("<5i")

@@ -28,6 +28,18 @@ class ImageSettings(BaseSettings):
         description="Larger images are made so small that they have at most this many tokens. 0: "
         "as the checkpoint says. Prefill and decode nodes must agree.",
     )
+    max_videos: int = Field(
+        default=4,
+        ge=0,
+        description="Most videos of one request, where the model sees any. Prefill and decode "
+        "nodes must agree.",
+    )
+    max_video_frames: int = Field(
+        default=0,
+        ge=0,
+        description="Most frames that are taken of a video. 0: as the checkpoint says. Prefill and "
+        "decode nodes must agree.",
+    )
     image_encoder: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Load the model's vision encoder. auto: on prefill nodes. On a decode node, "
@@ -61,8 +73,15 @@ class ImageSettings(BaseSettings):
                     "start without --image-encoder on",
                 )
             return ImageConfig()
+        video, most = model.vision.video, self.max_video_frames
+        pairs = 0
+        if video is not None:
+            frames = video.limited(max_frames=most).max_frames
+            pairs = -(-frames // model.vision.pixels.temporal_patch_size)
         return ImageConfig(
             max_images=self.max_images,
+            max_videos=self.max_videos if pairs else 0,
+            max_frame_pairs=pairs,
             has_encoder=wants or (self.image_encoder == "auto" and kv_role != "kv_consumer"),
             max_image_tokens=self.max_image_tokens,
             encoder_budget=self.encoder_budget,

@@ -109,7 +109,9 @@ class ImageRows:
         columns = max(1, math.isqrt(self._limits.largest))
         rows = max(1, self._limits.largest // columns)
         count = rows * columns * self._tower.patches_of_token
-        patches = bytes(count * self._tower.spec.patch_bytes)
+        spec = self._tower.spec
+        frames = 1 if spec.video is None else spec.pixels.temporal_patch_size
+        patches = bytes(count * frames * spec.patch_bytes)
         found = self._tower.encode(ImagePixels(b"", rows, columns, patches))
         found.new_empty((len(found), self._limits.capacity, found.shape[2]))
 

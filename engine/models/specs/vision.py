@@ -48,6 +48,6 @@ def read_vision(
     if reader is None or "vision_config" not in whole:
         return None, ""
     try:
-        return reader(TowerFile(folder, whole, text)), ""
+        return reader(TowerFile(folder, architecture, whole, text)), ""
     except UnsupportedField as refusal:
         return None, f"asks for {refusal.what} ({refusal.field}), which tandem does not have"

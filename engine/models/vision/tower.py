@@ -102,11 +102,12 @@ class VisionTower(nn.Module):
         """Returns [patches, H]. Pixels are normalised by a table, in float32."""
         spec, weight = self.spec, self.patch.weight
         side, merge = spec.pixels.patch_size, spec.pixels.merge_size
-        patches = np.frombuffer(image.patches, np.uint8).reshape(-1, 3, 1, side, side)
+        count = image.rows * image.columns * merge**2
+        patches = np.frombuffer(image.patches, np.uint8).reshape(count, 3, -1, side, side)
         shades = torch.from_numpy(patches.copy()).to(weight.device, non_blocking=True)
         channels = torch.arange(3, device=shades.device).view(3, 1, 1, 1)
         normal = self.shades[channels, shades.int()].to(weight.dtype)
-        num_frames = weight.shape[1] // (3 * side**2)
+        num_frames = weight.shape[1] // (3 * side**2)  # an image counts as equal ones
         x: Tensor = self.patch(normal.expand(-1, -1, num_frames, -1, -1).flatten(1))
         if self.patch_norm is not None:
             x = self.patch_norm(x)

@@ -4,6 +4,7 @@ node gets places and KV, and the answer is that of transformers."""
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from engine.images.image_config import ImageConfig
 from engine.models.checkpoint import load_model_config
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
+from tests.engine.images import test_videos, video_prompts
 from tests.engine.images.test_vision_parity import prompts
+from tests.engine.images.video_prompts import VideoPrompt
 from tests.engine.images.vision_checkpoints import Prompt, reference_greedy, save_checkpoint
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, run_until
 
@@ -39,7 +42,9 @@ def node_of(folder: Path, role: str, block_size: int, ranks: int) -> GroupedNode
     return GroupedNode.start(replace(config, images=images))
 
 
-def add(node: GroupedNode, name: str, asked: Prompt, count: int, kv: KVTransferParams) -> None:
+def add(
+    node: GroupedNode, name: str, asked: Prompt | VideoPrompt, count: int, kv: KVTransferParams
+) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     node.tokens[name] = []
     node.core.handle(
@@ -69,6 +74,27 @@ def test_decode_nodes_get_no_pixels(
 ) -> None:
     folder = save_checkpoint(kind, tmp_path)
     asked = {str(index): one for index, one in enumerate(prompts(kind))}
+    found = answered_apart(folder, asked, block_sizes, ranks)
+    for name, one in asked.items():
+        assert found[name] == reference_greedy(folder, kind, one, COUNT), name
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5", "qwen3"])
+def test_decode_nodes_get_positions_of_videos_and_no_frames(kind: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(kind, tmp_path)
+    asked = {str(index): one for index, one in enumerate(test_videos.prompts(kind))}
+    found = answered_apart(folder, asked, (16, 8), (1, 1))
+    for name, one in asked.items():
+        assert found[name] == video_prompts.reference_greedy(folder, kind, one, COUNT), name
+
+
+def answered_apart(
+    folder: Path,
+    asked: Mapping[str, Prompt | VideoPrompt],
+    block_sizes: tuple[int, int],
+    ranks: tuple[int, int],
+) -> dict[str, list[int]]:
+    """Returns the tokens of all answers, of which the decode node computes no prompt."""
     with ExitStack() as stack:
         nodes = []
         for role, *sizes in zip(("kv_producer", "kv_consumer"), block_sizes, ranks, strict=True):
@@ -95,7 +121,6 @@ def test_decode_nodes_get_no_pixels(
             return decode.ended >= asked.keys()
 
         run_until(nodes, is_done)
-        for name, one in asked.items():
-            assert decode.tokens[name] == reference_greedy(folder, kind, one, COUNT), name
         assert decode.core.stats().prompt_tokens_computed == 0
         run_until(nodes, lambda: not any(one.core.scheduler.check_empty() for one in nodes))
+    return decode.tokens

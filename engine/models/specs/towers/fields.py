@@ -1,7 +1,9 @@
 """Reads what a checkpoint says of its vision tower, and of how images are prepared.
 
-preprocessor_config.json    how images are prepared
-processor_config.json       the same under `image_processor`, as transformers 5 writes it
+preprocessor_config.json          how images are prepared
+video_preprocessor_config.json    how videos are, where not as images
+processor_config.json             both, under `image_processor` and `video_processor`, as
+                                  transformers 5 writes it
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from engine.models.specs.base import UnsupportedField
 
 _Section = TypeVar("_Section")
 _SHADE = 1 / 255
-_BICUBIC, _BILINEAR = 3, 2
+BICUBIC, _BILINEAR = 3, 2
 """Ways of resizing, as Pillow numbers them."""
 
 
@@ -53,8 +55,25 @@ class Processor(msgspec.Struct):
     media_proc_cfg: dict[str, Any] = {}
 
 
+class VideoProcessor(Processor):
+    """How videos are prepared. None: as the family has it, or images are."""
+
+    patch_size: int | None = None
+    merge_size: int | None = None
+    temporal_patch_size: int | None = None
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    max_duration: int | None = None
+    cap_pixels_per_frame: bool | None = None
+    processor_class: str | None = None
+    video_processor_type: str | None = None
+
+
 class _Processors(msgspec.Struct):
     image_processor: Processor = msgspec.field(default_factory=Processor)
+    video_processor: VideoProcessor | None = None
+    processor_class: str | None = None
 
 
 class Rope(msgspec.Struct):
@@ -82,6 +101,7 @@ class TowerFile:
     """A checkpoint with a tower. `whole`: what its config.json says."""
 
     folder: Path
+    architecture: str
     whole: Mapping[str, Any]
     text: TextSizes
 
@@ -123,10 +143,24 @@ class TowerFile:
             raise UnsupportedField("rescale_factor", f"shades of {said.rescale_factor}")
         return said
 
+    def video_processor(self) -> VideoProcessor:
+        """Returns how videos are prepared: as images are, where no file says more. Raises
+        `CheckpointError`."""
+        both = self.folder / "processor_config.json"
+        if both.is_file():
+            processors = read_json(both, _Processors)
+            if (said := processors.video_processor) is not None:
+                said.processor_class = said.processor_class or processors.processor_class
+                return said
+        for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+            if (path := self.folder / name).is_file():
+                return read_json(path, VideoProcessor)
+        return VideoProcessor()
+
     def shades(self, said: Processor, pixels: PixelSpec) -> PixelSpec:
         """Returns `pixels` with the processor's shades and way of resizing. Raises
         `UnsupportedField`."""
-        names = {_BICUBIC: "bicubic", _BILINEAR: "bilinear", None: pixels.resample}
+        names = {BICUBIC: "bicubic", _BILINEAR: "bilinear", None: pixels.resample}
         if said.resample not in names:
             raise UnsupportedField("resample", f"images resized by Pillow's {said.resample}")
         return msgspec.structs.replace(

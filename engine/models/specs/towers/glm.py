@@ -9,6 +9,7 @@ import msgspec
 from engine.images.vision_spec import BlockSpec, PatchPositions, PatchRope, PixelSpec, VisionSpec
 from engine.models.specs.towers.fields import Rope, TowerFile, is_odd_head, refuse
 from engine.models.specs.towers.mrope import rope_axes
+from engine.models.specs.towers.videos import with_glm_videos
 
 _BLOCK = "visual.blocks.{}"
 _NAMES = {
@@ -54,10 +55,15 @@ class _Tower(msgspec.Struct):
 
 def glm4v_dense(file: TowerFile) -> VisionSpec:
     """Returns the tower beside dense layers. Raises `UnsupportedField`."""
-    return glm4v(file, _IMAGE_OF_DENSE)
+    return with_glm_videos(_glm4v(file, _IMAGE_OF_DENSE), file, is_dense=True)
 
 
-def glm4v(file: TowerFile, image_token_id: int = _IMAGE) -> VisionSpec:
+def glm4v(file: TowerFile) -> VisionSpec:
+    """Returns the tower beside experts. Raises `UnsupportedField`."""
+    return with_glm_videos(_glm4v(file, _IMAGE), file, is_dense=False)
+
+
+def _glm4v(file: TowerFile, image_token_id: int) -> VisionSpec:
     """Returns the tower. Raises `UnsupportedField`.
 
     Args:

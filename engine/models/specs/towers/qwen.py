@@ -13,6 +13,7 @@ from engine.images.vision_spec import BlockSpec, PatchPositions, VisionSpec
 from engine.models.specs.towers.fields import TowerFile
 from engine.models.specs.towers.mrope import rope_axes
 from engine.models.specs.towers.qwen_fields import QwenTower, checked, sizes
+from engine.models.specs.towers.videos import with_qwen2_5_videos, with_qwen3_videos
 
 _NAMES = {
     "patch": "visual.patch_embed.proj",
@@ -46,7 +47,7 @@ _IMAGE, _IMAGE_3_5 = 151_655, 248_056
 def qwen2_5_vl(file: TowerFile) -> VisionSpec:
     """Returns the tower of Qwen2.5-VL. Raises `UnsupportedField`."""
     tower = checked(file, "silu")
-    return VisionSpec(
+    found = VisionSpec(
         names=_NAMES_2_5,
         block=BlockSpec(norm="rms", activation="silu", is_gated=True),
         window_size=tower.window_size,
@@ -55,19 +56,21 @@ def qwen2_5_vl(file: TowerFile) -> VisionSpec:
         rope_axes=rope_axes(file, (16, 24, 24), is_interleaved=False),
         **sizes(file, tower, 14),
     )
+    return with_qwen2_5_videos(found, file, tower.tokens_per_second)
 
 
 def qwen3_vl(file: TowerFile) -> VisionSpec:
     """Returns the tower of Qwen3-VL. Raises `UnsupportedField`."""
     tower = checked(file, "gelu_pytorch_tanh")
     found = _learned(file, tower, (24, 20, 20), _IMAGE)
-    return msgspec.structs.replace(found, tapped_layers=tower.deepstack_visual_indexes)
+    found = msgspec.structs.replace(found, tapped_layers=tower.deepstack_visual_indexes)
+    return with_qwen3_videos(found, file)
 
 
 def qwen3_5(file: TowerFile) -> VisionSpec:
     """Returns the tower of Qwen3.5 and of those behind it. Raises `UnsupportedField`."""
     tower = checked(file, "gelu_pytorch_tanh")
-    return _learned(file, tower, (11, 11, 10), _IMAGE_3_5)
+    return with_qwen3_videos(_learned(file, tower, (11, 11, 10), _IMAGE_3_5), file, is_3_5=True)
 
 
 def _learned(

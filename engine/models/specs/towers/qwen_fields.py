@@ -26,6 +26,7 @@ class QwenTower(msgspec.Struct):
     window_size: int = 112
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
     num_position_embeddings: int = 2304
+    tokens_per_second: float = 2
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
 
 

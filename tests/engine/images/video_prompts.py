@@ -1,0 +1,113 @@
+"""Videos in prompts of tiny models: their tokens, their spans, and what transformers is given."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.images.image_input import ImagePixels, ImageSpan, image_digest
+from tests.engine.images.vision_checkpoints import loaded
+from tests.engine.images.vision_families import END, FAMILIES, IMAGE, START, VIDEO
+
+Pair = np.ndarray
+"""[patches, 3, 2, size, size] uint8."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video after preprocessing. `tick`: positions from one pair to the next, where no text is
+    between them; 0: there is."""
+
+    pairs: list[Pair]
+    rows: int
+    columns: int
+    tick: float = 0.0
+
+
+@dataclass(frozen=True)
+class VideoPrompt:
+    """Tokens, the spans of all pairs, and their pixels. `types`: 2 where a video's tokens are."""
+
+    tokens: list[int]
+    types: list[int]
+    spans: tuple[ImageSpan, ...]
+    pixels: tuple[ImagePixels, ...]
+    clips: Sequence[Clip]
+
+
+def clip(kind: str, count: int, rows: int, columns: int, seed: int, tick: float = 0.0) -> Clip:
+    family = FAMILIES[kind]
+    shape = (rows * columns * family.merge_size**2, 3, 2, family.patch_size, family.patch_size)
+    numbers = np.random.default_rng(seed)
+    pairs = [numbers.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
+    return Clip(pairs, rows, columns, tick)
+
+
+def video_prompt(kind: str, clips: Sequence[Clip], seed: int) -> VideoPrompt:
+    """Returns text with the videos between its parts."""
+    numbers, pad = random.Random(seed), IMAGE if kind.startswith("glm") else VIDEO
+    tokens, types, spans = [numbers.randrange(1, 110) for _ in range(5)], [0] * 5, []
+    pixels = {}
+
+    def text(*said: int) -> None:
+        tokens.extend(said)
+        types.extend([0] * len(said))
+
+    for one in clips:
+        for index, pair in enumerate(one.pairs):
+            joins = bool(one.tick) and index > 0
+            if not joins:
+                text(START)
+            patches = pair.tobytes()
+            digest = image_digest(one.rows, one.columns, patches)
+            pixels[digest] = ImagePixels(digest, one.rows, one.columns, patches)
+            time = int(one.tick * index)
+            spans.append(ImageSpan(len(tokens), one.rows, one.columns, digest, 0, joins, time))
+            tokens += [pad] * (one.rows * one.columns)
+            types += [2] * (one.rows * one.columns)
+            if not one.tick:
+                text(END, *[numbers.randrange(1, 110) for _ in range(2)])
+        text(END, *[numbers.randrange(1, 110) for _ in range(4)])
+    return VideoPrompt(tokens, types, tuple(spans), tuple(pixels.values()), clips)
+
+
+@torch.no_grad()
+def reference_greedy(folder: Path, kind: str, asked: VideoPrompt, count: int) -> list[int]:
+    """Returns the next `count` tokens by transformers, each the clear best."""
+    family, model = FAMILIES[kind], loaded(folder, kind)
+    mean, std = (np.array(part, np.float32)[:, None, None, None] for part in family.shades)
+    pairs = [pair for one in asked.clips for pair in one.pairs]
+    patches = [
+        ((pair.astype(np.float64) * (1 / 255)).astype(np.float32) - mean) / std for pair in pairs
+    ]
+    merge = family.merge_size
+    grids = [[len(one.pairs), one.rows * merge, one.columns * merge] for one in asked.clips]
+    inputs = {
+        "pixel_values_videos": torch.from_numpy(np.concatenate(patches)).flatten(1),
+        "video_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": torch.tensor([asked.types]),
+    }
+    if any(one.tick for one in asked.clips):
+        ticks = model.config.vision_config.tokens_per_second
+        inputs["second_per_grid_ts"] = torch.tensor([one.tick / ticks for one in asked.clips])
+    ids = torch.tensor([asked.tokens])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **inputs,
+    )
+    best = torch.cat(output.logits).topk(2).values
+    assert float((best[:, 0] - best[:, 1]).min()) > 1e-4, "another seed: two tokens are near a tie"
+    found: list[int] = output.sequences[0, len(asked.tokens) :].tolist()
+    return found
