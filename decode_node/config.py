@@ -171,7 +171,7 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         "one and the most likely ones, of all answers of a request together.",
     )
     image_workers: int = Field(
-        default=2, ge=1, description="Processes that decode and resize images."
+        default=2, ge=1, description="Processes that decode and resize images and videos."
     )
     max_image_bytes: int = Field(
         default=8 << 20, ge=1, description="Largest image, as it is sent or fetched."
@@ -179,16 +179,29 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
     max_image_pixels: int = Field(
         default=50_000_000,
         ge=1,
-        description="Most pixels of an image as it is sent; more are refused before it is decoded.",
+        description="Most pixels of an image or a frame as it is sent; more are refused before it "
+        "is decoded.",
     )
     image_timeout_s: float = Field(
         default=10.0, gt=0, description="Seconds that fetching an image may take, and decoding it."
     )
     image_url_hosts: str = Field(
         default="",
-        description="Hosts that images may be fetched from by http and https, comma separated: "
-        "names, *.name for all below it, with a port where it is not the usual one. Empty: "
-        "images come in data: URLs alone.",
+        description="Hosts that images and videos may be fetched from by http and https, comma "
+        "separated: names, *.name for all below it, with a port where it is not the usual one. "
+        "Empty: both come in data: URLs alone.",
+    )
+    max_video_bytes: int = Field(
+        default=64 << 20, ge=1, description="Largest video, as it is sent or fetched."
+    )
+    max_video_tokens: int = Field(
+        default=24_576,
+        ge=0,
+        description="Frames of a video are made so small that they have at most this many tokens "
+        "together. 0: as the checkpoint says.",
+    )
+    video_timeout_s: float = Field(
+        default=60.0, gt=0, description="Seconds that fetching a video may take, and decoding it."
     )
     max_choices: int = Field(
         default=64, ge=1, description="Most answers to one request (prompts times n)."

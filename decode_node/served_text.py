@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -149,7 +150,9 @@ def create_served_model(
             sanitizes=settings.sanitize_control_tokens,
             moves_system_turns=settings.system_turns == "first",
         ),
-        images=ImagePrompts(images, model.vision),
+        images=ImagePrompts(
+            images, model.vision, partial(tokenizer.encode, add_special_tokens=False)
+        ),
         reading=ChatReading(
             text.parsers,
             tokenizer,

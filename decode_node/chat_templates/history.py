@@ -15,7 +15,7 @@ from typing import Any
 
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.typescript_tools import TYPESCRIPT_VARIABLE, typescript
-from decode_node.protocol.chat_messages import ChatMessage, ImagePart
+from decode_node.protocol.chat_messages import ChatMessage, ContentPart, ImagePart, VideoPart
 from decode_node.protocol.valid_strings import with_valid_strings
 
 Message = dict[str, Any]
@@ -86,8 +86,8 @@ def _with_fields(tool: Message, needed: Mapping[str, Any]) -> Message:
 
 
 def _plain(message: ChatMessage, forms: TemplateForms) -> Message:
-    """Returns a message with text, or parts if there are images, and its reasoning under one
-    name."""
+    """Returns a message with text, or parts if there are images or videos, and its reasoning
+    under one name."""
     dump = message.model_dump(exclude_none=True, exclude=_HIDDEN)
     found: Message = {"role": message.role, "content": _content(message, forms)}
     found |= {k: v for k, v in dump.items() if v != []}
@@ -101,13 +101,17 @@ def _plain(message: ChatMessage, forms: TemplateForms) -> Message:
 def _content(message: ChatMessage, forms: TemplateForms) -> str | list[Message]:
     if not isinstance(message.content, list):
         return message.content or message.refusal_text
-    texts = [part.text for part in message.content if not isinstance(part, ImagePart)]
-    if len(texts) == len(message.content):
-        return forms.text_joint.join(texts)
-    return [
-        {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
-        for part in message.content
-    ]
+    if not message.images():
+        return forms.text_joint.join(part["text"] for part in map(_part, message.content))
+    return [_part(part) for part in message.content]
+
+
+def _part(part: ContentPart) -> Message:
+    if isinstance(part, ImagePart):
+        return {"type": "image"}
+    if isinstance(part, VideoPart):
+        return {"type": "video"}
+    return {"type": "text", "text": part.text}
 
 
 def _with_system_in_front(messages: list[Message], forms: TemplateForms) -> list[Message]:

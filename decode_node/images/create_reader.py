@@ -5,7 +5,7 @@ from __future__ import annotations
 from decode_node.config import DecodeNodeSettings
 from decode_node.images.fetch import AllowedHosts, ImageFetcher
 from decode_node.images.image_pool import ImagePool
-from decode_node.images.image_reader import ImageReader, ImageReadLimits
+from decode_node.images.image_reader import ImageReader, ReadLimits
 from engine.config import EngineConfig
 from engine.node.image_settings import takes_images
 
@@ -13,21 +13,36 @@ from engine.node.image_settings import takes_images
 def create_image_reader(settings: DecodeNodeSettings, config: EngineConfig) -> ImageReader:
     """Returns the reader; where the model sees no images it refuses them. Processes start with the
     first image."""
-    limits = ImageReadLimits(config.images.max_images, settings.max_image_bytes)
-    vision = config.model.vision
+    vision, hosts = config.model.vision, AllowedHosts.of(settings.image_url_hosts)
+    images = ReadLimits(
+        config.images.max_images,
+        settings.max_image_bytes,
+        _fetcher(hosts, settings.max_image_bytes, settings.image_timeout_s),
+    )
     if vision is None or not takes_images(config):
-        return ImageReader(None, limits)
-    pixels = vision.pixels.limited(config.images.max_image_tokens)
+        return ImageReader(None, images)
+    video = vision.video
+    if video is not None:
+        video = video.limited(
+            max_frames=settings.max_video_frames, max_tokens=settings.max_video_tokens
+        )
     pool = ImagePool(
-        pixels,
+        vision.pixels.limited(config.images.max_image_tokens),
         size=settings.image_workers,
         max_pixels=settings.max_image_pixels,
         timeout_s=settings.image_timeout_s,
+        video=video,
+        video_timeout_s=settings.video_timeout_s,
     )
-    hosts = AllowedHosts.of(settings.image_url_hosts)
-    fetcher = None
-    if hosts.names:
-        fetcher = ImageFetcher(
-            hosts, max_bytes=settings.max_image_bytes, timeout_s=settings.image_timeout_s
-        )
-    return ImageReader(pool, limits, fetcher)
+    videos = ReadLimits(
+        config.images.max_videos,
+        settings.max_video_bytes,
+        _fetcher(hosts, settings.max_video_bytes, settings.video_timeout_s),
+    )
+    return ImageReader(pool, images, videos)
+
+
+def _fetcher(hosts: AllowedHosts, max_bytes: int, timeout_s: float) -> ImageFetcher | None:
+    if not hosts.names:
+        return None
+    return ImageFetcher(hosts, max_bytes=max_bytes, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Gets images from hosts that the operator allows, and from nowhere else.
+"""Gets images and videos from hosts that the operator allows, and from nowhere else.
 
 A URL comes from a client, so that the node must not be made to look into its own network:
 
@@ -132,7 +132,7 @@ class ImageFetcher:
             session.get(
                 url,
                 allow_redirects=False,
-                headers={"accept": "image/*", "accept-encoding": "identity"},
+                headers={"accept": "image/*, video/*", "accept-encoding": "identity"},
             ) as answer,
         ):
             if answer.status in _REDIRECTS and (target := answer.headers.get("location")):

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from engine.images.video_spec import VideoSpec
 from engine.images.vision_spec import Fit, PixelSpec
 
 _SHRINK = 0.97
@@ -43,6 +44,33 @@ def fitted(height: int, width: int, pixels: PixelSpec) -> FittedSize:
         shrunk *= _SHRINK
         found = fit(max(1, int(height * shrunk)), max(1, int(width * shrunk)), pixels)
     return found
+
+
+def fitted_frames(
+    height: int, width: int, count: int, pixels: PixelSpec, video: VideoSpec
+) -> tuple[int, int]:
+    """Returns the height and the width that `count` frames of [height, width] become. None is
+    larger than an image may be."""
+    unit, per_pair = pixels.unit, pixels.temporal_patch_size
+    most = pixels.max_pixels
+    if video.max_tokens:
+        pairs = -(-count // per_pair)
+        most = min(most, max(1, video.max_tokens // pairs) * unit**2)
+    counted = max(count, per_pair) if video.of_all else 1
+    frames = max(1, round(counted / per_pair)) * per_pair if video.of_all else 1
+    most = min(video.max_pixels, most * frames)
+    if video.of_all and min(height, width) < unit:
+        grow = max(unit / height, unit / width)
+        height, width = int(height * grow), int(width * grow)
+    near = round(height / unit) * unit, round(width / unit) * unit
+    if frames * near[0] * near[1] > most:
+        shrink = math.sqrt(counted * height * width / most)
+        rows, columns = (math.floor(side / shrink / unit) for side in (height, width))
+        return max(1, rows) * unit, max(1, columns) * unit
+    if frames * near[0] * near[1] < min(video.min_pixels, most):
+        grow = math.sqrt(min(video.min_pixels, most) / (counted * height * width))
+        return math.ceil(height * grow / unit) * unit, math.ceil(width * grow / unit) * unit
+    return near
 
 
 def _area(height: int, width: int, pixels: PixelSpec) -> FittedSize:

@@ -1,4 +1,4 @@
-"""A process that preprocesses images: one at a time, within limits of memory.
+"""A process that preprocesses images and videos: one at a time, within limits of memory.
 
 Frames on its socket: eight bytes of length, then MessagePack. The first one is empty: it is ready.
 It answers each image in order, and ends with its parent, or when the socket closes.
@@ -13,8 +13,10 @@ import struct
 import msgspec
 
 from decode_node.images.preprocess import ImageError, preprocess
+from decode_node.images.videos.preprocess import VideoPixels, preprocess_video
 from edge.logs.setup import LogStyle, setup_logging
 from engine.images.image_input import ImagePixels
+from engine.images.video_spec import VideoSpec
 from engine.images.vision_spec import PixelSpec
 from host.child_process import read_config
 
@@ -24,19 +26,32 @@ _MEMORY = 4 << 30
 
 
 class ImageChildConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the process is given at its start. `fd`: its end of the socket."""
+    """All that the process is given at its start. `fd`: its end of the socket; `video`: how videos
+    are prepared, None: not at all."""
 
     fd: int
     pixels: PixelSpec
+    video: VideoSpec | None
     max_pixels: int
     log: LogStyle
 
 
+class ImageTask(msgspec.Struct, array_like=True):
+    """An image, or a video: one file, or pictures that follow each other."""
+
+    data: list[bytes]
+    is_video: bool = False
+
+
 class ImageResult(msgspec.Struct, array_like=True):
-    """An image's patches, or why there are none."""
+    """What was made of a task, or why it was not."""
 
     error: str = ""
     image: ImagePixels | None = None
+    video: VideoPixels | None = None
+
+
+_decode = msgspec.msgpack.Decoder(ImageTask).decode
 
 
 def send_frame(connection: socket.socket, frame: bytes) -> None:
@@ -75,9 +90,17 @@ def main() -> None:
             except (EOFError, OSError):
                 return
             try:
-                result = ImageResult("", preprocess(data, config.pixels, config.max_pixels))
+                result = _result(_decode(data), config)
             except ImageError as error:
                 result = ImageResult(str(error))
             except MemoryError:
                 result = ImageResult("takes too much memory; send a smaller one")
             send_frame(connection, msgspec.msgpack.encode(result))
+
+
+def _result(task: ImageTask, config: ImageChildConfig) -> ImageResult:
+    if not task.is_video:
+        return ImageResult(image=preprocess(task.data[0], config.pixels, config.max_pixels))
+    assert config.video is not None
+    made = preprocess_video(task.data, config.pixels, config.video, config.max_pixels)
+    return ImageResult(video=made)

@@ -1,26 +1,36 @@
-"""Finds the images of a chat, and puts them into its prompt.
+"""Finds the images and videos of a chat, and puts them into its prompt.
 
 messages ── `image_places` ──▶ (where, url) in order ── read, preprocessed ──▶ patches
 prompt   ── the template writes one placeholder for each ── `expanded` ──▶ as many as it has tokens
+
+A video becomes its pairs of frames, each with its tokens, and with the text that tells its time
+where the model's family has such text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from decode_node.images.videos.preprocess import VideoPixels
 from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.chat_messages import VideoPart
 from edge.http.errors import BadRequest
 from engine.images.image_input import ImagePixels, ImageSpan
+from engine.images.video_spec import VideoSpec
 from engine.images.vision_spec import VisionSpec
+
+Encode = Callable[[str], list[int]]
+"""Makes tokens of a text, in which names of special tokens are these."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
-    """An image as a client sent it. `param` names the part of the body that it is."""
+    """An image or a video as a client sent it. `param` names the part of the body that it is."""
 
     param: str
     url: str
+    is_video: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +46,79 @@ NO_IMAGES = ImagePrompt([])
 
 
 def image_places(body: ChatCompletionRequest) -> list[ImagePlace]:
-    """Returns the images of all messages, in order."""
+    """Returns the images and videos of all messages, in order."""
     images = [part for message in body.messages for _, part in message.images()]
     return [
-        ImagePlace(param, part.url) for param, part in zip(body.image_params, images, strict=True)
+        ImagePlace(param, part.url, isinstance(part, VideoPart))
+        for param, part in zip(body.image_params, images, strict=True)
     ]
 
 
 def expanded(
-    token_ids: list[int], images: Sequence[ImagePixels], vision: VisionSpec
+    token_ids: list[int],
+    images: Sequence[ImagePixels | VideoPixels],
+    vision: VisionSpec,
+    encode: Encode,
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """Returns a prompt with each placeholder repeated for all tokens of its image, and where the
-    images are then. Raises `BadRequest` unless there is a placeholder for each image."""
-    count = token_ids.count(vision.image_token_id)
-    if count != len(images):
+    """Returns a prompt with each placeholder repeated for all tokens of its image or video, and
+    where the images and pairs of frames are then. Raises `BadRequest` unless there is a
+    placeholder for each."""
+    video = vision.video
+    video_token = None if video is None else video.token_id
+    places = [
+        i for i, token in enumerate(token_ids) if token in (vision.image_token_id, video_token)
+    ]
+    wanted = [isinstance(image, VideoPixels) for image in images]
+    if [token_ids[place] == video_token for place in places] != wanted:
         raise BadRequest(
-            f"the prompt has {count} places for its {len(images)} images: the chat template leaves "
-            f"some out, or a text has the placeholder's name in it",
+            f"the prompt has {len(places)} places for its {len(images)} images and videos, or has "
+            f"them in another order: the chat template leaves some out, or a text has a "
+            f"placeholder's name in it",
             param="messages",
         )
     found: list[int] = []
     spans: list[ImageSpan] = []
     start = 0
-    for image in images:
-        place = token_ids.index(vision.image_token_id, start)
+    for place, image in zip(places, images, strict=True):
         found += token_ids[start:place]
-        spans.append(vision.span(len(found), image))
-        found += vision.tokens_of(image.rows, image.columns)
+        if isinstance(image, VideoPixels):
+            assert video is not None
+            tokens, pairs = _video_tokens(image, video, encode, len(found))
+            found += tokens
+            spans += pairs
+        else:
+            spans.append(vision.span(len(found), image))
+            found += vision.tokens_of(image.rows, image.columns)
         start = place + 1
     found += token_ids[start:]
     return found, tuple(spans)
+
+
+def _video_tokens(
+    made: VideoPixels, video: VideoSpec, encode: Encode, offset: int
+) -> tuple[list[int], list[ImageSpan]]:
+    """Returns the tokens of a video in a prompt that has it from `offset` on, and where its pairs
+    of frames are."""
+    if video.frame_text:
+        text = "".join(video.frame_text.format(time=s, whole=int(s)) for s in made.times)
+        written = encode(text)
+    else:
+        written = [video.frame_token_id] * len(made.pairs)
+    if written.count(video.frame_token_id) != len(made.pairs):
+        raise BadRequest(
+            f"this model's tokenizer has no token {video.pad}, which its videos need",
+            param="messages",
+        )
+    tokens: list[int] = []
+    spans: list[ImageSpan] = []
+    pairs = iter(made.pairs)
+    for token in written:
+        if token != video.frame_token_id:
+            tokens.append(token)
+            continue
+        pair, start = next(pairs), offset + len(tokens)
+        joins = not video.frame_text and bool(spans)
+        time = int(len(spans) * made.step_s * video.ticks_per_second)
+        spans.append(ImageSpan(start, pair.rows, pair.columns, pair.digest, 0, joins, time))
+        tokens += [token] * (pair.rows * pair.columns)
+    return tokens, spans

@@ -1,6 +1,6 @@
-"""Processes that preprocess images beside the event loop.
+"""Processes that preprocess images and videos beside the event loop.
 
-    process(data, line) ──its turn──▶ a thread that is free ──▶ its process ──▶ patches
+    process(task, line) ──its turn──▶ a thread that is free ──▶ its process ──▶ patches
                           │ too slow, or its process ended: killed; the next image starts another
 
 1. a thread starts its process with its first image, whose time begins when the process is ready
@@ -24,13 +24,16 @@ from decode_node.errors import Overloaded, Unavailable
 from decode_node.images.image_child import (
     ImageChildConfig,
     ImageResult,
+    ImageTask,
     receive_frame,
     send_frame,
 )
 from decode_node.images.image_turns import ImageLine, ImageTurns
 from decode_node.images.preprocess import ImageError
+from decode_node.images.videos.preprocess import VideoPixels
 from edge.logs.setup import log_style
 from engine.images.image_input import ImagePixels
+from engine.images.video_spec import VideoSpec
 from engine.images.vision_spec import PixelSpec
 from host.child_process import ChildProcess
 
@@ -42,6 +45,7 @@ _KILLED = -signal.SIGKILL, -signal.SIGTERM
 """How processes end that another ends, such as the kernel where memory is short."""
 _MAX_WAITING = 256
 """Images that wait for a process at most."""
+_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ImageResult).decode
 
 
@@ -50,8 +54,10 @@ class ImagePool:
 
     Args:
         size: Processes at most.
-        max_pixels: Of an image as it is sent.
+        max_pixels: Of an image or a frame as it is sent.
         timeout_s: Seconds that one image may take.
+        video: How videos are prepared; None: there are none.
+        video_timeout_s: Seconds that one video may take.
     """
 
     def __init__(
@@ -61,10 +67,14 @@ class ImagePool:
         size: int,
         max_pixels: int,
         timeout_s: float,
+        video: VideoSpec | None = None,
+        video_timeout_s: float = 0.0,
     ) -> None:
         self._pixels = pixels
+        self._video = video
         self._max_pixels = max_pixels
         self._timeout_s = timeout_s
+        self._video_timeout_s = video_timeout_s
         self._max_open = size + _MAX_WAITING
         self._num_open = 0
         self._turns = ImageTurns(size)
@@ -74,16 +84,20 @@ class ImagePool:
         self._links: set[_Link] = set()
         self._is_closed = False
 
-    async def process(self, data: bytes, line: ImageLine) -> ImagePixels:
-        """Returns the patches of an encoded image, which is one of `line`. Raises `ImageError`,
-        `Overloaded`, `Unavailable`."""
+    @property
+    def takes_videos(self) -> bool:
+        return self._video is not None
+
+    async def process(self, task: ImageTask, line: ImageLine) -> ImagePixels | VideoPixels:
+        """Returns the patches of an encoded image or video, which is one of `line`. Raises
+        `ImageError`, `Overloaded`, `Unavailable`."""
         if self._num_open >= self._max_open:
             raise Overloaded("too many images at once; try it again in a moment")
         self._num_open += 1
         try:
             end = await self._turns.wait(line)
             loop = asyncio.get_running_loop()
-            working = loop.run_in_executor(self._threads, self._work, data)
+            working = loop.run_in_executor(self._threads, self._work, task)
             # A client that leaves stops no thread.
             working.add_done_callback(lambda done: end())
             return await asyncio.shield(working)
@@ -99,24 +113,26 @@ class ImagePool:
             link.kill()
         self._threads.shutdown(cancel_futures=True)
 
-    def _work(self, data: bytes) -> ImagePixels:
+    def _work(self, task: ImageTask) -> ImagePixels | VideoPixels:
         exit_code = None
+        timeout_s = self._video_timeout_s if task.is_video else self._timeout_s
         for _ in range(_TRIES):
             link = self._link()
             try:
-                result = link.ask(data, self._timeout_s)
+                result = link.ask(task, timeout_s)
             except TimeoutError:
                 self._drop(link)
                 raise ImageError(
-                    f"took longer than {self._timeout_s:g} s to decode; send a smaller one"
+                    f"took longer than {timeout_s:g} s to decode; send a smaller one"
                 ) from None
             except (OSError, EOFError):
                 exit_code = link.exit_code()
                 self._drop(link)
                 continue
-            if result.image is None:
+            found = result.image or result.video
+            if found is None:
                 raise ImageError(result.error)
-            return result.image
+            return found
         if exit_code in _KILLED:
             raise Unavailable("the processes that decode images are killed here; try it again")
         raise ImageError("made its decoder end; send it in another format")
@@ -144,7 +160,11 @@ class ImagePool:
 
     def _config(self, fd: int) -> ImageChildConfig:
         return ImageChildConfig(
-            fd=fd, pixels=self._pixels, max_pixels=self._max_pixels, log=log_style()
+            fd=fd,
+            pixels=self._pixels,
+            video=self._video,
+            max_pixels=self._max_pixels,
+            log=log_style(),
         )
 
     def _drop(self, link: _Link) -> None:
@@ -173,10 +193,10 @@ class _Link:
         receive_frame(self._ours)
         self.is_ready = True
 
-    def ask(self, data: bytes, timeout_s: float) -> ImageResult:
-        """Has one image preprocessed. Raises `TimeoutError`, `OSError`, `EOFError`."""
+    def ask(self, task: ImageTask, timeout_s: float) -> ImageResult:
+        """Has one image or video preprocessed. Raises `TimeoutError`, `OSError`, `EOFError`."""
         self._ours.settimeout(timeout_s)
-        send_frame(self._ours, data)
+        send_frame(self._ours, _encode(task))
         return _decode(receive_frame(self._ours))
 
     def exit_code(self) -> int | None:

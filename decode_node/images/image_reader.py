@@ -1,6 +1,7 @@
-"""Reads the images of a request: from `data:` URLs, and from hosts that the operator allows.
+"""Reads the images and videos of a request: from `data:` URLs, and from hosts that the operator
+allows.
 
-An error names the image's place in the body, and costs no other request anything.
+An error names the place in the body, and costs no other request anything.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from decode_node.images.image_child import ImageTask
 from decode_node.images.image_parts import ImagePlace
 from decode_node.images.image_pool import ImagePool
 from decode_node.images.image_turns import ImageLine
 from decode_node.images.preprocess import ImageError
+from decode_node.images.videos.preprocess import MAX_PATCH_BYTES, VideoPixels
 from edge.http.errors import BadRequest
 from engine.images.image_input import ImagePixels
 
-_DATA_URL = re.compile(r"data:(?:image/[\w.+-]{1,64})?((?:;[\w.=+-]{1,64})*?);base64,", re.I)
-_MAX_PATCH_BYTES = 128 << 20
-"""Limit of the patches of one request: they go to a prefill node in one message."""
+_DATA_URL = re.compile(
+    r"data:((?:image|video)/[\w.+-]{1,64})?((?:;[\w.=+-]{1,64})*?);base64,", re.I
+)
+_PICTURES = "video/jpeg"
+"""A video as pictures with commas between them."""
+_MAX_PICTURES = 4096
 
 
 class Fetcher(Protocol):
@@ -33,38 +39,36 @@ class Fetcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ImageReadLimits:
-    """Limits of the images of one request. `max_bytes`: of one, encoded."""
+class ReadLimits:
+    """Limits of the images of one request, or of its videos.
 
-    max_images: int
+    Attributes:
+        max_count: 0: none are taken.
+        max_bytes: Of one, encoded.
+        fetcher: Gets them from hosts; None: from none.
+    """
+
+    max_count: int
     max_bytes: int
+    fetcher: Fetcher | None = None
 
 
 class ImageReader:
     """Reads for one model. `pool` None: the model sees no images, or they are turned off."""
 
     def __init__(
-        self, pool: ImagePool | None, limits: ImageReadLimits, fetcher: Fetcher | None = None
+        self, pool: ImagePool | None, images: ReadLimits, videos: ReadLimits | None = None
     ) -> None:
         self._pool = pool
-        self._limits = limits
-        self._fetcher = fetcher
+        self._limits = images, videos or ReadLimits(0, 0)
 
-    async def read(self, places: Sequence[ImagePlace]) -> list[ImagePixels]:
-        """Returns the images at all `places`. Raises `BadRequest`, `Overloaded`,
+    async def read(self, places: Sequence[ImagePlace]) -> list[ImagePixels | VideoPixels]:
+        """Returns the images and videos at all `places`. Raises `BadRequest`, `Overloaded`,
         `Unavailable`."""
         if not places:
             return []
-        if self._pool is None:
-            raise BadRequest(
-                f"{places[0].param}: this model takes no images here", param=places[0].param
-            )
-        most = self._limits.max_images
-        if len(places) > most:
-            raise BadRequest(
-                f"{places[most].param}: a request may have at most {most} images",
-                param=places[most].param,
-            )
+        self._check_counts(places)
+        assert self._pool is not None
         line = ImageLine()
         tasks = [asyncio.create_task(self._read(self._pool, place, line)) for place in places]
         try:
@@ -72,53 +76,79 @@ class ImageReader:
         finally:
             for task in tasks:
                 task.cancel()
-        if sum(len(image.patches) for image in images) > _MAX_PATCH_BYTES:
+        parts = (image.pairs if isinstance(image, VideoPixels) else (image,) for image in images)
+        if sum(len(part.patches) for group in parts for part in group) > MAX_PATCH_BYTES:
             raise BadRequest(
                 "the images of the request are too large together; send fewer or smaller ones",
                 param=places[-1].param,
             )
         return images
 
+    def _check_counts(self, places: Sequence[ImagePlace]) -> None:
+        for is_video, limits in enumerate(self._limits):
+            name, some = (_kind(bool(is_video)), [p for p in places if p.is_video == is_video])
+            most = limits.max_count
+            if not some:
+                continue
+            if self._pool is None or (is_video and not self._pool.takes_videos):
+                param = some[0].param
+                raise BadRequest(f"{param}: this model takes no {name}s here", param=param)
+            if len(some) > most:
+                param = some[most].param
+                raise BadRequest(f"{param}: a request may have at most {most} {name}s", param=param)
+
     def close(self) -> None:
         """Ends the processes that preprocess."""
         if self._pool is not None:
             self._pool.close()
 
-    async def _read(self, pool: ImagePool, place: ImagePlace, line: ImageLine) -> ImagePixels:
+    async def _read(
+        self, pool: ImagePool, place: ImagePlace, line: ImageLine
+    ) -> ImagePixels | VideoPixels:
         try:
-            return await pool.process(await self._encoded(place.url), line)
+            data = await self._encoded(place)
+            return await pool.process(ImageTask(data, place.is_video), line)
         except ImageError as error:
+            name = _kind(place.is_video)
             raise BadRequest(
-                f"{place.param}: the image {error}", param=place.param, code="invalid_image"
+                f"{place.param}: the {name} {error}", param=place.param, code=f"invalid_{name}"
             ) from None
 
-    async def _encoded(self, url: str) -> bytes:
-        """Returns the encoded image. Raises `ImageError`."""
-        limit = self._limits.max_bytes
+    async def _encoded(self, place: ImagePlace) -> list[bytes]:
+        """Returns the encoded image or video. Raises `ImageError`."""
+        url, limits = place.url, self._limits[place.is_video]
         if url[:5].lower() == "data:":
-            return _of_data_url(url, limit)
+            return _of_data_url(url, limits.max_bytes, place.is_video)
         if url[:7].lower() != "http://" and url[:8].lower() != "https://":
-            raise ImageError("must be a data: URL, such as data:image/png;base64,...")
-        if self._fetcher is None:
+            example = "video/mp4" if place.is_video else "image/png"
+            raise ImageError(f"must be a data: URL, such as data:{example};base64,...")
+        if limits.fetcher is None:
             raise ImageError(
                 "must be a data: URL; hosts that images may come from are named by the operator "
                 "(--image-url-hosts)"
             )
-        return await self._fetcher.fetch(url)
+        return [await limits.fetcher.fetch(url)]
 
 
-def _of_data_url(url: str, limit: int) -> bytes:
+def _kind(is_video: bool) -> str:
+    return "video" if is_video else "image"
+
+
+def _of_data_url(url: str, limit: int, is_video: bool) -> list[bytes]:
     head = _DATA_URL.match(url[:256])
-    if head is None:
+    kind = "" if head is None else (head[1] or "").lower()
+    if head is None or (kind.startswith("video/") and not is_video):
         raise ImageError("must be base64 in its data: URL, such as data:image/png;base64,...")
     if (len(url) - head.end()) * 3 // 4 > limit + 3:
         raise ImageError(f"has more than {limit} bytes")
+    text = url[head.end() :]
+    texts = text.split(",", _MAX_PICTURES) if kind == _PICTURES else [text]
     try:
-        data = base64.b64decode(url[head.end() :], validate=True)
+        data = [base64.b64decode(one, validate=True) for one in texts]
     except (binascii.Error, ValueError):
         raise ImageError("is not valid base64") from None
-    if len(data) > limit:
+    if sum(map(len, data)) > limit:
         raise ImageError(f"has more than {limit} bytes")
-    if not data:
+    if not all(data):
         raise ImageError("is empty")
     return data

@@ -38,21 +38,22 @@ class ImageError(ValueError):
 def preprocess(data: bytes, pixels: PixelSpec, max_pixels: int) -> ImagePixels:
     """Returns an encoded image's patches. `max_pixels`: of the image as it is sent. Raises
     `ImageError`."""
-    image = _decoded(data, max_pixels)
+    image = decoded(data, max_pixels)
     size = fitted(image.height, image.width, pixels)
     resized = np.asarray(image.resize((size.width, size.height), _RESAMPLING[pixels.resample]))
     bottom, right = size.padded_height - size.height, size.padded_width - size.width
     if bottom or right:
         resized = np.pad(resized, ((0, bottom), (0, right), (0, 0)))
-    patches = _patches(resized, pixels)
+    patches = patches_of(resized, pixels)
     rows, columns = size.padded_height // pixels.unit, size.padded_width // pixels.unit
     return ImagePixels(image_digest(rows, columns, patches), rows, columns, patches)
 
 
-def _decoded(data: bytes, max_pixels: int) -> Image.Image:
+def decoded(data: bytes, max_pixels: int) -> Image.Image:
+    """Returns a picture in RGB, as it is to be seen. Raises `ImageError`."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(image.width, image.height, max_pixels)
+            check_size(image.width, image.height, max_pixels)
             image.load()
             turned = ImageOps.exif_transpose(image)
             return turned.convert("RGB")
@@ -66,7 +67,8 @@ def _decoded(data: bytes, max_pixels: int) -> Image.Image:
         raise ImageError(f"cannot be decoded ({type(error).__name__}); send it whole") from None
 
 
-def _check_size(width: int, height: int, max_pixels: int) -> None:
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Raises `ImageError` for pictures that are too large, or too long for their width."""
     if width * height > max_pixels:
         raise ImageError(
             f"has {width} x {height} pixels, more than the {max_pixels} that are taken here; send "
@@ -78,7 +80,7 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         )
 
 
-def _patches(image: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], pixels: PixelSpec) -> bytes:
+def patches_of(image: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], pixels: PixelSpec) -> bytes:
     """Cuts [height, width, 3] into patches, in the order that `ImagePixels` says."""
     size, merge = pixels.patch_size, pixels.merge_size
     height, width, _ = image.shape

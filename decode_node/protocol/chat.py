@@ -106,7 +106,7 @@ class ChatCompletionRequest(GenerationBody):
 
     @property
     def image_params(self) -> Sequence[str]:
-        """Returns the names of the parts that are images, in order."""
+        """Returns the names of the parts that are images or videos, in order."""
         return [
             f"messages.{i}.content.{j}"
             for i, message in enumerate(self.messages)

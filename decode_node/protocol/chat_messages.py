@@ -71,6 +71,31 @@ class ImagePart(BaseModel):
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
+class VideoUrl(BaseModel):
+    """Holds a video."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+    url: str
+    """A `data:` URL with the video in base64 (`video/jpeg`: pictures, with commas between them), or
+    a URL of a host that the operator allows."""
+
+
+class VideoPart(BaseModel):
+    """A video among the pieces of a content."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+    type: Literal["video_url"]
+    """The API's name of it."""
+    video_url: VideoUrl | str
+    """The video, or its URL alone."""
+
+    @property
+    def url(self) -> str:
+        return self.video_url if isinstance(self.video_url, str) else self.video_url.url
+
+
 def _kind_of_part(part: Any) -> str | None:
     """Returns the tag of a part; none for audio, files and whatever else is not built."""
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", "text")
@@ -79,6 +104,8 @@ def _kind_of_part(part: Any) -> str | None:
             return "part-text"
         case "image_url" | "input_image":
             return "part-image"
+        case "video_url":
+            return "part-video"
         case "refusal":
             return "part-refusal"
         case _:
@@ -88,11 +115,13 @@ def _kind_of_part(part: Any) -> str | None:
 ContentPart = Annotated[
     Annotated[TextPart, Tag("part-text")]
     | Annotated[RefusalPart, Tag("part-refusal")]
-    | Annotated[ImagePart, Tag("part-image")],
+    | Annotated[ImagePart, Tag("part-image")]
+    | Annotated[VideoPart, Tag("part-video")],
     Discriminator(
         _kind_of_part,
         custom_error_type="part_type",
-        custom_error_message="must have a type of text or image_url; nothing else is read",
+        custom_error_message="must have a type of text, image_url or video_url; nothing else is "
+        "read",
     ),
 ]
 
@@ -124,7 +153,8 @@ class ChatMessage(_OpenBody):
     role: Name
     """The speaker, in the template's words."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    """The text, or parts: texts, which become one text, and images, where the model sees any."""
+    """The text, or parts: texts, which become one text, and images and videos, where the model sees
+    any."""
     tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
     """The calls that an assistant made."""
     reasoning_content: str | None = None
@@ -143,7 +173,9 @@ class ChatMessage(_OpenBody):
         """Returns the texts of the content, a line each."""
         if not isinstance(self.content, list):
             return self.content or ""
-        return "\n".join(part.text for part in self.content if not isinstance(part, ImagePart))
+        return "\n".join(
+            part.text for part in self.content if not isinstance(part, ImagePart | VideoPart)
+        )
 
     @property
     def refusal_text(self) -> str:
@@ -151,7 +183,9 @@ class ChatMessage(_OpenBody):
         said = (self.model_extra or {}).get("refusal")
         return said if isinstance(said, str) else ""
 
-    def images(self) -> list[tuple[int, ImagePart]]:
-        """Returns the images among the parts, with their indices."""
+    def images(self) -> list[tuple[int, ImagePart | VideoPart]]:
+        """Returns the images and videos among the parts, with their indices."""
         parts = self.content if isinstance(self.content, list) else []
-        return [(j, part) for j, part in enumerate(parts) if isinstance(part, ImagePart)]
+        return [
+            (j, part) for j, part in enumerate(parts) if isinstance(part, ImagePart | VideoPart)
+        ]

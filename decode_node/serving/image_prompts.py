@@ -1,11 +1,12 @@
-"""Puts the images of a chat into its prompt, to be answered, or its tokens counted."""
+"""Puts the images and videos of a chat into its prompt, to be answered, or its tokens counted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decode_node.images.image_parts import ImagePrompt, expanded, image_places
+from decode_node.images.image_parts import Encode, ImagePrompt, expanded, image_places
 from decode_node.images.image_reader import ImageReader
+from decode_node.images.videos.preprocess import VideoPixels
 from decode_node.protocol.chat import ChatCompletionRequest
 from edge.http.errors import BadRequest
 from engine.images.image_input import ImagePixels
@@ -13,26 +14,34 @@ from engine.images.vision_spec import VisionSpec
 
 
 class ImagePrompts:
-    """Serves one model. `vision` None: it sees no images, and `reader` refuses them."""
+    """Serves one model. `vision` None: it sees no images, and `reader` refuses them. `encode`:
+    makes tokens of the text between frames."""
 
-    def __init__(self, reader: ImageReader, vision: VisionSpec | None) -> None:
+    def __init__(self, reader: ImageReader, vision: VisionSpec | None, encode: Encode) -> None:
         self._reader = reader
         self._vision = vision
+        self._encode = encode
 
-    async def read(self, body: ChatCompletionRequest) -> list[ImagePixels]:
-        """Returns the images of all messages, in order. Raises `HttpError`."""
+    async def read(self, body: ChatCompletionRequest) -> list[ImagePixels | VideoPixels]:
+        """Returns the images and videos of all messages, in order. Raises `HttpError`."""
         return await self._reader.read(image_places(body))
 
     def with_images(
-        self, body: ChatCompletionRequest, token_ids: list[int], images: Sequence[ImagePixels]
+        self,
+        body: ChatCompletionRequest,
+        token_ids: list[int],
+        images: Sequence[ImagePixels | VideoPixels],
     ) -> ImagePrompt:
         """Returns the prompt with room for the tokens of its images. Raises `BadRequest`."""
         if not images:
             return ImagePrompt(token_ids)
         if body.truncate_prompt_tokens is not None:
             name = "truncate_prompt_tokens"
-            raise BadRequest("a prompt with images cannot be truncated", param=name)
+            raise BadRequest("a prompt with images or videos cannot be truncated", param=name)
         assert self._vision is not None
-        token_ids, spans = expanded(token_ids, images, self._vision)
-        pixels = {image.digest: image for image in images}
+        token_ids, spans = expanded(token_ids, images, self._vision, self._encode)
+        pixels: dict[bytes, ImagePixels] = {}
+        for image in images:
+            parts = image.pairs if isinstance(image, VideoPixels) else (image,)
+            pixels |= {part.digest: part for part in parts}
         return ImagePrompt(token_ids, spans, tuple(pixels.values()))

@@ -51,7 +51,7 @@ def said(*parts: Any) -> dict[str, Any]:
         (
             said({"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}),
             "messages.0.content.1",
-            "must have a type of text or image_url; nothing else is read",
+            "must have a type of text, image_url or video_url; nothing else is read",
         ),
     ],
     ids=range(17),

@@ -19,7 +19,7 @@ from decode_node.errors import Unavailable
 from decode_node.images import image_pool
 from decode_node.images.image_parts import ImagePlace, expanded
 from decode_node.images.image_pool import ImagePool
-from decode_node.images.image_reader import ImageReader, ImageReadLimits
+from decode_node.images.image_reader import ImageReader, ReadLimits
 from edge.http.errors import BadRequest
 from edge.logs.formatters import JsonFormatter
 from engine.images.image_input import ImagePixels, image_digest
@@ -40,7 +40,7 @@ def places(*urls: str) -> list[ImagePlace]:
 
 def reader_of(pixels: PixelSpec = SPEC, timeout_s: float = 20.0) -> ImageReader:
     pool = ImagePool(pixels, size=1, max_pixels=100_000, timeout_s=timeout_s)
-    return ImageReader(pool, ImageReadLimits(3, 60_000))
+    return ImageReader(pool, ReadLimits(3, 60_000))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -115,7 +115,7 @@ async def test_too_many_are_refused_before_any_is_read(reader: ImageReader) -> N
 
 
 async def test_a_model_that_sees_none_refuses() -> None:
-    reader = ImageReader(None, ImageReadLimits(0, 1))
+    reader = ImageReader(None, ReadLimits(0, 1))
     with pytest.raises(BadRequest, match="messages.0.content.0: this model takes no images"):
         await reader.read(places(url(GOOD)))
 
@@ -198,13 +198,17 @@ def _vision(image: int, row_ends: tuple[int, int] | tuple[()] = ()) -> VisionSpe
     )
 
 
+def _no_text(text: str) -> list[int]:
+    raise AssertionError(text)
+
+
 def _image(rows: int, columns: int) -> ImagePixels:
     return ImagePixels(image_digest(rows, columns, b""), rows, columns, b"")
 
 
 async def test_placeholders_become_the_tokens_of_their_images() -> None:
     tokens, spans = expanded(
-        [5, 9, 6, 9, 9, 7], [_image(1, 2), _image(2, 2), _image(1, 1)], _vision(9)
+        [5, 9, 6, 9, 9, 7], [_image(1, 2), _image(2, 2), _image(1, 1)], _vision(9), _no_text
     )
     assert tokens == [5, 9, 9, 6, 9, 9, 9, 9, 9, 7]
     assert [(span.offset, span.num_tokens) for span in spans] == [(1, 2), (4, 4), (8, 1)]
@@ -214,12 +218,12 @@ async def test_placeholders_become_the_tokens_of_their_images() -> None:
 async def test_as_many_places_as_images(tokens: list[int]) -> None:
     images = [] if tokens == [9] else [_image(1, 1)]
     with pytest.raises(BadRequest, match="places for its"):
-        expanded(tokens, images, _vision(9))
+        expanded(tokens, images, _vision(9), _no_text)
 
 
 async def test_rows_of_an_image_end_with_tokens_of_their_own() -> None:
     vision = _vision(9, (7, 8))
-    tokens, spans = expanded([5, 9, 9, 6], [_image(2, 3), _image(1, 1)], vision)
+    tokens, spans = expanded([5, 9, 9, 6], [_image(2, 3), _image(1, 1)], vision, _no_text)
     assert tokens == [5, 9, 9, 9, 7, 9, 9, 9, 8, 9, 8, 6]
     assert [(span.offset, span.end, span.num_embeddings) for span in spans] == [
         (1, 9, 6),
