@@ -85,7 +85,7 @@ def ranges() -> list[str]:
     """Returns every requirement of pyproject.toml that images may need, and its build system's."""
     build: list[str] = pyproject()["build-system"]["requires"]
     extras = project()["optional-dependencies"]
-    wanted_extras = (*extras["ray"], *extras["fa3"], *extras["otlp"])
+    wanted_extras = (*extras["ray"], *extras["fa3"], *extras["otlp"], *extras["video"])
     return [*project()["dependencies"], *wanted_extras, *build]
 
 

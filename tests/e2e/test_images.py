@@ -20,10 +20,13 @@ import pytest_asyncio
 from PIL import Image
 
 from decode_node.images.preprocess import preprocess
+from decode_node.images.videos.preprocess import preprocess_video
 from engine.models.checkpoint import load_model_config
 from tests.decode_node.images.test_preprocess import encode, picture
 from tests.e2e.conftest import Cluster, _Clusters
 from tests.e2e.vision_node_checkpoint import save
+from tests.engine.images.video_prompts import Clip, video_prompt
+from tests.engine.images.video_prompts import reference_greedy as reference_of_video
 from tests.engine.images.vision_checkpoints import (
     END,
     IMAGE,
@@ -135,6 +138,37 @@ async def test_answers_are_those_of_transformers(
         told = await response.text()
     assert _value(told, "tandem_image_tokens_total") == NUM_ENCODED
     assert _value(told, "vllm:mm_cache_hits_total") > 0
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_answers_about_videos_are_those_of_transformers(
+    cluster: Cluster, checkpoint: Path
+) -> None:
+    """Two seconds in four frames: two pairs, with positions in time and no text between them."""
+    vision = load_model_config(checkpoint).vision
+    assert vision is not None and vision.video is not None
+    frames = [picture(150, 110, seed) for seed in range(4)]
+    data = encode(frames[0], "PNG", save_all=True, append_images=frames[1:], duration=500)
+    made = preprocess_video([data], vision.pixels, vision.video, 10_000_000)
+    rows, columns = made.pairs[0].rows, made.pairs[0].columns
+    pairs = [np.frombuffer(pair.patches, np.uint8).reshape(-1, 3, 2, 14, 14) for pair in made.pairs]
+    tick = vision.video.ticks_per_second * made.step_s
+    asked = video_prompt("qwen2_5", [Clip(pairs, rows, columns, tick)], 7)
+    start = asked.tokens.index(START)
+    url = f"data:image/apng;base64,{base64.b64encode(data).decode()}"
+    end = start + 2 + sum(span.num_tokens for span in asked.spans)
+    content = [
+        {"type": "text", "text": " ".join(f"w{token}" for token in asked.tokens[:start])},
+        {"type": "video_url", "video_url": {"url": url}},
+        {"type": "text", "text": " ".join(f"w{token}" for token in asked.tokens[end:])},
+    ]
+    expected = reference_of_video(checkpoint, "qwen2_5", asked, COUNT)
+    for _ in range(2):
+        status, answer = await ask(cluster.url, Question(content, 0, []).body)
+        assert status == 200, answer
+        assert answer["choices"][0]["token_ids"] == expected
+        assert answer["usage"]["prompt_tokens"] == len(asked.tokens)
     await cluster.wait_empty()
 
 

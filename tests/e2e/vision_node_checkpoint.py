@@ -8,14 +8,21 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.engine.images.vision_checkpoints import END, IMAGE, START, save_checkpoint
+from tests.engine.images.vision_families import VIDEO
 
-_NAMES = {IMAGE: "<|image_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
+_NAMES = {
+    IMAGE: "<|image_pad|>",
+    START: "<|vision_start|>",
+    END: "<|vision_end|>",
+    VIDEO: "<|video_pad|>",
+}
 _TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.content is string -%}{{ message.content }}
 {%- else -%}
 {%- for part in message.content -%}
 {%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
 {%- else -%}{{ part.text }}{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
@@ -23,7 +30,8 @@ _TEMPLATE = """\
 
 
 def save(folder: Path) -> Path:
-    """Saves it. Word `wN` is token N; sizes are limited to 54 tokens an image."""
+    """Saves it. Word `wN` is token N; sizes are limited to 54 tokens an image or a pair of
+    frames."""
     save_checkpoint("qwen2_5", folder)
     vocab = {_NAMES.get(i, f"w{i}"): i for i in range(128)}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="w0"))

@@ -49,6 +49,14 @@ def test_an_image_counts_as_a_thousand_tokens() -> None:
     assert 1800 < info(CAT, DOG, "what?").num_prompt_tokens - alone < 2300
 
 
+def test_a_video_counts_as_four_thousand_tokens_and_is_a_session() -> None:
+    film, other = (f"data:video/mp4;base64,{data * 100_000}" for data in ("Q2F0", "RG9n"))
+    first = info(film, "what?")
+    assert 3600 < first.num_prompt_tokens < 4700
+    assert first.session_key == info("describe it", film).session_key
+    assert first.session_key != info(other, "what?").session_key
+
+
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_images_of_the_messages_api_count_likewise(separators: tuple[str, str]) -> None:
     def info_of(data: str, text: str) -> RequestInfo:

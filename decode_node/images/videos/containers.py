@@ -11,9 +11,11 @@ find, some read other files, or other hosts.
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +30,8 @@ _MATROSKA = b"\x1aE\xdf\xa3"
 _BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide"})
 _CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libaom-av1", "mpeg4"})
 _DEFAULT_DELAY_MS = 100
-"""Of a frame of an animation that has none."""
+"""Of a picture of an animation that has none."""
+_LEAST_DELAY_MS = 10
 
 
 class Video(Protocol):
@@ -89,19 +92,35 @@ class _Pictures:
 
 
 class _Animation:
+    """Its pictures may stay for different times, as where a program joined equal ones: it counts as
+    a film with a frame for each of the shortest of these times."""
+
     def __init__(self, image: Image.Image) -> None:
         self._image = image
-        self.count: int = getattr(image, "n_frames", 1)
-        total = 0.0
-        for index in range(self.count):
-            image.seek(index)
-            total += image.info.get("duration") or _DEFAULT_DELAY_MS
-        self.rate = 1000 * self.count / total
+        delays = [self._delay_ms(index) for index in range(getattr(image, "n_frames", 1))]
+        self._ends_ms = list(accumulate(delays))
+        self._step_ms = max(_LEAST_DELAY_MS, min(delays))
+
+    @property
+    def count(self) -> int:
+        return max(1, round(self._ends_ms[-1] / self._step_ms))
+
+    @property
+    def rate(self) -> float:
+        return 1000 / self._step_ms
 
     def frames(self, indices: Sequence[int]) -> Iterator[Frame]:
+        last = len(self._ends_ms) - 1
         for index in indices:
-            self._image.seek(index)
+            middle_ms = (index + 0.5) * self._step_ms
+            self._image.seek(min(last, bisect_right(self._ends_ms, middle_ms)))
             yield np.asarray(self._image.convert("RGB"))
+
+    def _delay_ms(self, index: int) -> float:
+        self._image.seek(index)
+        if self._image.format == "WEBP":
+            self._image.load()  # says no sooner how long it stays
+        return float(self._image.info.get("duration") or _DEFAULT_DELAY_MS)
 
 
 class _Film:
@@ -116,13 +135,21 @@ class _Film:
         rate = stream.average_rate or stream.guessed_rate
         if not rate or rate <= 0:
             raise ImageError("does not say how many frames a second has")
-        self.rate = float(rate)
+        self._rate = float(rate)
         # Some formats do not say how many there are.
-        self.count = sum(1 for packet in container.demux(stream) if packet.size)
-        if self.count < 1:
+        self._count = sum(1 for packet in container.demux(stream) if packet.size)
+        if self._count < 1:
             raise ImageError("has no frames")
         container.seek(0)
         stream.codec_context.thread_count = 1
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def rate(self) -> float:
+        return self._rate
 
     def frames(self, indices: Sequence[int]) -> Iterator[Frame]:
         wanted = list(indices)

@@ -119,7 +119,7 @@ def _check_url(data: bytes) -> None:
     URL anew."""
     url = data.decode("utf-8", "replace")
     fetcher = ImageFetcher(_HOSTS, max_bytes=100, timeout_s=1.0)
-    judged(lambda: _of_data_url(url, 100), ImageError)
+    judged(lambda: _of_data_url(url, 100, False), ImageError)
     found = judged(lambda: fetcher.checked(url), ImageError)
     if found is None:
         return
