@@ -64,11 +64,7 @@ def glm4v(file: TowerFile) -> VisionSpec:
 
 
 def _glm4v(file: TowerFile, image_token_id: int) -> VisionSpec:
-    """Returns the tower. Raises `UnsupportedField`.
-
-    Args:
-        image_token_id: Where config.json does not say.
-    """
+    """Returns the tower. `image_token_id`: where config.json does not say."""
     tower = file.section(_Tower)
     faults = {
         "hidden_act": tower.hidden_act != "silu",
