@@ -44,7 +44,7 @@ class ImageTask(msgspec.Struct, array_like=True):
 
 
 class ImageResult(msgspec.Struct, array_like=True):
-    """What was made of a task, or why it was not."""
+    """Holds what was made of a task, or why it was not."""
 
     error: str = ""
     image: ImagePixels | None = None

@@ -30,7 +30,7 @@ _MATROSKA = b"\x1aE\xdf\xa3"
 _BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide"})
 _CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libaom-av1", "mpeg4"})
 _DEFAULT_DELAY_MS = 100
-"""Of a picture of an animation that has none."""
+"""Time of a picture of an animation that has none."""
 _LEAST_DELAY_MS = 10
 
 
