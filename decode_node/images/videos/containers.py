@@ -4,7 +4,7 @@
     MP4, MOV, WebM, MKV     FFmpeg, by PyAV (`pip install tandem[video]`)
     pictures of their own   `data:video/jpeg;base64,...,...`, as vLLM's clients send them
 
-Formats are told by their first bytes, and the library is given that one: of those that it would
+A file's first bytes say its format, and the library reads it as that one: of those that it would
 find, some read other files, or other hosts.
 """
 

@@ -65,7 +65,7 @@ def shades(found: VideoPixels) -> list[list[float]]:
 
 
 def test_an_animation_becomes_pairs_of_frames() -> None:
-    """1.5 seconds: four frames of six, 0, 2, 3, 5, at two a second with four at least."""
+    """Four frames of six, 0, 2, 3 and 5, are taken of 1.5 seconds: two a second, four at least."""
     found = preprocess_video([animation("WEBP")], SPEC, VIDEO, MOST)
     expected = [np.asarray(FRAMES[i]) for i in (0, 2, 3, 5)]
     assert found.times == (0.25, 1.0) and found.step_s == 0.75

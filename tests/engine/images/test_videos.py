@@ -59,7 +59,7 @@ def span(offset: int, rows: int, columns: int, joins: bool = False, time: int = 
 
 
 def test_positions_of_pairs_without_text_between_them() -> None:
-    """By hand: two tokens of text, three pairs of one row of two tokens, a picture behind text."""
+    """Two tokens of text, three pairs of one row of two tokens, and a picture behind text."""
     spans = [span(2, 1, 2), span(4, 1, 2, True, 3), span(6, 1, 2, True, 6), span(9, 2, 1)]
     expected = [
         [0, 1, 2, 2, 5, 5, 8, 8, 9, 10, 10],
