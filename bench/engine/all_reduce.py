@@ -157,14 +157,13 @@ def run_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tune", action="store_true", help="time all ways to share messages out")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes, to tune for")
     parser.add_argument("--exchange", action="store_true", help="of rows between groups")
     parser.add_argument("--hidden", type=int, default=2048, help="width of these rows")
-    parser.add_argument("--name", default="", help="of the result file; default: by what it is of")
     arguments = parser.parse_args()
     require_gpus(arguments.ranks)
     rendezvous = f"127.0.0.1:{free_ports(1)[0]}"

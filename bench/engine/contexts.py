@@ -15,17 +15,13 @@ Results: bench/results/NAME.json.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
 from bench.arguments import names_among, numbers, parser_of
 from bench.engine.models.shapes import shape_config
-from bench.engine.models.uniform_routing import uniform_routing
 from bench.engine.sweep import ENGINES
-from bench.engine.timing.bare_steps import BareSteps
+from bench.engine.timing.bare_steps import BareSteps, bare_steps
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.contracts.step_work import ModelCost, StepWork
@@ -59,8 +55,7 @@ def measure(
     cost = cost_of(config)
     assert cost is not None
     figures: list[Figure] = []
-    with uniform_routing(_BUDGET):
-        steps = BareSteps(config)
+    with bare_steps(config) as steps:
         for context in contexts:
             for wanted in rows:
                 figures.append(_decode(name, steps, cost, context - _SPARE, wanted))
@@ -68,10 +63,6 @@ def measure(
         for length in prompts:
             figures.append(_prompt(name, steps, cost, length - _SPARE))
             print(figures[-1], flush=True)
-        steps.close()
-    del steps
-    gc.collect()
-    torch.cuda.empty_cache()
     return figures
 
 
@@ -117,13 +108,12 @@ def _figure(name: str, case: str, seconds: float, expected: float, wanted: int) 
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "contexts")
     default = ["8b", "8b-fp8", "gpt-oss-20b", "v2-lite"]
     parser.add_argument("--engines", type=names_among(ENGINES), default=default)
     parser.add_argument("--contexts", type=numbers, default=[32_768, 131_072])
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32])
     parser.add_argument("--prompts", type=numbers, default=[65_536, 131_072], help="tokens of each")
-    parser.add_argument("--name", default="contexts", help="of the result file")
     arguments = parser.parse_args()
     figures: list[Figure] = []
     for name in arguments.engines:

@@ -97,7 +97,7 @@ def compile_all(processes: int) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "gemms")
     parser.add_argument("--formats", type=names_among(FORMATS), default=["bf16", "fp8", "int8"])
     parser.add_argument("--shapes", type=names_among(SHAPES), default=_LLAMA)
     parser.add_argument(
@@ -108,7 +108,6 @@ def main() -> None:
     )
     parser.add_argument("--tune", action="store_true", help="sweep the tiles as well")
     parser.add_argument("--part", help="I/N: only compile every N-th case from I on")
-    parser.add_argument("--name", default="gemms", help="of the result file")
     given = parser.parse_args()
     torch.manual_seed(0)
     if given.part:

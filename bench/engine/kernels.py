@@ -68,9 +68,8 @@ def measure(case: Case, bytes_per_us: float, flops_per_us: float) -> dict[str, o
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "kernels")
     parser.add_argument("--only", default="", help="measure operations whose name contains this")
-    parser.add_argument("--name", default="kernels", help="of the result file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench/engine/kernels.py measures a CUDA device; this machine has none")

@@ -178,7 +178,7 @@ def measure(shape: str, variant: str, arguments: argparse.Namespace) -> Found:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "random-steps")
     parser.add_argument(
         "--shapes", type=names_among(SHAPES), default=["llama-3.1-8b"], help="comma separated"
     )
@@ -188,7 +188,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10_000, help="of each engine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--name", default="random-steps", help="of the result file")
     return parser.parse_args()
 
 

@@ -31,14 +31,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import msgspec
 
-from bench.arguments import names_among, numbers, parser_of
+from bench.arguments import add_model, names_among, numbers, parser_of
 from bench.engine.models.planted_drafts import PlantedDrafts, planted_tokens, with_drafts
-from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
+from bench.engine.models.shapes import shape_config
 from bench.engine.models.uniform_routing import uniform_routing
 from bench.record import write_result
 from engine.config import EngineConfig
@@ -139,41 +139,42 @@ def measure_throughput(
 
 
 Measure = Callable[[OfflineEngine], Figure]
+
+
+def _decodes(*batches: int) -> list[Measure]:
+    return [partial(measure_decode, batch=batch) for batch in batches]
+
+
+def _alone(*lengths: int, rest_s: float = 0.0) -> list[Measure]:
+    return [partial(measure_single_prefill, length=n, rest_s=rest_s) for n in lengths]
+
+
+def _together(*prompts: tuple[int, int]) -> list[Measure]:
+    return [partial(measure_prefill, count=count, length=length) for count, length in prompts]
+
+
+def _throughput(count: int, num_in: int = 2000, num_out: int = 150) -> Measure:
+    return partial(measure_throughput, count=count, num_in=num_in, num_out=num_out)
+
+
 CASES: dict[str, list[Measure]] = {
-    "decode": [
-        lambda engine, batch=batch: measure_decode(engine, batch) for batch in (1, 16, 64, 128, 256)
-    ],
-    "short": [
-        lambda engine, length=length: measure_single_prefill(engine, length)
-        for length in (16, 128, 512)
-    ],
-    "prefill": [
-        lambda engine: measure_single_prefill(engine, 2048),
-        lambda engine: measure_single_prefill(engine, 8192),
-        lambda engine: measure_prefill(engine, 32, 2048),
-        lambda engine: measure_prefill(engine, 12, 8192),
-    ],
-    "row": [lambda engine: measure_decode(engine, 1)],
-    "prompt": [lambda engine: measure_single_prefill(engine, 2048)],
-    "rested": [lambda engine: measure_single_prefill(engine, 2048, _REST_S)],
-    "many": [
-        lambda engine: measure_prefill(engine, 16, 2048),
-        lambda engine: measure_prefill(engine, 4, 8192),
-    ],
-    "throughput": [lambda engine: measure_throughput(engine, 256)],
-    "small": [
-        lambda engine: measure_prefill(engine, 16, 2048),
-        lambda engine: measure_throughput(engine, 128),
-    ],
+    "decode": _decodes(1, 16, 64, 128, 256),
+    "short": _alone(16, 128, 512),
+    "prefill": [*_alone(2048, 8192), *_together((32, 2048), (12, 8192))],
+    "row": _decodes(1),
+    "prompt": _alone(2048),
+    "rested": _alone(2048, rest_s=_REST_S),
+    "many": _together((16, 2048), (4, 8192)),
+    "throughput": [_throughput(256)],
+    "small": [*_together((16, 2048)), _throughput(128)],
     "large": [
-        *(lambda engine, batch=batch: measure_decode(engine, batch) for batch in (1, 16, 64, 200)),
-        lambda engine: measure_single_prefill(engine, 1500),
-        lambda engine: measure_single_prefill(engine, 6000),
-        lambda engine: measure_prefill(engine, 16, 1500),
-        lambda engine: measure_prefill(engine, 6, 6000),
-        lambda engine: measure_throughput(engine, 128, 1000, 200),
+        *_decodes(1, 16, 64, 200),
+        *_alone(1500, 6000),
+        *_together((16, 1500), (6, 6000)),
+        _throughput(128, 1000, 200),
     ],
 }
+_BY_DEFAULT = ["decode", "short", "prefill", "throughput"]
 
 
 def print_table(figures: list[Figure], references: dict[str, Reference]) -> None:
@@ -193,21 +194,16 @@ def print_table(figures: list[Figure], references: dict[str, Reference]) -> None
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser = parser_of(__doc__, "")
+    add_model(parser, "llama-3.1-8b")
     parser.add_argument(
         "--cases",
         type=names_among(CASES),
-        default=[
-            case
-            for case in CASES
-            if case not in ("row", "prompt", "rested", "many", "small", "large")
-        ],
+        default=_BY_DEFAULT,
         help="comma separated",
     )
     parser.add_argument("--prompts", type=numbers, default=[], help="tokens of each, by comma")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="", help="of the weights")
     parser.add_argument(
         "--kv-cache-dtype",
         choices=("auto", "bfloat16", "fp8"),
@@ -225,7 +221,6 @@ def parse_arguments() -> argparse.Namespace:
         "--disabled-fast-paths", default="", help="comma separated; see the setting"
     )
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="see the setting")
-    parser.add_argument("--name", default="", help="of the result files; default: by shape")
     arguments = parser.parse_args()
     if (arguments.breakdown or arguments.uniform_routing) and arguments.tp > 1:
         parser.error("--breakdown and --uniform-routing: one process, one GPU")
@@ -244,15 +239,12 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
     )
 
 
-def measures_of(cases: Sequence[str], prompts: Sequence[int]) -> list[Measure]:
-    alone = [partial(measure_single_prefill, length=length) for length in prompts]
-    return [*(measure for case in cases for measure in CASES[case]), *alone]
-
-
-def measures_of_drafts() -> list[Measure]:
-    return [
-        partial(measure_drafts, share=share, batch=batch) for batch in (1, 64) for share in (0.8, 0)
-    ]
+def measures_of(arguments: argparse.Namespace) -> list[Measure]:
+    if arguments.drafts:
+        planted = product((1, 64), (0.8, 0.0))
+        return [partial(measure_drafts, share=share, batch=batch) for batch, share in planted]
+    cases = [measure for case in arguments.cases for measure in CASES[case]]
+    return [*cases, *_alone(*arguments.prompts)]
 
 
 def run_cases(
@@ -285,13 +277,13 @@ def main() -> None:
     name = arguments.name or f"engine-{arguments.shape}{suffix}"
     figures: list[Figure] = []
     results: dict[str, object] = {"shape": arguments.shape, "tensor_parallel_size": arguments.tp}
-    measures = measures_of(arguments.cases, arguments.prompts)
+    measures = measures_of(arguments)
     config = config_of(arguments)
     in_process = arguments.uniform_routing
     planted = nullcontext()
     if arguments.drafts:
         config, in_process = with_drafts(config, arguments.drafts), True
-        measures, planted = measures_of_drafts(), planted_tokens(config.model.vocab_size)
+        planted = planted_tokens(config.model.vocab_size)
     results["quantization"] = arguments.quantization
     results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
     results["disabled_fast_paths"] = config.device.disabled_fast_paths

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from bench.arguments import parser_of
-from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
+from bench.arguments import add_model, parser_of
+from bench.engine.models.shapes import shape_config
 from bench.record import write_result
 from engine.executor.precompiling import start_precompiling
 from host.child_process import stop_all
@@ -134,10 +134,8 @@ def in_a_process(arguments: list[str], cache: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="", help="of the weights")
-    parser.add_argument("--name", default="start", help="of the result file")
+    parser = parser_of(__doc__, "start")
+    add_model(parser, "llama-3.1-8b")
     parser.add_argument(
         "--began", type=float, help="time a start in this process, which began then"
     )
@@ -145,8 +143,7 @@ def main() -> None:
     if arguments.began is not None:
         print(json.dumps(start(arguments.shape, arguments.quantization, arguments.began)))
         return
-    words = ["--shape", arguments.shape]
-    words += ["--quantization", arguments.quantization] if arguments.quantization else []
+    words = ["--shape", arguments.shape, "--quantization", arguments.quantization]
     figures: dict[str, object] = {"shape": arguments.shape, "quantization": arguments.quantization}
     with tempfile.TemporaryDirectory() as cache:
         for kind in ("cold", "warm"):

@@ -18,19 +18,15 @@ Results: bench/results/NAME.json and NAME.svg.
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
 from bench.arguments import names_among, parser_of
 from bench.engine.models.shapes import shape_config
-from bench.engine.models.uniform_routing import uniform_routing
-from bench.engine.timing.bare_steps import BareSteps
+from bench.engine.timing.bare_steps import BareSteps, bare_steps
 from bench.record import RESULTS, write_result
 from engine.config import KVCacheDtype
 
@@ -153,8 +149,7 @@ def measure(name: str, cases: Sequence[Case], num_layers: int | None) -> list[Fi
     )
     figures = []
     started = time.perf_counter()
-    with uniform_routing(_BUDGET):
-        steps = BareSteps(config)
+    with bare_steps(config) as steps:
         print(f"{name}: started in {time.perf_counter() - started:.0f} s", flush=True)
         for case in cases:
             trio = case.scaled(_SMALLER), case, case.scaled(_LARGER)
@@ -166,10 +161,6 @@ def measure(name: str, cases: Sequence[Case], num_layers: int | None) -> list[Fi
             print(
                 f"{name}: {case.name}: {figures[-1].ms} ms, {figures[-1].ratio}{mark}", flush=True
             )
-        steps.close()
-    del steps
-    gc.collect()
-    torch.cuda.empty_cache()
     return figures
 
 
@@ -199,14 +190,13 @@ def plot(name: str, parts: Sequence[str]) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "sweep")
     parser.add_argument("--engines", type=names_among(ENGINES), default=list(ENGINES))
     parser.add_argument(
         "--cases", type=int, default=60, help="of all engines there are, as many of each"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=int, help="of each model; default: all that it has")
-    parser.add_argument("--name", default="sweep", help="of the result files")
     parser.add_argument("--plot", default="", help="draw what these files have, by comma")
     arguments = parser.parse_args()
     if arguments.plot:

@@ -23,8 +23,8 @@ from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from bench.arguments import parser_of
-from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
+from bench.arguments import add_model, parser_of
+from bench.engine.models.shapes import shape_config
 from bench.figures import percentile
 from bench.record import write_result
 from engine.speed.offline_engine import OfflineEngine, StepResult, offline_engine
@@ -125,14 +125,12 @@ def measure(engine: OfflineEngine, rows: int, context: int, num_steps: int) -> l
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--quantization", choices=("", *QUANTIZATIONS), default="fp8")
+    parser = parser_of(__doc__, "tails")
+    add_model(parser, "llama-3.1-8b", "fp8")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", type=int, default=100)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--name", default="tails", help="of the result file")
     arguments = parser.parse_args()
     config = shape_config(
         arguments.shape, device=arguments.device, quantization=arguments.quantization
@@ -141,7 +139,10 @@ def main() -> None:
         engine.run([engine.request(100, 20) for _ in range(4)])
         steps = measure(engine, arguments.rows, arguments.context, arguments.steps)
     ratios = [step.ratio for step in steps]
-    shares = {f"p{100 * share:g}": percentile(ratios, share) for share in (0.5, 0.9, 0.99, 0.999)}
+    shares = {
+        f"p{100 * share:g}": round(percentile(ratios, share), 3)
+        for share in (0.5, 0.9, 0.99, 0.999)
+    }
     worst = sorted(steps, key=lambda step: -step.ratio)[:_WORST]
     for step in worst:
         print(step)

@@ -117,12 +117,11 @@ def _wait(peak: float) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "towers")
     parser.add_argument("--towers", type=names_among(_SHAPES), default=list(_SHAPES))
     parser.add_argument("--sides", type=numbers, default=[448, 1024, 1536], help="pixels")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--name", default="towers", help="of the result")
     asked = parser.parse_args()
     rows = []
     for name in asked.towers:

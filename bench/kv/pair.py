@@ -101,14 +101,8 @@ class Caches:
 
     def handle(self, is_source: bool) -> KVCacheHandle:
         """Returns the handle by which transfer processes map it."""
-        place = 0 if is_source else 1
-        if self.files:
-            file, count = self.files[place], self.num_blocks
-            return KVCacheHandle(
-                rank=0, pid=file.pid, fd=file.fd, num_blocks=count, marks_fd=self.marks.fd
-            )
-        tensor = self._tensors[place]
-        with torch.cuda.device(tensor.device):
+        tensor = self._tensors[0 if is_source else 1]
+        with torch.cuda.device(tensor.device if tensor.is_cuda else None):
             return replace(handle_of_tensor(0, self.layout, tensor), marks_fd=self.marks.fd)
 
     def clear(self) -> None:

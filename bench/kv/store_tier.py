@@ -172,14 +172,13 @@ def with_store(config: EngineConfig, store: Mooncake, query: str) -> EngineConfi
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "store_tier")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--prompts", type=int, help="of their own prefix each")
     parser.add_argument("--processes", type=int, help="transfer processes of the rank")
     parser.add_argument("--keepers", type=int, default=4, help="processes that lend memory")
     parser.add_argument("--query", default="", help="of the store's URL, such as protocol=rdma")
-    parser.add_argument("--name", default="store_tier", help="of the result file; empty: none")
     return parser.parse_args()
 
 

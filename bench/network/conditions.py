@@ -217,9 +217,8 @@ def running(switch: LossySwitch, model: str) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "network")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--name", default="network")
     args = parser.parse_args()
     figures: dict[str, object] = {}
     right: dict[str, list[int]] = {}

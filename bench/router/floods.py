@@ -244,11 +244,10 @@ def _measure(kind: str, name: str, seconds: float) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "router_floods")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each flood")
     parser.add_argument("--services", default=",".join(_SERVICES), help="which are attacked")
     parser.add_argument("--floods", default=",".join(FLOODS), help="which")
-    parser.add_argument("--name", default="router_floods", help="name of the result file")
     args = parser.parse_args()
     rows = []
     for kind in args.services.split(","):

@@ -146,14 +146,13 @@ def _nodes(ports: multiprocessing.Queue[int], count: int) -> Iterator[list[tuple
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "router_relay")
     parser.add_argument("--tokens", default="5000,10000,20000", help="tokens per second, of all")
     parser.add_argument("--nodes", type=int, default=2, help="decode nodes")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each stream")
     parser.add_argument("--requests", type=int, default=1000, help="short requests to time")
     parser.add_argument("--routers", type=int, default=1, help="routers that share the streams")
     parser.add_argument("--relays", default="direct,floor,router", help="what to measure")
-    parser.add_argument("--name", default="router_relay", help="name of the result file")
     args = parser.parse_args()
     args.tokens = [int(number) for number in args.tokens.split(",")]
     ports: multiprocessing.Queue[int] = multiprocessing.get_context("spawn").Queue()

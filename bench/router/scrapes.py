@@ -120,12 +120,11 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "router_scrapes")
     parser.add_argument("--tenants", type=int, default=10_000)
     parser.add_argument("--nodes", type=int, default=500)
     parser.add_argument("--models", type=int, default=200)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--name", default="router_scrapes", help="of the result; empty: none")
     args = parser.parse_args()
     figures = asyncio.run(measure(args))
     print(json.dumps(figures, indent=1))

@@ -18,7 +18,8 @@ again after a pause. The same sessions run against a fresh cluster in each mode:
 
 Reported are the prompt tokens that prefill nodes computed and where the rest came from, the times
 to the first token, and how many sessions had other answers than in the first mode, which must be
-none where steps are computed alike whatever is in them. Writes bench/results/NAME.json.
+none where steps are computed alike whatever is in them. Writes
+bench/results/NAME.json (--name '': nothing).
 """
 
 from __future__ import annotations
@@ -262,7 +263,7 @@ async def measure(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "multi_turn")
     parser.add_argument("--model", default="", help="default: the demo checkpoint")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights in its place")
     parser.add_argument("--device", default="auto")
@@ -282,7 +283,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--share", default="auto", choices=["auto", "always"])
     parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*MODES, STORE])
-    parser.add_argument("--name", default="multi_turn", help="of the result files; empty: none")
     return parser.parse_args()
 
 

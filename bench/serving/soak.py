@@ -14,8 +14,8 @@ end in full, with the tokens that their prompt had the first time. At the end no
 no block, row, lease, staged byte, pull or open request on any node. Failed prefill attempts are
 counted by cause. Memory and open files of each process are in the result for forty moments, and
 its growth with an interval of confidence. With --streams all answers are streams, whose longest
-silences are in the result. It writes bench/results/NAME.json; the exit status says
-whether all of it was so.
+silences are in the result. It writes bench/results/NAME.json (--name '': nothing); the exit status
+says whether all of it was so.
 
 With --all-tiers prompts are turns of conversations, and caches are small: what they forget comes
 from host memory and from disk, which hold more but not all, from other prefill nodes, and from the
@@ -270,7 +270,7 @@ async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "soak")
     parser.add_argument("--model", default="", help="default: the demo checkpoint")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prefill", type=int, default=1)
@@ -288,7 +288,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kill-node-every-s", type=float, default=0.0, help="0: no whole node")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-lines", type=int, default=0, help="last of the nodes' logs to show")
-    parser.add_argument("--name", default="soak", help="of the result file; empty: none")
     args = parser.parse_args()
     args.all_tiers |= args.everything
     return args

@@ -25,7 +25,7 @@ def steps() -> Iterator[BareSteps]:
     config = replace(config, cache=replace(config.cache, num_blocks=128))
     steps = BareSteps(config)
     yield steps
-    steps.close()
+    steps.shutdown()
 
 
 def test_bare_steps_begin_behind_any_context_and_end_empty(steps: BareSteps) -> None:

@@ -1,8 +1,8 @@
 """Times steps of one worker that no scheduler decides: any contexts, without computing them first.
 
-1. `BareSteps(config)` starts a worker in this process
+1. `bare_steps(config)` starts a worker in this process
 2. `decode_s(contexts)`, `prompts_s(prompts)` time steps, each from an empty batch to an empty one
-3. `close`
+3. `bare_steps` closes it behind a `with`
 
 Contexts count as computed, and their KV is what the cache happens to hold, so a batch behind 64k
 tokens each costs nothing to begin. Blocks of different requests differ as long as the cache has
@@ -11,13 +11,17 @@ enough; sums over what they hold mean nothing, and take their time.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+import torch
 
+from bench.engine.models.uniform_routing import uniform_routing
 from engine.config import EngineConfig
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
@@ -53,7 +57,7 @@ class BareSteps:
         self._worker.initialize_kv_cache(self.num_blocks)
         self._worker.capture_model(lambda stage, fraction: None)
         stop_all(helpers)
-        self.runner = self._worker.runner
+        self.runner, self.shutdown = self._worker.runner, self._worker.shutdown
 
     def fits(self, contexts: Sequence[int]) -> bool:
         """Returns whether requests of these lengths have blocks of their own, and rows."""
@@ -101,10 +105,6 @@ class BareSteps:
         started = time.perf_counter()
         ends = self._run([first, *rest, _end(range(len(prompts)))])
         return [end - started for end in ends[: len(chunks)]]
-
-    def close(self) -> None:
-        """Ends the worker and gives its memory back."""
-        self._worker.shutdown()
 
     def chunks(self, left: list[int]) -> list[list[tuple[int, int]]]:
         """Returns the chunks (row, tokens) of each step."""
@@ -166,3 +166,15 @@ class BareSteps:
 
 def _end(rows: Sequence[int]) -> SchedulerOutput:
     return SchedulerOutput(step_id=0, finished_rows=list(rows))
+
+
+@contextmanager
+def bare_steps(config: EngineConfig) -> Iterator[BareSteps]:
+    """Starts a worker, for which the last one's memory is given back, and ends it. Experts are
+    chosen uniformly."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    with uniform_routing(config.scheduler.max_num_batched_tokens):
+        steps = BareSteps(config)
+        yield steps
+        steps.shutdown()
