@@ -195,8 +195,12 @@ class Request:
         arrival_time = self.arrival_time if policy == "priority" else 0.0
         return (self.rank(policy), arrival_time, self.arrival_order)
 
+    @property
+    def is_idle_class(self) -> bool:
+        """Returns whether it may only use what no other request does."""
+        return self.spec.priority == IDLE_PRIORITY
+
     def rank(self, policy: SchedulingPolicy) -> int:
         """Returns what decides before any order: the priority, or in order of arrival whether it is
-        of the idle class, which uses what no other does."""
-        priority = self.spec.priority
-        return priority if policy == "priority" else int(priority == IDLE_PRIORITY)
+        of the idle class."""
+        return self.spec.priority if policy == "priority" else int(self.is_idle_class)

@@ -177,6 +177,8 @@ class Admission:
         self.without_room = ""
         while self._waiting and (before is None or self._waiting.first_key < before):
             request = self._waiting.peek()
+            if request.is_idle_class and self._running.holds_idle:
+                return
             self.without_room = "" if room.is_full else request.request_id
             if self._is_still_blocked(request):
                 if not self._frees_some():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engine.contracts.request import Request
-from engine.contracts.request_spec import IDLE_PRIORITY
 
 
 class RequestTable(dict[str, Request]):
@@ -13,8 +12,8 @@ class RequestTable(dict[str, Request]):
 
     def __setitem__(self, name: str, request: Request) -> None:
         super().__setitem__(name, request)
-        self.num_idle += request.spec.priority == IDLE_PRIORITY
+        self.num_idle += request.is_idle_class
 
     def __delitem__(self, name: str) -> None:
-        self.num_idle -= self[name].spec.priority == IDLE_PRIORITY
+        self.num_idle -= self[name].is_idle_class
         super().__delitem__(name)

@@ -249,15 +249,15 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Returns the next step; None: nothing could run now, though pulls may have started."""
-        running = self._running
+        running, slack = self._running, self._steps.slack
         self._remote.begin_step()
         step_id = running.step_id + 1
         # The row that was preempted last may come back: no result of a step would call us again.
-        may_admit = running.grow_decodes(step_id) or not running.table.num_live
+        may_admit = running.grow_decodes(step_id, slack) or not running.table.num_live
         budget = self._max_num_batched_tokens - running.calendar.num_tokens
-        budget = self._steps.slack.limit(budget, running.calendar.size)
+        budget = slack.limit(budget, running.calendar.size, running.calendar.num_idle)
         self._prompts.fill(running, self.admission, budget, may_admit=may_admit)
-        if not running.has_work:
+        if not (running.has_work or running.resume_idle(step_id)):
             return None
         kv = self._remote.build_meta(step_id, running.builder.exported_chunks)
         step, record = running.issue(step_id, kv)

@@ -6,6 +6,8 @@
 3. decoding   no prompt waits: steps alike until the first sequence ends. They are counted at once,
               so a long answer costs no more than a short one
 -  cut        something comes while decoding: it ends with the step that is under way
+-  held       sequences of the idle class sit out steps that compute prompts of others within an
+              objective, and one now and then by which it is known what others take
 
 A sequence that joins waits for the next step; the time until its token is the gap that its client
 sees. One whose KV comes from a peer in the last `lead_s` of a step misses the next one too, which
@@ -18,7 +20,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.sched.rows.step_slack import StepSlack
@@ -63,6 +65,9 @@ class SimEngine:
     prompt_s: float = 0.0
     sequence_s: float = 0.0
     _joining: list[Job] = field(default_factory=list)
+    _held: list[tuple[int, Job]] = field(default_factory=list)
+    """Sequences that sit out, with the steps that each has left."""
+    _holds_idle: bool = False
     _joined: list[Job] = field(default_factory=list)
     """Sequences in their first step."""
     _running: list[tuple[int, int, Job]] = field(default_factory=list)
@@ -79,7 +84,7 @@ class SimEngine:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._joining)
+        return len(self._running) + len(self._joining) + len(self._held)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -88,7 +93,8 @@ class SimEngine:
 
     @property
     def is_idle(self) -> bool:
-        return self._run is None and not (self.waiting or self.computing or self._joining)
+        there = self.waiting or self.computing or self._joining or self._held
+        return self._run is None and not there
 
     def add_prompt(self, job: Job) -> None:
         """Takes a prompt of which `num_left` tokens are not cached, as far as is known now."""
@@ -119,13 +125,12 @@ class SimEngine:
 
     def _next(self) -> None:
         """Begins the next steps."""
+        self._settle_idle()
         late = [job for job in self._joining if self._is_late(job)]
         self._joined = [job for job in self._joining if job not in late]
         self._joining = late
         for job in self._joined:
-            job.last_step = self._num_steps + job.request.num_output - 1
-            heapq.heappush(self._running, (job.last_step, next(self._serials), job))
-            self._num_kv += job.request.num_prompt + 1
+            self._run_on(job, job.request.num_output - 1)
         self._fill_step()
         count = len(self._running)
         if self._parts:
@@ -135,12 +140,40 @@ class SimEngine:
         elif count:
             step_s = self.times.decode_s(count, self._num_kv) / self.speed
             growth_s = self.times.decode_s(count, self._num_kv + count) / self.speed - step_s
-            left = 1 if self._joined or late else self._running[0][0] - self._num_steps
+            is_one = self._joined or late or self._held
+            left = 1 if is_one else self._running[0][0] - self._num_steps
             self._schedule(self.timeline.now, step_s, growth_s, left)
+
+    def _run_on(self, job: Job, num_left: int) -> None:
+        job.last_step = self._num_steps + num_left
+        heapq.heappush(self._running, (job.last_step, next(self._serials), job))
+        self._num_kv += job.num_held - num_left
+
+    def _settle_idle(self) -> None:
+        """Has sequences of the idle class sit out, or go on."""
+        running = [job for _, _, job in self._running]
+        num_idle = _num_idle(running)
+        is_shown = self.slack.is_blind and len(running) > num_idle > 0
+        others = _num_idle(self.computing) < len(self.computing)
+        self._holds_idle = bool(self.slack.objective_s) and (is_shown or others)
+        if not self._holds_idle:
+            held, self._held = self._held, []
+            for num_left, job in held:
+                self._run_on(job, num_left)
+        elif num_idle:
+            for last, _, job in self._running:
+                if job.request.info.is_idle_class:
+                    num_left = last - self._num_steps
+                    self._held.append((num_left, job))
+                    self._num_kv -= job.num_held - num_left
+            self._running = [one for one in self._running if not one[2].request.info.is_idle_class]
+            heapq.heapify(self._running)
 
     def _is_late(self, job: Job) -> bool:
         """Returns whether a sequence came when the step that begins now was decided. Nothing was
         decided where nothing runs."""
+        if self._holds_idle and job.request.info.is_idle_class:
+            return True
         from_peer = bool(job.placement.prefills)
         is_recent = self.timeline.now - job.first_at < self.lead_s
         return from_peer and is_recent and bool(self._running)
@@ -153,10 +186,13 @@ class SimEngine:
                 self._add_part(job, job.num_left)
             return
         budget = self.max_batched_tokens - len(self._running)
-        budget = self.slack.limit(budget, len(self._running))
-        if budget <= 0 or not (self.computing or self.waiting):
-            return
+        num_idle = _num_idle([job for _, _, job in self._running])
+        budget = self.slack.limit(budget, len(self._running), num_idle)
         there = [*self.computing, *self.waiting]
+        if self._holds_idle:
+            there = [job for job in there if not job.request.info.is_idle_class]
+        if budget <= 0 or not there:
+            return
         jobs, room = self.fill.begin_step(self.timeline.now, there, budget)
         begun = set(map(id, self.computing))
         for job in jobs:
@@ -193,7 +229,8 @@ class SimEngine:
         _, first_s, growth_s, count = self._run
         took_s, self._run = steps_s(count, first_s, growth_s), None
         num_new = sum(part.num_new for _, part in self._parts)
-        self.slack.observe(took_s / count, len(self._running), num_new)
+        num_idle = _num_idle([job for _, _, job in self._running])
+        self.slack.observe(took_s / count, len(self._running), num_new, num_idle)
         self._count(took_s, count)
         ended = []
         while self._running and self._running[0][0] <= self._num_steps:
@@ -233,6 +270,10 @@ class SimEngine:
         for job in finished:
             job.first_at = self.timeline.now
         return finished
+
+
+def _num_idle(jobs: Sequence[Job]) -> int:
+    return sum(job.request.info.is_idle_class for job in jobs)
 
 
 def steps_s(count: int, first_s: float, growth_s: float) -> float:

@@ -32,11 +32,17 @@ class DecodeCalendar:
         self._events: dict[int, list[Row]] = {}
         self.rows: set[Row] = set()
         """The decode set."""
+        self.idle_rows: set[Row] = set()
+        """Those of it that are of the idle class."""
 
     @property
     def size(self) -> int:
         """Returns the number of rows in the decode set."""
         return len(self.rows)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self.idle_rows)
 
     @property
     def num_tokens(self) -> int:
@@ -48,12 +54,15 @@ class DecodeCalendar:
         row.phase = RowPhase.DECODE
         row.reserved_base = row.num_reserved - self.query_len * (step_id - 1)
         self.rows.add(row)
+        if row.is_idle:
+            self.idle_rows.add(row)
         self.plan(row, step_id)
 
     def leave(self, row: Row, last_step_id: int) -> None:
         """Takes the row out after `last_step_id`, the last step that was scheduled."""
         row.num_reserved = row.reserved_base + self.query_len * last_step_id
         self.rows.remove(row)
+        self.idle_rows.discard(row)
 
     def plan(self, row: Row, step_id: int) -> None:
         """Notes the next event, after what is decided for `step_id`."""

@@ -64,6 +64,7 @@ class InFlightStep:
     num_rows: int = 0
     num_tokens: int = 0
     num_new_rows: int = 0
+    num_idle_decodes: int = 0
     work: StepWork | None = None
     drafting: DraftingStep | None = None
 
@@ -120,7 +121,8 @@ class StepsInFlight:
         self._fence.retire(done.step_id)
         self._log.retired(done.step_id, now)
         seconds = now - max(done.issued_at, self._counters.last_step_at)
-        self.slack.observe(seconds, done.num_decodes, done.num_prompt_tokens)
+        rows = done.num_decodes, done.num_prompt_tokens, done.num_idle_decodes
+        self.slack.observe(seconds, *rows)
         if done.num_prompt_tokens or done.work is not None:
             if done.num_prompt_tokens:
                 self.prefill_rate.add_step(done.num_prompt_tokens, seconds)

@@ -5,7 +5,7 @@ Life of a row:
     PREFILL ──▶ JOINING ──▶ DECODE ──▶ DRAINING ──▶ GONE
                    ▲           │                     ▲
                    └───────────┘                     │
-                  no block free          finished, aborted or preempted, from anywhere
+           no block free, or held        finished, aborted or preempted, from anywhere
 
     PREFILL   known tokens are computed, chunk by chunk
     JOINING   all known tokens are scheduled; needs a step's room to enter the decode set
@@ -50,6 +50,7 @@ class Row:
         "event_step",
         "index",
         "is_exported",
+        "is_idle",
         "is_seated",
         "keep_at",
         "key",
@@ -92,6 +93,7 @@ class Row:
         self.event_step = 0
         """The step before which something must be decided for this row, in DECODE."""
         self.phase = RowPhase.PREFILL
+        self.is_idle = request.is_idle_class
         self.is_exported = False
         """A peer pulls this request's KV, so its blocks may not change: never preempted."""
         self.is_seated = False

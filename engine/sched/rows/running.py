@@ -8,6 +8,10 @@ For each step, in this order:
     3. `enter`, then `add_chunk`, for each request that is admitted; with an order of prompts, 2
        and 3 take turns (`engine.sched.prompt_steps`)
 
+Rows of the idle class sit out a step in which a prompt of others is computed within an objective
+(`StepSlack`), and so do parts of their own prompts: what they would take of it is others' time to
+the first token.
+
 A row that needs a block when none is free:
 
     blocks wait for a step to retire      sit this step out, they come
@@ -51,6 +55,7 @@ from engine.sched.rows.image_encoding import ImageEncoding
 from engine.sched.rows.in_flight import DraftingStep, InFlightStep
 from engine.sched.rows.row import Row, RowPhase, RowTable
 from engine.sched.rows.step_builder import StepBuilder
+from engine.sched.rows.step_slack import StepSlack
 from engine.sched.rows.work_meter import WorkMeter
 from engine.sched.step_fence import StepFence
 from kv_transfer.metadata import KVConnectorMetadata
@@ -99,6 +104,10 @@ class RunningRows:
         """Says how long chunks are where they shall take the same time; None: as fits."""
         self._joining: list[Row] = []
         """May hold rows that are gone."""
+        self._held: list[Row] = []
+        """Rows of the idle class that sit steps out; may hold rows that are gone."""
+        self.holds_idle = False
+        """Says that those sit out the next step."""
         self._prefilling: list[Row] = []
 
     @property
@@ -199,9 +208,11 @@ class RunningRows:
 
     # What rows compute next -------------------------------------------------------------------
 
-    def grow_decodes(self, step_id: int) -> bool:
+    def grow_decodes(self, step_id: int, slack: StepSlack) -> bool:
         """Settles who decodes in step `step_id`. False: blocks are short, admit nothing now."""
         preemptions_before = self._counters.num_preemptions
+        self.holds_idle = bool(slack.objective_s) and self._is_for_others(slack)
+        self._settle_idle()
         rows = self.calendar.due(step_id)
         if self._joining:
             rows += self._joining
@@ -211,6 +222,34 @@ class RunningRows:
         for row in rows:
             self._decide(row, step_id)
         return not self._joining and self._counters.num_preemptions == preemptions_before
+
+    def _is_for_others(self, slack: StepSlack) -> bool:
+        """Returns whether the next step computes prompts of others, or shall show what their rows
+        take."""
+        is_shown = slack.is_blind and self.calendar.size > self.calendar.num_idle > 0
+        return is_shown or any(not row.is_idle for row in self._prefilling)
+
+    def _settle_idle(self) -> None:
+        """Has rows of the idle class sit out, or join again."""
+        if not self.holds_idle:
+            self._joining += self._held
+            self._held = []
+            return
+        for row in list(self.calendar.idle_rows):
+            if not row.is_seated:
+                self._stop_decoding(row, RowPhase.JOINING)
+                self._held.append(row)
+        self._held += [row for row in self._joining if row.is_idle]
+        self._joining = [row for row in self._joining if not row.is_idle]
+
+    def resume_idle(self, step_id: int) -> bool:
+        """Lets rows of the idle class that sit out decode after all, since nothing else does in
+        this step. Returns whether there is work now."""
+        self.holds_idle = False
+        rows, self._held = self._held, []
+        for row in rows:
+            self._decide(row, step_id)
+        return self.has_work
 
     def _decide(self, row: Row, step_id: int) -> None:
         """Decides for a `row` that is due or wants to join. It may have been preempted a moment
@@ -273,7 +312,10 @@ class RunningRows:
         self, key: Callable[[Row], SortKey] | None = None
     ) -> deque[tuple[SortKey, Row]]:
         """Returns the rows inside their prefill by `key`, or oldest first."""
-        keyed = [(row.key if key is None else key(row), row) for row in self._prefilling]
+        rows = self._prefilling
+        if self.holds_idle:
+            rows = [row for row in rows if not row.is_idle]
+        keyed = [(row.key if key is None else key(row), row) for row in rows]
         if len(keyed) > 1:
             keyed.sort(key=itemgetter(0))
         return deque(keyed)
@@ -342,6 +384,7 @@ class RunningRows:
         step, record = self.builder.build(
             step_id, kv, num_decodes, num_decodes * query_len, drafts.num_drafts
         )
+        record.num_idle_decodes = self.calendar.num_idle
         if self.drafts is not None:
             record.drafting = DraftingStep(self.drafts, num_decodes, query_len)
         if self.meter is not None:

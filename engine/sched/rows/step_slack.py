@@ -2,6 +2,11 @@
 
     seconds of a step = decode + each(tokens) · tokens
 
+*decode* is known twice: of steps in which rows of the idle class decode too, and of those without
+any, which is what others have room in: those rows sit out while their prompts are computed
+(`engine.sched.rows.running`). Where nothing shows it for `_BLIND_AFTER` steps, one step is had
+without them.
+
 1. unknown    no step was measured beside running answers: a step takes `_FIRST` tokens
 2. measured   steps without prompts give `decode`, those with prompts `each`, for their number of
               tokens: the first of them cost most (weights are read again, kernels are launched), so
@@ -27,6 +32,7 @@ _UNIT = 64
 """Kernels work on tiles of this many tokens."""
 _WEIGHT = 0.2
 """Weight of the last step in what is measured."""
+_BLIND_AFTER = 64
 _HALVES_IN = 700
 _FADES = 0.5 ** (1 / _HALVES_IN)
 _SIZES = tuple(_UNIT << power for power in range(8))
@@ -39,40 +45,68 @@ class StepSlack:
     def __init__(self, objective_s: float) -> None:
         self.objective_s = objective_s
         self._decode_s = 0.0
+        """Steps without rows of the idle class take this long."""
+        self._mixed_s = 0.0
+        """Steps with some take this long."""
+        self._num_unseen = 0
+        """Steps since others decoded alone, while some do."""
         self._each_s: dict[int, float] = {}
 
-    def limit(self, budget: int, num_decodes: int) -> int:
-        """Returns what of `budget` prompts may take of a step in which this many rows decode."""
+    @property
+    def is_blind(self) -> bool:
+        """Returns whether a step without rows of the idle class is wanted, to be measured."""
+        return self._num_unseen >= _BLIND_AFTER
+
+    def limit(self, budget: int, num_decodes: int, num_idle: int = 0) -> int:
+        """Returns what of `budget` prompts may take of a step in which this many rows decode, some
+        of them of the idle class."""
         if not self.objective_s or not num_decodes:
             return budget
-        return min(budget, max(_FEWEST, self._tokens()))
+        return min(budget, max(_FEWEST, self._tokens(self._decode_beside(num_idle))))
 
     def tokens_per_s(self, usage: float) -> float:
-        """Returns the prompt tokens a second that steps have room for beside what decodes; 0: none,
-        or there is no objective. `usage`: of blocks or rows, whichever are rarer, 0..1. Answers
-        stay longer when their steps do, so more of them are here at once: they must fit even if
-        every second step is as long as the objective."""
-        if not self.objective_s or usage * (self._decode_s + self.objective_s) > 2 * self._decode_s:
+        """Returns the prompt tokens a second that steps have room for beside what decodes, but the
+        idle class; 0: none, or there is no objective. `usage`: of blocks or rows, whichever are
+        rarer, 0..1. Answers stay longer when their steps do, so more of them are here at once: they
+        must fit even if every second step is as long as the objective."""
+        decode_s = self._decode_beside(0)
+        if not self.objective_s or usage * (decode_s + self.objective_s) > 2 * decode_s:
             return 0.0
-        return self._tokens() / self.objective_s
+        return self._tokens(decode_s) / self.objective_s
 
-    def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
-        """Learns from a step that has ended."""
+    def observe(
+        self, seconds: float, num_decodes: int, num_prompt_tokens: int, num_idle: int = 0
+    ) -> None:
+        """Learns from a step that has ended, in which `num_idle` of the rows that decoded were of
+        the idle class."""
         if not self.objective_s or not num_decodes or seconds <= 0:
             return
+        if num_idle:
+            self._num_unseen += num_decodes > num_idle
         if not num_prompt_tokens:
-            self._decode_s += (seconds - self._decode_s) * (_WEIGHT if self._decode_s else 1.0)
-            if not self._tokens():
+            if num_idle:
+                self._mixed_s = _followed(self._mixed_s, seconds)
+            else:
+                self._decode_s = _followed(self._decode_s, seconds)
+                self._num_unseen = 0
+            if not self._tokens(self._decode_beside(num_idle)):
                 for size in self._each_s:
                     self._each_s[size] *= _FADES
             return
-        each_s = max(0.0, seconds - self._decode_s) / num_prompt_tokens
+        each_s = max(0.0, seconds - self._decode_beside(num_idle)) / num_prompt_tokens
         size = max((one for one in _SIZES if one <= num_prompt_tokens), default=_SIZES[0])
         known_s = self._each_s.get(size, 0.0)
         self._each_s[size] = known_s + (each_s - known_s) * (1.0 if each_s > known_s else _WEIGHT)
 
-    def _tokens(self) -> int:
-        room_s = _PART * self.objective_s - self._decode_s
+    def _decode_beside(self, num_idle: int) -> float:
+        """Returns what decoding alone takes, of which the other kind of steps tells more than
+        nothing."""
+        if num_idle:
+            return self._mixed_s or self._decode_s
+        return self._decode_s or self._mixed_s
+
+    def _tokens(self, decode_s: float) -> int:
+        room_s = _PART * self.objective_s - decode_s
         if room_s <= 0 or not self._each_s:
             return _FIRST if room_s > 0 else 0
         tokens, each_s = 0, self._each_s[min(self._each_s)]
@@ -83,3 +117,7 @@ class StepSlack:
             if most >= size:
                 tokens = min(most, size * 2) // _UNIT * _UNIT
         return tokens
+
+
+def _followed(known_s: float, seconds: float) -> float:
+    return known_s + (seconds - known_s) * (_WEIGHT if known_s else 1.0)

@@ -15,6 +15,7 @@ import pytest
 from engine.contracts.messages import EngineCoreOutputs
 from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.request import Request, RequestStatus
+from engine.contracts.request_spec import IDLE_PRIORITY
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sched.departures.prefix_offers import _Offer
 from kv_transfer.config import KVTransferConfig
@@ -44,6 +45,8 @@ class Traffic:
         self.rng = random.Random(seed)
         self.kinds = kinds
         self.num_added = 0
+        has_objective = machine.config.scheduler.itl_objective_ms > 0
+        self.priorities = (0, 1, IDLE_PRIORITY if has_objective else 2)
         self.computed_here: set[str] = set()
         """Pulls that the node server gave up: their first token comes from here."""
         self.answered_failures: dict[str, int] = {}
@@ -130,7 +133,7 @@ class Traffic:
             kv=kv,
             num_choices=num_choices,
             seed=rng.randint(0, 9),
-            priority=rng.randint(0, 2),
+            priority=self.priorities[rng.randint(0, 2)],
             cache_salt=rng.choice(["", "", "tenant"]),
             max_tokens=max_tokens,
             prefix_peer=rng.choice(["", "peer:1"]) if self.asks_peers else "",
@@ -245,11 +248,28 @@ def test_random_traffic_with_drafts(depth: int, seed: int, kinds: list[str]) -> 
     _random_traffic(depth, ["fcfs", "priority"][seed % 2], 100 + seed, kinds, 4)
 
 
-def _random_traffic(
-    depth: int, policy: str, seed: int, kinds: list[str], decode_query_len: int
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_random_traffic_in_which_the_idle_class_sits_steps_out(
+    query_len: int, seed: int, kinds: list[str]
 ) -> None:
+    policy, depth = ["fcfs", "priority"][seed % 2], 1 + seed % 3
+    _random_traffic(depth, policy, 200 + seed, kinds, query_len, itl_objective_ms=1e-6)
+
+
+def _random_traffic(
+    depth: int,
+    policy: str,
+    seed: int,
+    kinds: list[str],
+    decode_query_len: int,
+    itl_objective_ms: float = 0.0,
+) -> None:
+    """Plays requests; with an objective some are of the idle class."""
     rng = random.Random(seed)
     config = make_config(
+        itl_objective_ms=itl_objective_ms,
         decode_query_len=decode_query_len,
         policy=policy,
         max_num_seqs=rng.choice([1, 3, 6]),
