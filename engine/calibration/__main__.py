@@ -144,11 +144,12 @@ def run(
 
 def scale_file(model: ModelConfig, largest: list[torch.Tensor]) -> ScaleFile:
     """Returns scales by layer; those of layers without keys and values are 1."""
-    states = {layer for kv in model.kv_layers if kv.is_state for layer in kv.layers}
+    attending = {layer for kv in model.kv_layers if not kv.is_state for layer in kv.layers}
     found = iter(largest)
     k, v = [], []
     for layer in range(model.num_layers):
-        of_layer = torch.ones(2, 1) if layer in states else next(found).cpu() / LARGEST
+        has_keys = not attending or layer in attending
+        of_layer = next(found).cpu() / LARGEST if has_keys else torch.ones(2, 1)
         keys, values = of_layer.clamp(min=1e-6).tolist()
         k.append(keys)
         v.append(values)

@@ -115,6 +115,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
 
     Args:
         gate: The activation, if it has a limit.
+        scales: Of what gate and up give, in front of SiLU; None: they have none.
     """
 
     method_for = staticmethod(gate_up_method)
@@ -127,10 +128,15 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         *,
         is_gelu: bool = False,
         gate: Activation | None = None,
+        scales: tuple[float, float] | None = None,
     ) -> None:
         part = ColumnPart(*shard.part(intermediate_size), intermediate_size)
         super().__init__(hidden_size, (part, part), shard, names=("gate_proj", "up_proj"))
         self.is_gelu, self.gate = is_gelu, gate
+        self.scales: Tensor | None = None
+        if scales is not None:
+            each = torch.tensor(scales, dtype=shard.dtype, device=shard.device)
+            self.scales = each.repeat_interleave(part.count)
 
     def forward(self, x: Rows) -> Tensor:
         activated = self.activated(x, None)
@@ -140,6 +146,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     def activated(self, x: Rows, form: RowForm | None) -> Rows:
         """Returns the activation, [T, I / ranks], in `form`: the `input_form` of the layer that
         reads it."""
+        if self.scales is not None:
+            return ops.silu_and_mul(self.method.apply_rows(self, x) * self.scales)
         if self.gate is not None:
             return ops.bounded_gate_and_mul(self.method.apply_rows(self, x), self.gate)
         return self.method.gate_up_rows(self, x, form, self.is_gelu)

@@ -38,6 +38,9 @@ class MambaSizes:
         size: Of B and C.
         kernel: Inputs that each channel is convolved over, its own included.
         conv_bias: Its sums have a bias.
+        is_normed: What is read is normed behind its gate.
+        input_scales: Of z, x, B, C and dt, once they are projected; empty: none has one.
+        output_scale: Multiplies what is read.
     """
 
     heads: int
@@ -46,6 +49,9 @@ class MambaSizes:
     size: int
     kernel: int
     conv_bias: bool
+    is_normed: bool = True
+    input_scales: tuple[float, ...] = ()
+    output_scale: float = 1.0
 
 
 class MambaMixer(nn.Module):
@@ -86,6 +92,13 @@ class MambaMixer(nn.Module):
             shard.parameter(self.heads, dtype=torch.float32) for _ in range(3)
         )
         self.norm_weight = shard.parameter(self.inner)
+        if not sizes.is_normed:
+            self.norm_weight.data.fill_(sizes.output_scale)
+        self.input_scales: Tensor | None = None
+        if sizes.input_scales:
+            counts = torch.tensor([part.count for part in self._parts()])
+            scales = torch.tensor(sizes.input_scales).repeat_interleave(counts)
+            self.input_scales = scales.to(shard.device, shard.dtype)
         self.o_proj = RowParallelLinear(
             sizes.heads * sizes.head_dim, hidden_size, shard.at("out_proj")
         )
@@ -101,6 +114,8 @@ class MambaMixer(nn.Module):
         metadata, kept = inputs.metadata, self.kept
         states, last_inputs = self.views(kv_cache, x.dtype)
         projected = self.in_proj(x)
+        if self.input_scales is not None:
+            projected = projected * self.input_scales
         gate, mixed, steps = projected.split([self.inner, self.channels, self.heads], dim=1)
         mixed = ops.causal_conv(
             mixed,
@@ -126,6 +141,10 @@ class MambaMixer(nn.Module):
     def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
         """Gates and norms what was read, [T, heads * head_dim]."""
         groups, means = self.groups, None
+        if not self.sizes.is_normed:
+            # A mean square of 1 leaves everything as it is.
+            means = torch.full((len(read), 1), 1.0 - self.eps, device=read.device)
+            return ops.gated_group_norm(read, gate, self.norm_weight, self.eps, 1, means)
         if self.sizes.groups < self.group.size:
             # Each of several ranks has some heads of one group.
             sums = read.new_zeros((len(read), self.sizes.groups), dtype=torch.float32)
@@ -133,7 +152,9 @@ class MambaMixer(nn.Module):
             width = self.sizes.heads * self.sizes.head_dim // self.sizes.groups
             sums = self.group.all_reduce(sums)
             means = sums[:, groups.start : groups.start + 1].contiguous() / width
-        return ops.gated_group_norm(read, gate, self.norm_weight, self.eps, groups.count, means)
+        normed = ops.gated_group_norm(read, gate, self.norm_weight, self.eps, groups.count, means)
+        scale = self.sizes.output_scale
+        return normed if scale == 1.0 else normed * scale
 
     def views(self, kv_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns the states [N, heads, size, head_dim] float32 and the last inputs [N, channels,
@@ -177,5 +198,6 @@ class MambaMixer(nn.Module):
             of_heads = (sizes.heads,)
             yield CheckpointWeight(f"{prefix}.{name}", target, of_heads, 0, self.first_head)
         whole, first = sizes.heads * sizes.head_dim, self.first_head * sizes.head_dim
-        yield CheckpointWeight(f"{prefix}.norm.weight", self.norm_weight, (whole,), 0, first)
+        if sizes.is_normed:
+            yield CheckpointWeight(f"{prefix}.norm.weight", self.norm_weight, (whole,), 0, first)
         yield from self.o_proj.checkpoint_weights(f"{prefix}.out_proj")

@@ -65,7 +65,7 @@ class GatedMLP(DenseMLP):
 
     Args:
         is_gelu: The activation is GELU by its tanh formula, not SiLU.
-        gate: See `GateUpParallelLinear`.
+        gate, scales: See `GateUpParallelLinear`.
         norm: Of what is added; None: none.
     """
 
@@ -78,10 +78,11 @@ class GatedMLP(DenseMLP):
         is_gelu: bool = False,
         gate: GateForm | None = None,
         norm: RMSNorm | None = None,
+        scales: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(hidden_size, intermediate_size, shard, norm)
         self.gate_up_proj = GateUpParallelLinear(
-            hidden_size, intermediate_size, shard, is_gelu=is_gelu, gate=gate
+            hidden_size, intermediate_size, shard, is_gelu=is_gelu, gate=gate, scales=scales
         )
 
     @property

@@ -34,4 +34,10 @@ def views_of_pages(
     [N, *last] of `dtype`, in pages, [N, bytes of a page] uint8."""
     num_bytes = math.prod(state) * _STATE_BYTES
     states = kv_cache[:, :num_bytes].view(torch.float32)
-    return states.view(-1, *state), kv_cache[:, num_bytes:].view(dtype).view(-1, *last)
+    return states.view(-1, *state), last_inputs_of_pages(kv_cache[:, num_bytes:], dtype, last)
+
+
+def last_inputs_of_pages(kv_cache: Tensor, dtype: torch.dtype, last: tuple[int, int]) -> Tensor:
+    """Returns the last inputs of a convolution, [N, *last] of `dtype`, in what pages have of them,
+    [N, bytes] uint8."""
+    return kv_cache.view(dtype).view(-1, *last)

@@ -13,15 +13,31 @@ from engine.layers.kv_scales import layer_scales
 from engine.layers.linear_attention import DeltaSizes, GatedDeltaNet
 from engine.layers.mamba import MambaMixer, MambaSizes
 from engine.layers.norm import RMSNorm
+from engine.layers.parallel_mixer import ParallelMixer
 from engine.layers.shard import Shard
+from engine.layers.short_conv import ShortConv
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.token_rows import TokenRowsSpec
 from engine.rope import Rotary
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.value_form import ValueForm
 
-StateBlock = GatedDeltaNet | MambaMixer
-AnyAttention = AttentionBlock | LatentAttentionBlock | WindowRowsBlock | StateBlock
+StateBlock = GatedDeltaNet | MambaMixer | ShortConv
+AnyAttention = AttentionBlock | LatentAttentionBlock | WindowRowsBlock | StateBlock | ParallelMixer
+
+
+def mixing_block(
+    config: EngineConfig, spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
+) -> tuple[str, AnyAttention]:
+    """Returns what layer `index` looks at other tokens with, and its name in the checkpoint; "": it
+    has several. `norm` is that of what it adds."""
+    states = spec.states
+    if states is not None and states.beside_attention:
+        return "", parallel_mixer(config, spec, index, shard)
+    if states is not None and index in states.layers:
+        return states.module, state_block(config, spec, shard.at(states.module), norm)
+    name = "self_attn" if spec.rows_of_tokens is None else "attn"
+    return name, attention_block(config, spec, index, shard.at(name), norm)
 
 
 def attention_block(
@@ -136,8 +152,13 @@ def state_block(
             size=mamba.size,
             kernel=mamba.kernel,
             conv_bias=mamba.conv_bias,
+            is_normed=mamba.is_normed,
+            input_scales=mamba.input_scales,
+            output_scale=mamba.output_scale,
         )
         return MambaMixer(hidden_size, sizes, mamba.eps, shard, norm=norm, drafting=kept)
+    if (conv := spec.conv) is not None:
+        return ShortConv(hidden_size, conv.kernel, shard, norm=norm, drafting=kept)
     linear = spec.linear
     assert linear is not None
     delta = DeltaSizes(
@@ -149,3 +170,15 @@ def state_block(
         is_split=linear.is_split,
     )
     return GatedDeltaNet(hidden_size, delta, eps, shard, norm=norm, drafting=kept)
+
+
+def parallel_mixer(
+    config: EngineConfig, spec: DenseSpec, index: int, shard: Shard
+) -> ParallelMixer:
+    """Returns the block of a layer that attends and keeps a state, not yet loaded."""
+    assert spec.mamba is not None
+    name = spec.mamba.module
+    attention = attention_block(config, spec, index, shard.at("self_attn"), None)
+    mixer = state_block(config, spec, shard.at(name), None)
+    assert isinstance(attention, AttentionBlock) and isinstance(mixer, MambaMixer)
+    return ParallelMixer(attention, mixer, name)

@@ -277,6 +277,21 @@ class ConfigFile(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
     mamba_n_heads: int | None = None
+    mamba_d_ssm: int | None = None
+    """Falcon-H1's inner size; so are the names below of multipliers."""
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    projectors_bias: bool = False
+    lm_head_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+    ssm_multipliers: list[float] | None = None
+    mlp_multipliers: list[float] | None = None
+    attn_layer_indices: list[int] | None = None
+    """Bamba's layers with attention."""
     mamba_n_groups: int | None = None
     mamba_d_state: int | None = None
     mamba_d_head: int | str | None = None
@@ -301,6 +316,20 @@ class ConfigFile(msgspec.Struct):
     moe_shared_expert_intermediate_size: int | None = None
     moe_latent_size: int | None = None
     position_embedding_type: str | None = None
+
+    conv_L_cache: int = 3
+    """Inputs that a channel of LFM's is convolved over; so are the names below."""
+    conv_bias: bool = False
+    norm_eps: float | None = None
+    full_attn_idxs: list[int] | None = None
+    tie_embedding: bool | None = None
+    block_ff_dim: int | None = None
+    block_auto_adjust_ff_dim: bool = True
+    block_ffn_dim_multiplier: float | None = 1.0
+    block_multiple_of: int = 256
+    use_expert_bias: bool = True
+    use_sandwich_norm: bool = True
+    use_attention_gate: bool = True
 
     num_attention_groups: int | None = None
     """Step's names: this one of `num_key_value_heads`."""

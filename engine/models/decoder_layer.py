@@ -9,18 +9,16 @@ from torch import Tensor, nn
 from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock
 from engine.layers.attention.latent_block import LatentAttentionBlock
-from engine.layers.attention.layer import AttentionInputs
 from engine.layers.norm import RMSNorm
 from engine.layers.paired_mlp import PairedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
-from engine.layers.state_pages import StateInputs
-from engine.models.attention_block import AnyAttention, attention_block, state_block
+from engine.models.attention_block import AnyAttention, mixing_block
 from engine.models.embeddings import layer_input
 from engine.models.expert_block import mlp_block, mlp_weights
-from engine.models.layer_kinds import routed_slots
+from engine.models.layer_kinds import LayerInputs, routed_slots
 from engine.models.layer_norms import layer_norm, norm_weights
 from engine.models.specs.dense import DenseSpec
 from engine.models.streams import LayerStreams, enter
@@ -45,12 +43,7 @@ class DecoderLayer(nn.Module):
         names, experts, has_mlp = spec.norms, spec.experts, index not in spec.bare_layers
         self.before_attention = layer_norm(spec, shard, names.before_attention)
         after = layer_norm(spec, shard, names.after_attention, spec.after_eps)
-        if (states := spec.states) is not None and index in states.layers:
-            self.module = states.module
-            self.self_attn = state_block(config, spec, shard.at(self.module), after)
-        else:
-            self.module = "self_attn" if spec.rows_of_tokens is None else "attn"
-            self.self_attn = attention_block(config, spec, index, shard.at(self.module), after)
+        self.module, self.self_attn = mixing_block(config, spec, index, shard, after)
         self.keeps_rows = isinstance(self.self_attn, AttentionBlock)
         self.before_mlp = layer_norm(spec, shard, names.before_mlp) if has_mlp else None
         self.scalar = shard.parameter(1) if spec.scales_layers else None
@@ -63,7 +56,7 @@ class DecoderLayer(nn.Module):
         self,
         stream: ResidualStream,
         kv_cache: LayerCache,
-        inputs: AttentionInputs | StateInputs,
+        inputs: LayerInputs,
         kept: Tensor | None = None,
         given: Tensor | None = None,
     ) -> None:
@@ -108,7 +101,7 @@ class DecoderLayer(nn.Module):
         yield from self.streams.checkpoint_weights(prefix)
         if self.scalar is not None:
             yield CheckpointWeight(f"{prefix}.layer_scalar", self.scalar, (1,))
-        name, own = f"{prefix}.{self.module}", self.self_attn
+        name, own = f"{prefix}.{self.module}".rstrip("."), self.self_attn
         if isinstance(own, AttentionBlock):
             fused, ranks = spec.fused_qkv, spec.projection_ranks
             yield from own.checkpoint_weights(name, is_fused=fused, cut_for=ranks)

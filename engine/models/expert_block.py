@@ -145,6 +145,7 @@ def _dense_mlp(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) 
         is_gelu=spec.activation == "gelu_tanh",
         gate=None if spec.experts is None else _dense_gate(spec.experts, index),
         norm=norm,
+        scales=spec.unit_scales,
     )
 
 

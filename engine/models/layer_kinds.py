@@ -6,7 +6,7 @@ Layers that agree in both share their inputs, which are made once a step.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,12 +14,15 @@ from torch import Tensor
 from engine.config import EngineConfig, ModelConfig
 from engine.layers.attention.layer import AttentionInputs, ChosenTokens
 from engine.layers.attention.row_inputs import GroupPlaces, closed_slots
+from engine.layers.parallel_mixer import MixedInputs
 from engine.layers.rotary import cos_sin_cache, query_scales
 from engine.layers.state_pages import StateInputs
 from engine.models.base import ForwardInputs
 from engine.models.specs.dense import DenseSpec
 from engine.rope import UNROTATED, Rotary
 from tandem_kernels.batch.state_metadata import StateMetadata
+
+LayerInputs: TypeAlias = AttentionInputs | StateInputs | MixedInputs
 
 
 class _Turn(NamedTuple):
@@ -76,7 +79,7 @@ class LayerKinds:
         if vision is not None and vision.rope_axes:
             self._axes = torch.tensor(vision.rope_axes, device=device)
 
-    def inputs(self, step: ForwardInputs) -> list[AttentionInputs | StateInputs]:
+    def inputs(self, step: ForwardInputs) -> list[LayerInputs]:
         """Returns what each layer is given."""
         scales = None if self._query_scales is None else self._query_scales[step.positions]
         of_kind = [
@@ -91,12 +94,11 @@ class LayerKinds:
         own: tuple[int, ...],
         table: Tensor | None,
         scales: Tensor | None,
-    ) -> AttentionInputs | StateInputs:
+    ) -> LayerInputs:
         group = step.groups[own[0]]
         metadata = group.metadata
         if isinstance(metadata, StateMetadata):
-            # A state has no slots: any group of tokens tells what is padding.
-            return StateInputs(step.groups[0].slot_mapping, metadata)
+            return _state_inputs(step, metadata)
         assert table is not None
         positions = step.positions
         images = step.images
@@ -106,13 +108,16 @@ class LayerKinds:
         rest = metadata, step.backend, group.kept, scales
         wholes = () if images is None else images.wholes
         choice = ChosenTokens() if step.choice is None else step.choice
-        others = tuple(self._places(step, index) for index in own[1:])
+        beside = [step.groups[index].metadata for index in own[1:]]
+        states = [one for one in beside if isinstance(one, StateMetadata)]
+        others = () if states else tuple(self._places(step, index) for index in own[1:])
         ids = None
         if self._hashes:
             padding = group.slot_mapping < 0
             ids = step.input_ids.long().masked_fill(padding, -1)
         slots = group.slot_mapping
-        return AttentionInputs(positions, table, slots, *rest, choice, wholes, others, ids)
+        inputs = AttentionInputs(positions, table, slots, *rest, choice, wholes, others, ids)
+        return MixedInputs(inputs, _state_inputs(step, *states)) if states else inputs
 
     def _places(self, step: ForwardInputs, index: int) -> GroupPlaces:
         """Returns where a step's tokens are in a group."""
@@ -122,9 +127,14 @@ class LayerKinds:
         return GroupPlaces(slots if ratio == 1 else closed_slots(slots, ratio), metadata)
 
 
-def routed_slots(inputs: AttentionInputs | StateInputs, by_id: bool) -> Tensor:
+def _state_inputs(step: ForwardInputs, metadata: StateMetadata) -> StateInputs:
+    # A state has no slots: any group of tokens tells what is padding.
+    return StateInputs(step.groups[0].slot_mapping, metadata)
+
+
+def routed_slots(inputs: LayerInputs, by_id: bool) -> Tensor:
     """Returns what a layer's router is given of tokens beside their rows, [T] int64."""
-    if not by_id or isinstance(inputs, StateInputs):
+    if not by_id or not isinstance(inputs, AttentionInputs):
         return inputs.slot_mapping
     assert inputs.token_ids is not None
     return inputs.token_ids

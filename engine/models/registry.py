@@ -14,6 +14,7 @@ from engine.models.foreign import foreign_architecture
 from engine.models.mistral_params import read_config
 from engine.models.specs.afmoe import AfmoeSpec
 from engine.models.specs.bailing import BailingMoeV2Spec, SarvamMoeSpec
+from engine.models.specs.bamba import BambaSpec, FalconH1Spec
 from engine.models.specs.base import ModelSpec
 from engine.models.specs.beam import BeamSpec
 from engine.models.specs.deepseek import (
@@ -33,6 +34,8 @@ from engine.models.specs.gpt_oss import GptOssSpec
 from engine.models.specs.granite import GraniteHybridSpec, GraniteSpec
 from engine.models.specs.hunyuan import HYV3Spec
 from engine.models.specs.laguna import LagunaSpec
+from engine.models.specs.lfm import Lfm2MoeSpec, Lfm2Spec
+from engine.models.specs.lfm3 import Lfm3Spec
 from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec, TeleChat3Spec
 from engine.models.specs.mimo import MiMoV2Spec, MiMoV25Spec
 from engine.models.specs.minimax import MiniMaxM2Spec
@@ -57,6 +60,7 @@ from engine.models.wrappers import WRAPPERS, text_architecture
 MODELS: dict[str, type[ModelSpec]] = {
     "AfmoeForCausalLM": AfmoeSpec,
     "BailingMoeV2ForCausalLM": BailingMoeV2Spec,
+    "BambaForCausalLM": BambaSpec,
     "BeamForCausalLM": BeamSpec,
     "DeepseekV2ForCausalLM": DeepseekV2Spec,
     "DeepseekV3ForCausalLM": DeepseekV3Spec,
@@ -65,6 +69,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "Ernie4_5ForCausalLM": Ernie45Spec,
     "Ernie4_5_MoeForCausalLM": Ernie45MoeSpec,
     "Exaone4ForCausalLM": Exaone4Spec,
+    "FalconH1ForCausalLM": FalconH1Spec,
     "Gemma2ForCausalLM": Gemma2Spec,
     "Gemma3ForCausalLM": Gemma3Spec,
     "Gemma4ForCausalLM": Gemma4Spec,
@@ -80,6 +85,9 @@ MODELS: dict[str, type[ModelSpec]] = {
     "IQuestCoderForCausalLM": IQuestCoderSpec,
     "InternLM3ForCausalLM": InternLM3Spec,
     "LagunaForCausalLM": LagunaSpec,
+    "Lfm2ForCausalLM": Lfm2Spec,
+    "Lfm2MoeForCausalLM": Lfm2MoeSpec,
+    "Lfm3ForCausalLM": Lfm3Spec,
     "LlamaForCausalLM": LlamaSpec,
     "MiMoForCausalLM": MiMoSpec,
     "MiMoV2FlashForCausalLM": MiMoV2Spec,

@@ -82,11 +82,8 @@ class _Costs:
         if (states := self._states) is not None and index in states.layers:
             for name, inputs, outputs in states.projections(self._spec.hidden_size):
                 yield _Linear(f"model.layers.{index}.{states.module}.{name}", inputs, outputs)
-        elif self._spec.latent is not None:
-            yield from self._latent(f"model.layers.{index}.self_attn")
-            yield from self._indexer(f"model.layers.{index}.self_attn.indexer", index)
-        else:
-            yield from self._heads(index)
+        if states is None or states.leaves_attention(index):
+            yield from self._attention_linears(index)
         if index in self._spec.bare_layers:
             return
         experts, hidden = self._spec.experts, self._spec.hidden_size
@@ -110,6 +107,13 @@ class _Costs:
             yield from _feed_forward(name, hidden, experts.shared_size, not experts.squared)
             if experts.shared_gate:
                 yield _Linear(f"{block}.shared_expert_gate", hidden, 1, is_shared=False)
+
+    def _attention_linears(self, index: int) -> Iterator[_Linear]:
+        if self._spec.latent is not None:
+            yield from self._latent(f"model.layers.{index}.self_attn")
+            yield from self._indexer(f"model.layers.{index}.self_attn.indexer", index)
+        else:
+            yield from self._heads(index)
 
     def _heads(self, layer: int) -> Iterator[_Linear]:
         heads, hidden = self._model.heads_of(layer), self._spec.hidden_size

@@ -10,7 +10,9 @@ from engine.config import KVLayers, ModelConfig, ParallelConfig
 from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile
 from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import ModelSpec, UnsupportedField
+from engine.models.specs.conv import ConvSpec
 from engine.models.specs.experts import ExpertSpec, first_layers
+from engine.models.specs.facts import rare_facts
 from engine.models.specs.faults import head_faults, number_faults, size_faults
 from engine.models.specs.kv_planes import layers_alike
 from engine.models.specs.latent import LatentSpec
@@ -120,7 +122,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             the tokens that have them; see `engine.layers.layer_inputs`. 0: there are none.
         experts: Those of layers with a mixture of experts; None: no layer has one.
         latent: All heads share one latent vector a token; None: heads have keys and values.
-        linear, mamba: Some layers keep one state of all tokens instead; None: none does so.
+        linear, mamba, conv: Some layers keep one state of all tokens instead; None: none does so.
+        unit_scales: Of what gate and up of a dense feed-forward block give; None: none.
         bare_layers: Layers without a feed-forward block.
         stored_layers: The checkpoint's numbers; see `engine.models.joined_layers`. Empty: ours.
     """
@@ -188,6 +191,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     latent: LatentSpec | None = None
     linear: LinearSpec | None = None
     mamba: MambaSpec | None = None
+    conv: ConvSpec | None = None
+    unit_scales: tuple[float, float] | None = None
     bare_layers: tuple[int, ...] = ()
     stored_layers: tuple[int, ...] = ()
 
@@ -281,11 +286,12 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     @property
     def states(self) -> StateSpec | None:
         """Returns the layers that keep a state; None: there are none."""
-        return self.linear or self.mamba
+        return self.linear or self.mamba or self.conv
 
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         if self.states is not None:
-            return self.states.kv_layers(model)
+            seen = self.sliding_window
+            return self.states.kv_layers(model, (seen and self.window_layers) or (), seen)
         if self.sliding_window is None and not model.layer_heads:
             return ()
         every = range(self.first_sharing_layer or model.num_layers)
@@ -362,30 +368,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         )
 
     def _rare_facts(self, model: ModelConfig) -> tuple[Any, ...]:
-        """Returns what differs from its default: nodes of an older release know no more."""
-        facts = (
-            ("rotary_dim", self.rotary.dim, model.head_dim),
-            ("interleaved", self.rotary.interleaved, False),
-            ("window_layers", self.window_layers, None),
-            ("window_rotary", self.window_rotary, None),
-            ("unrotated_layers", self.unrotated_layers, ()),
-            ("query_scale", self.query_scale, None),
-            ("stream_scale", self.stream_scale, 1.0),
-            ("after_eps", self.after_eps, None),
-            ("attention_scale", self.attention_scale, None),
-            ("attention_softcap", self.attention_softcap, 0.0),
-            ("experts", self.experts, None),
-            ("latent", self.latent, None),
-            ("linear", self.linear, None),
-            ("mamba", self.mamba, None),
-            ("layer_heads", model.layer_heads, ()),
-            ("shared_projections", self.shared_projections, ()),
-            ("value_scale", self.value_scale, 1.0),
-            ("first_sharing_layer", self.first_sharing_layer, None),
-            ("wide_layers", self.wide_layers, ()),
-            ("layer_input_size", self.layer_input_size, 0),
-        )
-        return tuple((name, value) for name, value, default in facts if value != default)
+        """Returns what differs from its default."""
+        return rare_facts(self, self.rotary, model)
 
     @classmethod
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:

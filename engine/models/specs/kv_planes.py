@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from engine.config import Dtype, KVLayers, ModelConfig
 from engine.head_sizes import HeadSizes
@@ -24,7 +24,7 @@ def planes_of_heads(heads: HeadSizes, dtype: Dtype) -> tuple[Plane, ...]:
 
 
 def layers_alike(
-    model: ModelConfig, layers: range, local: Collection[int], window: int | None
+    model: ModelConfig, layers: Iterable[int], local: Collection[int], window: int | None
 ) -> tuple[KVLayers, ...]:
     """Returns groups of layers that cache alike; those in `local` have the window."""
     kinds: dict[tuple[int | None, tuple[Plane, ...]], list[int]] = {}

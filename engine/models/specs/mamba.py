@@ -14,8 +14,9 @@ from kv_transfer.layout import DTYPE_BYTES
 from kv_transfer.planes import Plane
 
 
-class MambaSpec(StateSpec, frozen=True, kw_only=True):
-    """Layers of Mamba 2; see `engine.layers.mamba.MambaSizes`.
+class MambaSpec(StateSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """Layers of Mamba 2; see `engine.layers.mamba.MambaSizes`. Nodes compare its repr, which a new
+    field must not change.
 
     Attributes:
         eps: Of the norm of what is read.
@@ -32,6 +33,9 @@ class MambaSpec(StateSpec, frozen=True, kw_only=True):
     kernel: int
     conv_bias: bool
     eps: float
+    is_normed: bool = True
+    input_scales: tuple[float, ...] = ()
+    output_scale: float = 1.0
 
     def planes(self, dtype: Dtype) -> tuple[Plane, ...]:
         """Returns a state, and the last inputs of the convolution: of heads, and of groups, which
@@ -59,14 +63,14 @@ class MambaSpec(StateSpec, frozen=True, kw_only=True):
         yield "out_proj", inner, hidden_size
 
 
-def read_mamba(file: ConfigFile, eps: float) -> MambaSpec:
-    """Returns the layers with a state, from the names that most families have; `eps` is
-    that of norms. Raises `UnsupportedField`."""
+def read_mamba(file: ConfigFile, eps: float, *, layers: tuple[int, ...] | None = None) -> MambaSpec:
+    """Returns the layers with a state, from the names that most families have; `eps` is that of
+    norms. `layers`: which those are; None: `layer_types` says so. Raises `UnsupportedField`."""
     heads = state_number(file, "mamba_n_heads")
-    inner = int(file.mamba_expand * file.hidden_size)
+    inner = file.mamba_d_ssm or int(file.mamba_expand * file.hidden_size)
     head_dim = inner // heads if file.mamba_d_head == "auto" else file.mamba_d_head
     mamba = MambaSpec(
-        layers=state_layers(file),
+        layers=state_layers(file) if layers is None else layers,
         heads=heads,
         groups=state_number(file, "mamba_n_groups"),
         head_dim=head_dim if isinstance(head_dim, int) else 0,

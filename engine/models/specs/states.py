@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import ClassVar
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from engine.config import Dtype, KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
-from engine.models.specs.kv_planes import planes_of_heads
+from engine.models.specs.kv_planes import layers_alike
 from kv_transfer.planes import Plane
 
 STATE_DTYPE = "float32"
@@ -26,12 +26,18 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         module: Their block's name in the checkpoint.
         flops_per_element: Of a state, for each token.
         layers: Their numbers, ascending.
+        beside_attention: They have attention as well, which reads and adds what they do.
     """
 
     module: ClassVar[str]
     flops_per_element: ClassVar[int]
 
     layers: tuple[int, ...]
+    beside_attention: bool = False
+
+    def leaves_attention(self, layer: int) -> bool:
+        """Returns whether a layer of the model has attention."""
+        return self.beside_attention or layer not in self.layers
 
     @abstractmethod
     def planes(self, dtype: Dtype) -> tuple[Plane, ...]:
@@ -51,16 +57,20 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     def projections(self, hidden_size: int) -> Iterator[tuple[str, int, int]]:
         """Yields (name, inputs, outputs) of a layer's linear layers."""
 
-    def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
-        """Returns the layers with attention, and these in groups of as many."""
-        full = [i for i in range(model.num_layers) if i not in self.layers]
-        attention = planes_of_heads(model.heads_of(full[0]), model.dtype)
+    def kv_layers(
+        self, model: ModelConfig, local: Collection[int], window: int | None
+    ) -> tuple[KVLayers, ...]:
+        """Returns the layers with attention, of which those in `local` have the window, and these
+        in groups of as many."""
+        attending = [i for i in range(model.num_layers) if self.leaves_attention(i)]
+        attention = layers_alike(model, attending, local, window)
+        size = max(len(group.layers) for group in attention)
         planes = self.planes(model.dtype)
         return (
-            KVLayers(layers=tuple(full), planes=attention),
+            *attention,
             *(
-                KVLayers(layers=self.layers[i : i + len(full)], planes=planes, is_state=True)
-                for i in range(0, len(self.layers), len(full))
+                KVLayers(layers=self.layers[i : i + size], planes=planes, is_state=True)
+                for i in range(0, len(self.layers), size)
             ),
         )
 

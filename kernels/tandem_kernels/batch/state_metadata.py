@@ -84,6 +84,16 @@ class StateMetadata:
         """Returns the rows that `causal_conv` returns besides those of the step's tokens."""
         return 0 if self.pending is None else self.num_decodes * self.pending.most
 
+    def rows_of_step(self, lines: Tensor) -> Tensor:
+        """Returns the rows [T, C] of the step's own tokens among `lines` [T + num_pending_rows, C],
+        for layers whose convolution is all that they keep."""
+        if self.pending is None or self.num_decodes == 0:
+            return lines
+        most, count = self.pending.most, self.num_decodes
+        num_lines = count * (most + self.decode_query_len)
+        decodes = lines[:num_lines].view(count, -1, lines.shape[1])[:, most:].flatten(0, 1)
+        return torch.cat((decodes, lines[num_lines:]))
+
     def prompts(self) -> StateMetadata:
         """Returns the requests behind the decodes alone."""
         first = self.num_decodes

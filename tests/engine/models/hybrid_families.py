@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     Qwen3_5ForCausalLM,
@@ -47,6 +57,8 @@ _NEMOTRON = {
     "time_step_min": 1e-9,
 }  # fmt: skip
 
+_LFM = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+
 
 def _kinds(pattern: str) -> list[str]:
     """Returns a name for each layer, by the letters of Nemotron-H."""
@@ -54,7 +66,44 @@ def _kinds(pattern: str) -> list[str]:
     return [names[letter] for letter in pattern]
 
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
+
 HYBRID_FAMILIES = {
+    "bamba": Family(
+        BambaForCausalLM,
+        BambaConfig,
+        {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [2], "mamba_n_groups": 2},
+    ),
+    "falcon_h1": Family(
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 128,
+            "mamba_n_groups": 2,
+            "lm_head_multiplier": 0.3,
+            "embedding_multiplier": 2.5,
+            "mlp_multipliers": [0.6, 0.7],
+            "key_multiplier": 0.4,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.8,
+            "ssm_multipliers": [0.7, 0.5, 1.3, 0.9, 1.1],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.6,
+        },
+    ),
+    "falcon_h1_normed": Family(
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 128,
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_out_multiplier": 0.6,
+        },
+    ),
     "granite_hybrid": Family(
         GraniteMoeHybridForCausalLM,
         GraniteMoeHybridConfig,
@@ -78,6 +127,37 @@ HYBRID_FAMILIES = {
             "position_embedding_type": "rope",
         },
         published={"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    ),
+    "lfm2": Family(
+        Lfm2ForCausalLM,
+        Lfm2Config,
+        {**_LFM, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2_moe": Family(
+        Lfm2MoeForCausalLM,
+        Lfm2MoeConfig,
+        {
+            **_LFM,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm3": Family(
+        Lfm3ForCausalLM,
+        Lfm3Config,
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "sliding_window": 17,
+            "conv_L_cache": 4,
+            "pad_token_id": 0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention", "conv"],
+        },
     ),
     "nemotron_h": Family(
         NemotronHForCausalLM,

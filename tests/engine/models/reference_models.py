@@ -241,7 +241,7 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
             if name.endswith("dt_bias"):
                 parameter.copy_(torch.randn(parameter.shape) - 1.0)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
             if name.endswith("tid2eid"):
                 scores = torch.rand(len(buffer), model.config.n_routed_experts)
