@@ -39,6 +39,7 @@ from bench.jobs.process import JobProcess
 from bench.record import machine, origin
 
 _MOST_THREADS = 16
+_OVER = "the queue's time was over"
 _MARGIN_S = 5.0
 """The time that killed processes and the last lines may take, of a queue with a limit."""
 
@@ -116,15 +117,11 @@ class Queue:
                 return begun
             job, places = found
             self._waiting.remove(job)
-            running = JobProcess(job, places, self._threads(), self._folder, now)
-            self._running.append(running)
-            self.journal.begun(running)
+            threads = len(os.sched_getaffinity(0)) // len(self._places)
+            threads = max(1, min(_MOST_THREADS, threads))
+            self._running.append(JobProcess(job, places, threads, self._folder, now))
+            self.journal.begun(self._running[-1])
             begun = True
-
-    def _threads(self) -> int:
-        """Returns how many threads each process may have for computing on the host."""
-        cores = len(os.sched_getaffinity(0))
-        return max(1, min(_MOST_THREADS, cores // len(self._places)))
 
     def _leave_out(self, left_s: float) -> None:
         for job in list(self._waiting):
@@ -136,24 +133,21 @@ class Queue:
                 self.journal.left_out(job, why)
 
     def _ends_at(self, running: JobProcess) -> float:
-        if running in self._kill_at:
-            return self._kill_at[running]
-        return min(running.started + running.job.limit_s, self._over_at)
+        own = min(running.started + running.job.limit_s, self._over_at)
+        return self._kill_at.get(running, own)
 
     def _end_late_jobs(self) -> None:
         """Asks jobs to end whose time is over, and ends those that were asked and did not."""
         now = self._clock()
         for running in self._running:
-            late = now >= self._ends_at(running)
+            is_late, limit_s = now >= self._ends_at(running), running.job.limit_s
             if running in self._kill_at:
-                if late:
+                if is_late:
                     running.kill()
-            elif self._stopped or late:
-                limit_s = running.job.limit_s
-                own = f"it took longer than {limit_s:g} s"
-                whole = "the queue's time was over"
-                late_by = own if now >= running.started + limit_s else whole
-                running.terminate(self._stopped or late_by)
+            elif self._stopped or is_late:
+                is_own = now >= running.started + limit_s
+                late = f"it took longer than {limit_s:g} s" if is_own else _OVER
+                running.terminate(self._stopped or late)
                 self._kill_at[running] = now + self._grace_s
 
     def _take_notes(self) -> None:

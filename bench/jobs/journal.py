@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +15,7 @@ from bench.jobs.process import JobProcess
 State = Literal["waiting", "running", "passed", "failed", "left out"]
 
 
-class Entry(msgspec.Struct):
+class Entry(msgspec.Struct, frozen=True):
     """Tells what became of a job.
 
     Attributes:
@@ -37,10 +37,6 @@ class Entry(msgspec.Struct):
     results: list[str] = msgspec.field(default_factory=list)
 
 
-def describe_gpus(gpus: Sequence[str]) -> str:
-    return ", ".join("the CPU" if gpu == "cpu" else f"GPU {gpu}" for gpu in dict.fromkeys(gpus))
-
-
 class Journal:
     """Writes FOLDER/queue.json anew whenever a job has begun, ended or been left out."""
 
@@ -57,28 +53,26 @@ class Journal:
         return {name: entry.state for name, entry in self.entries.items()}
 
     def begun(self, running: JobProcess) -> None:
-        entry = self.entries[running.job.name]
-        entry.state, entry.gpus = "running", running.places
-        self._write()
-        self._say(f"begins    {entry.name:{self._width}}  on {describe_gpus(entry.gpus)}")
+        places = dict.fromkeys(running.places)
+        where = ", ".join("the CPU" if place == "cpu" else f"GPU {place}" for place in places)
+        self._note(running.job, f"on {where}", state="running", gpus=running.places)
 
     def ended(self, running: JobProcess, seconds: float) -> None:
         """Takes note of a job whose processes are gone."""
-        entry = self.entries[running.job.name]
-        entry.seconds = round(seconds, 3)
-        entry.exit_code = running.child.exit_code
-        entry.tests, entry.why = running.tests(), running.failure()
-        entry.results = running.keep_results()
-        entry.state = "failed" if entry.why else "passed"
-        self._write()
-        told = f": {entry.why}" if entry.why else ""
-        self._say(f"{entry.state:8}  {entry.name:{self._width}}  {entry.seconds:.1f} s{told}")
+        why = running.failure()
+        self._note(
+            running.job,
+            f"{seconds:.1f} s" + (f": {why}" if why else ""),
+            state="failed" if why else "passed",
+            why=why,
+            seconds=round(seconds, 3),
+            exit_code=running.child.exit_code,
+            tests=running.tests(),
+            results=running.keep_results(),
+        )
 
     def left_out(self, job: Job, why: str) -> None:
-        entry = self.entries[job.name]
-        entry.state, entry.why = "left out", why
-        self._write()
-        self._say(f"left out  {entry.name:{self._width}}  {why}")
+        self._note(job, why, state="left out", why=why)
 
     def table(self) -> str:
         lines = []
@@ -88,8 +82,13 @@ class Journal:
             lines.append(f"{entry.name:{self._width}}  {entry.state:8}  {seconds:>9}  {about}")
         return "\n".join(lines)
 
-    def _say(self, line: str) -> None:
-        print(f"{time.monotonic() - self._began:7.1f} s  {line}", flush=True)
+    def _note(self, job: Job, about: str, **changed: Any) -> None:
+        entry = msgspec.structs.replace(self.entries[job.name], **changed)
+        self.entries[job.name] = entry
+        self._write()
+        what = "begins" if entry.state == "running" else entry.state
+        seconds = time.monotonic() - self._began
+        print(f"{seconds:7.1f} s  {what:8}  {entry.name:{self._width}}  {about}", flush=True)
 
     def _write(self) -> None:
         told = {**self._origin, "jobs": list(self.entries.values())}
