@@ -16,6 +16,7 @@ Goals on one H200, 8k tokens: first token in 40 ms (198 ms computed), p99 of the
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -37,8 +38,6 @@ from engine.speed.offline_engine import OfflineEngine, offline_engine
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.tier import Tier
 from kv_transfer.tiers.host_tier import PooledHostTier
-
-_NEVER_ENDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ class Bench:
         return msgspec.structs.replace(request, spec=RequestSpec(prompt, request.spec.sampling))
 
     def first_token_ms(self, index: int) -> float:
-        """Asks alone. Returns after KV has gone wherever it goes."""
+        """Asks alone, and returns when it has settled."""
         core, request = self._engine.core, self.prompt(index)
         at = time.monotonic()
         core.handle(request)
@@ -133,9 +132,13 @@ class Bench:
         while not any(output.new_token_ids for output in outputs):
             outputs = self.turn()
         found = (time.monotonic() - at) * 1e3
-        while not core.is_idle or self.tier.num_jobs:
-            self.turn()
+        self.settle()
         return found
+
+    def settle(self) -> None:
+        """Waits until all is answered, and KV has gone wherever it goes."""
+        while not self._engine.core.is_idle or self.tier.num_jobs:
+            self.turn()
 
     def wait_until_ready(self) -> None:
         while not self.tier.is_ready:
@@ -145,9 +148,8 @@ class Bench:
         """Returns the times between tokens of rows that decode, while prompts come whose prefix is
         loaded, or in the cache."""
         plan, core = self._plan, self._engine.core
-        rows = [self._engine.request(plan.row_tokens, _NEVER_ENDS) for _ in range(plan.rows)]
-        length = plan.row_tokens + plan.steps_between * (plan.arrivals + 4)
-        rows = [_of_length(row, length) for row in rows]
+        num_steps = plan.steps_between * (plan.arrivals + 4)
+        rows = [self._engine.request(plan.row_tokens, num_steps) for _ in range(plan.rows)]
         for row in rows:
             core.handle(row)
         watched, results, at = rows[0].request_id, 0, 0.0
@@ -169,18 +171,8 @@ class Bench:
                     core.handle(self.prompt(index % plan.prompts if is_loaded else 0))
                     index += 1
             outputs = self.turn()
-        while not core.is_idle or self.tier.num_jobs:
-            self.turn()
+        self.settle()
         return pauses
-
-
-def _of_length(request: EngineCoreRequest, length: int) -> EngineCoreRequest:
-    sampling = msgspec.structs.replace(
-        request.spec.sampling, max_tokens=length - len(request.spec.prompt_token_ids)
-    )
-    return msgspec.structs.replace(
-        request, spec=RequestSpec(request.spec.prompt_token_ids, sampling)
-    )
 
 
 def engine_config(shape: str, device: str, plan: Plan) -> EngineConfig:
@@ -268,17 +260,26 @@ def progress(what: str) -> Iterator[None]:
     print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
+def parse(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """Returns what both commands read."""
+    parser = parser_of(doc, name)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--processes", type=int, help="transfer processes of the rank")
-    args = parser.parse_args()
+    return parser
+
+
+def plan_of(args: argparse.Namespace, **changed: int) -> tuple[str, Plan, EngineConfig]:
+    """Returns shape, plan and engine."""
     plan = PLANS[args.device]
-    if args.processes:
-        plan = replace(plan, processes=args.processes)
+    plan = replace(plan, processes=args.processes or plan.processes, **changed)
     shape = args.shape or ("llama-3.1-8b" if args.device == "cuda" else "tiny")
-    config = engine_config(shape, args.device, plan)
+    return shape, plan, engine_config(shape, args.device, plan)
+
+
+def main() -> None:
+    args = parse(__doc__, "host_tier").parse_args()
+    shape, plan, config = plan_of(args)
     with offline_engine(config) as engine:
         try:
             figures = {"shape": shape, "transfer processes": plan.processes}
@@ -287,7 +288,7 @@ def main() -> None:
             engine.core.shutdown()
     print(json.dumps(figures, indent=1))
     if args.device == "cuda":
-        print(write_result("host_tier", figures))
+        print(write_result(args.name, figures))
 
 
 if __name__ == "__main__":

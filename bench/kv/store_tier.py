@@ -15,7 +15,6 @@ bench/results/store_tier.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -25,10 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from bench.arguments import parser_of
-from bench.engine.models.shapes import SHAPES
 from bench.figures import distribution
-from bench.kv.host_tier import PLANS, Bench, Plan, engine_config, progress
+from bench.kv.host_tier import Bench, Plan, parse, plan_of, progress
 from bench.kv.mooncake import Mooncake, mooncake, python_path
 from bench.record import write_result
 from engine.config import EngineConfig
@@ -119,11 +116,6 @@ class StoreBench(Bench):
             self.settle()
             self.reset()
 
-    def settle(self) -> None:
-        """Waits until nothing is on its way to the store."""
-        while self.tier.num_jobs:
-            self.turn()
-
 
 def measure(bench: StoreBench, plan: Plan) -> dict[str, object]:
     bench.wait_until_ready()
@@ -171,25 +163,13 @@ def with_store(config: EngineConfig, store: Mooncake, query: str) -> EngineConfi
     return replace(config, kv_transfer=replace(config.kv_transfer, store_tier_url=url))
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, "store_tier")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shape", choices=sorted(SHAPES))
-    parser.add_argument("--prompts", type=int, help="of their own prefix each")
-    parser.add_argument("--processes", type=int, help="transfer processes of the rank")
+def main() -> None:
+    parser = parse(__doc__, "store_tier")
+    parser.add_argument("--prompts", type=int, default=6, help="of their own prefix each")
     parser.add_argument("--keepers", type=int, default=4, help="processes that lend memory")
     parser.add_argument("--query", default="", help="of the store's URL, such as protocol=rdma")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_arguments()
-    plan = PLANS[args.device]
-    plan = replace(
-        plan, prompts=1 + (args.prompts or 6), processes=args.processes or plan.processes, rows=1
-    )
-    shape = args.shape or ("llama-3.1-8b" if args.device == "cuda" else "tiny")
-    config = engine_config(shape, args.device, plan)
+    args = parser.parse_args()
+    shape, plan, config = plan_of(args, prompts=1 + args.prompts, rows=1)
     os.environ["PYTHONPATH"] = python_path()
     layout, block_size = config.kv_layout, config.cache.block_size
     needed = plan.prompts * -(-plan.prefix // block_size) * layout.block_bytes
