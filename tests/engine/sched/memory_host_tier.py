@@ -88,7 +88,10 @@ class MemoryHostTier:
         return self.is_right(ticket) or ticket.number in self.release
 
     def is_right(self, ticket: LoadTicket) -> bool:
-        return all(marks[ticket.place] >= ticket.number for marks in self._marks)
+        """A place whose load failed is that of another load next, which may be done before the step
+        that waited for the first has run."""
+        is_done = all(marks[ticket.place] >= ticket.number for marks in self._marks)
+        return is_done and ticket.number not in self.release
 
     def advance(self, *, may_fail: bool = False) -> None:
         """Lets one process do its share of a job; one of a process come in their order."""
@@ -116,6 +119,11 @@ class MemoryHostTier:
             has = self._stored(process)
             lacking = (s for n, s in zip(command.names, command.slots, strict=True) if n not in has)
             damaged = sorted({*damaged, *lacking})
+        if isinstance(command, SpillMeta | PutMeta):
+            # A load may have found them damaged since.
+            damaged = sorted(
+                {*damaged, *(s for s in command.slots if s not in self._names[process])}
+            )
         self._do(process, command, damaged)
         if isinstance(command, LoadMeta) and command.ticket is not None and not damaged:
             self._marks[process][command.ticket.place] = command.ticket.number
