@@ -141,17 +141,18 @@ def _read(file: int, start: int, count: int, place: memoryview | None, own: loca
 
 def load(folder: Path, device: str, *, with_identity: bool) -> Load:
     """Loads in a process of its own; this one is the engine core, which has the identity."""
-    context = multiprocessing.get_context("spawn")
+    config, context = _engine(folder), multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     rank = context.Process(target=run_rank, args=(theirs, folder, device, with_identity))
     rank.start()
+    theirs.close()
     with no_known_digests():
         ours.recv()
         began = time.perf_counter()
         ours.send("go")
         seconds, peak, digests = ours.recv()
         if with_identity:
-            IdentityJob(_engine(folder)).result(digests)
+            IdentityJob(config).result(digests)
         all_s = time.perf_counter() - began
     rank.join()
     return Load(seconds, all_s, peak)
