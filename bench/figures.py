@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,12 @@ Figures = dict[str, Any]
 def percentile(ordered: Sequence[float], part: float) -> float:
     """Interpolates linearly between the two nearest ranks."""
     return float(np.quantile(ordered, part))
+
+
+def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table. `head`: its headings, by comma."""
+    names = head.split(", ")
+    return "\n".join(f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows))
 
 
 def one_queue(prompts: Sequence[tuple[float, float]], num_servers: int) -> list[float]:

@@ -28,6 +28,7 @@ from typing import Any
 
 from bench.arguments import parser_of
 from bench.engine.speed_profiles import PROFILES
+from bench.figures import markdown
 from bench.record import RESULTS, write_result
 from bench.serving.load import LoadSpec
 from engine.speed.profile import load_profile
@@ -110,35 +111,27 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| nodes | requests/s | TTFT p50, ms | p99 | ITL p50, ms | p99 |",
-        "|---|---|---|---|---|---|",
-    ]
+    found = []
     for row in rows:
         cells = [
             f"{row[f]['predicted_ms']:.4g} / {row[f]['measured_ms']:.4g} ({row[f]['error']:+.0%})"
             for f in FIGURES
         ]
-        lines.append(f"| {row['nodes']} | {row['rate']:g} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        found.append([row["nodes"], f"{row['rate']:g}", *cells])
+    return markdown("nodes, requests/s, TTFT p50 ms, p99, ITL p50 ms, p99", found)
 
 
 def live_table(rows: list[dict[str, Any]]) -> str:
     """Returns live and simulated milliseconds, with a star where they are further apart than
     `ALLOWED`; the ideal is one queue before as many servers."""
-    lines = [
-        "| nodes | in/out | requests/s | TTFT p50, ms | p99 | ideal p50/p99 | ITL p50, ms | p99 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    found = []
     for row in rows:
-        found = row["simulated"]
-        cells = {name: live_cell(row, name) for name in FIGURES}
-        ideal = "{p50:.4g}/{p99:.4g}".format(**found["ideal_ttft_ms"])
-        load = f"{row['n_in']}/{row['n_out']} | {row['qps']:g}"
-        ttft = f"{cells['ttft_p50']} | {cells['ttft_p99']} | {ideal}"
-        itl = f"{cells['itl_p50']} | {cells['itl_p99']}"
-        lines.append(f"| {row['engine']} | {load} | {ttft} | {itl} |")
-    return "\n".join(lines)
+        ttft_p50, ttft_p99, *itl = (live_cell(row, name) for name in FIGURES)
+        ideal = "{p50:.4g}/{p99:.4g}".format(**row["simulated"]["ideal_ttft_ms"])
+        load = f"{row['n_in']}/{row['n_out']}", f"{row['qps']:g}"
+        found.append([row["engine"], *load, ttft_p50, ttft_p99, ideal, *itl])
+    head = "nodes, in/out, requests/s, TTFT p50 ms, p99, ideal p50/p99, ITL p50 ms, p99"
+    return markdown(head, found)
 
 
 def live_cell(row: dict[str, Any], figure: str) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.arguments import names_among, parser_of
 from bench.engine.speed_profiles import PROFILES
+from bench.figures import markdown
 from bench.record import RESULTS, write_result
 from bench.router.simulated_case import HOT_KEY, SLO_S, Case, Result, policy_maker, requests_of, run
 from engine.speed.profile import load_profile
@@ -212,20 +213,18 @@ def decision_us(num_prefill: int, count: int = 4000) -> float:
 # Output -----------------------------------------------------------------------------------------
 
 _HEAD = (
-    "group", "case", "workload", "nodes", "load", "SLO", "refused", "hits / limit", "TTFT mean",
-    "p50", "p99", "ideal mean", "p99", "ITL p99",
-)  # fmt: skip
+    "group, case, workload, nodes, load, SLO, refused, hits / limit, TTFT mean, p50, p99, "
+    "ideal mean, p99, ITL p99"
+)
 _SECONDS = "ttft_mean", "ttft_p50", "ttft_p99", "ideal_mean", "ideal_p99", "itl_p99"
 
 
-def table(results: Iterable[Result]) -> str:
-    rows = [_HEAD, ("---",) * len(_HEAD)]
-    for r in results:
-        hits = f"{r['hit']:.3f} / {r['hit_limit']:.3f}"
-        case = r["group"], r["label"], r["workload"], str(r["num_prefill"]), f"{r['load']:g}"
-        seconds = (f"{r[f'{name}_s']:.3g}" for name in _SECONDS)
-        rows.append((*case, f"{r['slo']:.3f}", f"{r['refused']:.3f}", hits, *seconds))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+def cells(r: Result) -> list[str]:
+    """Returns a row of the table below `_HEAD`."""
+    case = [r["group"], r["label"], r["workload"], str(r["num_prefill"]), f"{r['load']:g}"]
+    hits = f"{r['hit']:.3f} / {r['hit_limit']:.3f}"
+    seconds = (f"{r[f'{name}_s']:.3g}" for name in _SECONDS)
+    return [*case, f"{r['slo']:.3f}", f"{r['refused']:.3f}", hits, *seconds]
 
 
 def _last_figures() -> dict[str, Any]:
@@ -289,9 +288,8 @@ def main() -> None:
         for case in GROUPS[name]():
             result = run(replace(case, count=int(case.count * args.part)))
             results.append(result)
-            print(
-                table([result]).splitlines()[-1], f"{result['decision_p50_us']:.0f} µs", flush=True
-            )
+            us = f"{result['decision_p50_us']:.0f} µs"
+            print(markdown(_HEAD, [cells(result)]).splitlines()[-1], us, flush=True)
         if is_whole:
             keep(name, results)
     if is_whole:
