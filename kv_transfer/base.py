@@ -118,7 +118,7 @@ class HostTier(ABC):
     @abstractmethod
     def num_with_room(self, names: Sequence[bytes]) -> int:
         """Returns for how many of these blocks, from the first on, host memory has room, beside
-        those of them that it has."""
+        those of them that it has; 0 while that is not known (`is_ready`)."""
 
     @property
     @abstractmethod

@@ -159,6 +159,8 @@ class PooledHostTier(HostTier):
         return self.is_ready and self.store_index is not None and self.store_index.is_on
 
     def num_with_room(self, names: Sequence[bytes]) -> int:
+        if not self.is_ready:
+            return 0
         busy = (i for i, name in enumerate(names) if name in self._filling)
         return self._slots.num_with_room(names[: next(busy, len(names))])
 

@@ -45,6 +45,7 @@ from kv_transfer.tier import (
     LoadBegun,
     LoadMeta,
     LoadTicket,
+    PutMeta,
     SpillMeta,
     StoreMeta,
     Tier,
@@ -722,6 +723,33 @@ def test_what_was_on_its_way_when_all_was_forgotten_is_not_found(
     assert tier.num_found([b"a"], 0) == tier.num_found([b"b"], 0) == 0
     assert tier.store([(bytes([name]), name) for name in range(4)]) is not None, "slots are back"
     assert tier.num_jobs == 1
+
+
+def test_nothing_is_loaded_beside_a_store_until_all_say_what_they_hold() -> None:
+    """A process that was killed holds less than before, and the question of what the store has was
+    asked when it still held all."""
+    sent: list[TierCommand] = []
+
+    def send(process: int, command: TierCommand) -> bool:
+        sent.append(command)
+        return True
+
+    tier = PooledHostTier(4, 2, send, has_store=True)
+    for process in range(2):
+        tier.apply(TierContents(process, 0))
+    assert tier.store([(b"a", 0)]) is not None
+    (stored, _) = sent
+    assert isinstance(stored, StoreMeta)
+    for process in range(2):
+        tier.apply(HostTierEvent(stored.job, process))
+    put = sent[-1]
+    assert isinstance(put, PutMeta) and tier.num_with_room([b"a", b"b"]) == 2
+    tier.process_is_gone(1)
+    assert tier.num_with_room([b"a", b"b"]) == 0
+    tier.apply(TierContents(1, 1))
+    assert tier.num_with_room([b"a", b"b"]) == 0, "the other one still gives the store its share"
+    tier.apply(HostTierEvent(put.job, 0))
+    assert tier.num_with_room([b"a", b"b"]) == 2 and b"a" not in tier
 
 
 @pytest.mark.parametrize("lacking", [0, 1])

@@ -71,9 +71,10 @@ def expected_output(request: Request, max_len: int) -> list[int]:
         ends |= set(request.eos_token_ids)
     tokens = list(request.all_token_ids[: request.num_prompt_tokens])
     output: list[int] = []
+    state = kv_of(tokens)[-1]
     while len(output) < sampling.max_tokens and len(tokens) < max_len:
-        state = kv_of(tokens)[-1]
         token = next_token(state, len(output), sampling, request.eos_token_ids)
+        state = hash((state, token))
         tokens.append(token)
         output.append(token)
         if token in ends and len(output) >= sampling.min_tokens:

@@ -302,9 +302,9 @@ class StepMachine:
         free = set(pool.free_queue.block_ids())
         assert len(free) == pool.num_free_blocks
         assert len(free) + len(users) == self.num_blocks
-        for block in pool.blocks:
-            assert block.ref_cnt == users[block.block_id]
-            assert (block.block_id in free) == (block.ref_cnt == 0)
+        # Together with the counts above: each block is free, or has its users.
+        assert {block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt} == users
+        assert free.isdisjoint(users)
         self.check_arrivals()
 
     def check_arrivals(self) -> None:
@@ -314,11 +314,10 @@ class StepMachine:
         scheduler = self.scheduler
         arrivals = scheduler._remote.arrivals
         found = arrivals._of_request
-        in_state = {state: set(arrivals._in[state]) for state in ArrivalState}
-        assert in_state == {
-            state: {name for name, one in found.items() if one.state is state}
-            for state in ArrivalState
-        }
+        in_state: dict[ArrivalState, set[str]] = {state: set() for state in arrivals._in}
+        for name, one in found.items():
+            in_state[one.state].add(name)
+        assert in_state == {state: set(names) for state, names in arrivals._in.items()}
         early, queued = in_state[ArrivalState.EARLY], in_state[ArrivalState.QUEUED]
         with_blocks = {name for name, one in found.items() if one.state in WITH_BLOCKS}
         assert with_blocks | early == found.keys() & set(scheduler._kv_cache.request_ids())
