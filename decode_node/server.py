@@ -288,7 +288,8 @@ def create_credits(config: EngineConfig, num_blocks: int) -> KVCredits:
         return KVCredits(num_blocks, span, num_seqs, states, num_groups)
     # Credits count tokens in blocks of that size, whatever groups of layers take of the pool.
     block_size = config.cache.block_size
-    num_blocks = tokens_that_fit(groups, num_blocks) // block_size
+    step_tokens = config.scheduler.max_num_batched_tokens
+    num_blocks = tokens_that_fit(groups, num_blocks, step_tokens) // block_size
     return KVCredits(num_blocks, block_size, num_seqs, num_groups=num_groups)
 
 

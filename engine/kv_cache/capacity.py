@@ -4,26 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kv_transfer.layout import KVGroup
+from kv_transfer.layout import STATE_SPAN, KVGroup
+
+_STEPS_AHEAD = 2
+"""One is computed while the next is scheduled."""
 
 
-def num_blocks_for(groups: Sequence[KVGroup], num_tokens: int) -> int:
-    """Returns the blocks of `num_tokens` tokens, over all groups."""
-    return sum(group.num_blocks_for(num_tokens) for group in groups)
+def windows_roll(groups: Sequence[KVGroup]) -> bool:
+    """Returns whether a request has blocks of windows for its next steps alone: beside rows that
+    stand for several tokens they would take far more than what is kept."""
+    return any(group.compress_ratio > 1 for group in groups)
 
 
-def tokens_that_fit(groups: Sequence[KVGroup], num_blocks: int) -> int:
+def blocks_at_once(group: KVGroup, num_tokens: int, step_tokens: int) -> int:
+    """Returns the most blocks of a window that a request of `num_tokens` tokens has at once, whose
+    steps compute up to `step_tokens` of them each."""
+    reach = (group.window or 1) + group.window_align - 2
+    span = -(-(reach + _STEPS_AHEAD * step_tokens) // group.block_size) + 1
+    return min(group.num_blocks_for(num_tokens), span)
+
+
+def num_blocks_for(
+    groups: Sequence[KVGroup], num_tokens: int, step_tokens: int = STATE_SPAN
+) -> int:
+    """Returns the blocks of `num_tokens` tokens, over all groups; of windows that roll, those for
+    steps of up to `step_tokens`."""
+    rolls = windows_roll(groups)
+    return sum(
+        blocks_at_once(group, num_tokens, step_tokens)
+        if rolls and group.window is not None
+        else group.num_blocks_for(num_tokens)
+        for group in groups
+    )
+
+
+def tokens_that_fit(
+    groups: Sequence[KVGroup], num_blocks: int, step_tokens: int = STATE_SPAN
+) -> int:
     """Returns the most tokens whose blocks in all groups are at most `num_blocks`.
 
-    Windows do not count: a request that comes back after a preemption needs the blocks of all its
-    tokens for a moment.
+    Windows count as a whole, unless they roll: a request that comes back after a preemption needs
+    the blocks of all its tokens for a moment.
     """
     if len(groups) == 1:
         return num_blocks * groups[0].block_size
     low, high = 0, num_blocks * max(group.block_size for group in groups)
     while low < high:
         middle = (low + high + 1) // 2
-        if num_blocks_for(groups, middle) <= num_blocks:
+        if num_blocks_for(groups, middle, step_tokens) <= num_blocks:
             low = middle
         else:
             high = middle - 1

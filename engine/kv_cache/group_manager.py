@@ -13,7 +13,7 @@ Tables keep their length, so a logical block has the same index for ever.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -48,6 +48,8 @@ class RequestBlocks:
         borrowed: Kept states that the request begins with copies of, until those are made.
         kept: Copies of its states that nothing can find yet, with the groups that they are of.
         num_kept_tokens: The tokens behind which they were copied.
+        num_prompt_tokens: Those that are promised blocks of windows that roll.
+        num_promised: These blocks.
     """
 
     tables: BlockTables
@@ -55,6 +57,8 @@ class RequestBlocks:
     borrowed: list[KVCacheBlock] = field(default_factory=list)
     kept: list[tuple[int, KVCacheBlock]] = field(default_factory=list)
     num_kept_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_promised: int = 0
 
 
 class GroupManager:
@@ -130,6 +134,11 @@ class GroupManager:
         """Returns how many blocks fewer a request takes from the free ones with what was found. A
         cached block without a user counts as free, but is about to be used."""
         return sum(block.ref_cnt > 0 for block in found)
+
+    def num_wanted(self, num_tokens: int, found: list[KVCacheBlock]) -> int:
+        """Returns how many free blocks a request of `num_tokens` tokens takes at once with what was
+        found."""
+        return self._group.num_blocks_for(num_tokens) - self.num_at_hand(found)
 
     def begin(self, found: list[KVCacheBlock]) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
         """Returns the table that a request begins with, and what it has to copy first."""
@@ -229,6 +238,9 @@ class WindowGroupManager(GroupManager):
         either.
         """
         super().confirm(request, blocks, num_tokens)
+        self._free_unseen(blocks, num_tokens)
+
+    def _free_unseen(self, blocks: RequestBlocks, num_tokens: int) -> None:
         table = blocks.tables[self.index]
         start = stop = min(self._group.first_block_seen(num_tokens), len(table))
         while start > 0 and table[start - 1] is not NULL_BLOCK:
@@ -307,21 +319,3 @@ class StateGroupManager(GroupManager):
 def _digest(text: bytes) -> bytes:
     """Returns what stands for `text` in names, whose length is limited; nothing for nothing."""
     return hashlib.sha256(text).digest()[:_DIGEST_BYTES] if text else b""
-
-
-def create_group_managers(groups: Sequence[KVGroup], pool: BlockPool) -> list[GroupManager]:
-    """Returns one manager for each group, over one pool."""
-    stride = state_stride(groups)
-
-    def create(index: int, group: KVGroup) -> GroupManager:
-        if group.is_state:
-            return StateGroupManager(index, group, pool, stride)
-        kind = GroupManager if group.window is None else WindowGroupManager
-        return kind(index, group, pool)
-
-    return [create(index, group) for index, group in enumerate(groups)]
-
-
-def state_stride(groups: Sequence[KVGroup]) -> int:
-    """Returns the tokens of the largest blocks: where these end, all others do."""
-    return max(group.block_size for group in groups if not group.is_state)

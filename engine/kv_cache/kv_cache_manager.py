@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from typing import TypeAlias
 
 from engine.config import EngineConfig
 from engine.contracts.outputs import ResidencyStats
@@ -31,22 +30,13 @@ from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.capacity import num_blocks_for
-from engine.kv_cache.group_manager import (
-    BlockTables,
-    RequestBlocks,
-    StateGroupManager,
-    create_group_managers,
-    state_stride,
-)
+from engine.kv_cache.group_manager import BlockTables, RequestBlocks, StateGroupManager
+from engine.kv_cache.groups import create_group_managers, state_stride
+from engine.kv_cache.kept_states import BlockCopy, KeptStates
 from engine.kv_cache.prefixes_behind import PrefixesBehind
+from engine.kv_cache.rolling_windows import RollingWindowManager
 from engine.kv_cache.sampled_pool import SampledBlockPool
-from kv_transfer.layout import BlockIds, KVGroup
-
-_SPARE = 4
-"""States are kept only while this many times their blocks are free: requests come first."""
-
-BlockCopy: TypeAlias = tuple[int, int]
-"""A block to copy, over all layers: (source, target)."""
+from kv_transfer.layout import STATE_SPAN, BlockIds, KVGroup
 
 
 class KVCacheManager:
@@ -58,16 +48,23 @@ class KVCacheManager:
         groups: Sequence[KVGroup],
         enable_caching: bool,
         residency_sample: float = 0.0,
+        step_tokens: int = STATE_SPAN,
     ) -> None:
+        """Makes an empty cache. `step_tokens`: of one request that a step computes at most."""
         self.block_pool = (
             SampledBlockPool(num_blocks, enable_caching, residency_sample)
             if residency_sample
             else BlockPool(num_blocks, enable_caching)
         )
         self._shapes = groups
-        self._groups = create_group_managers(groups, self.block_pool)
-        self._states = [group for group in self._groups if isinstance(group, StateGroupManager)]
-        self._stride = state_stride(groups)
+        self._step_tokens = step_tokens
+        self._groups = create_group_managers(groups, self.block_pool, step_tokens)
+        self._rolling = [one for one in self._groups if isinstance(one, RollingWindowManager)]
+        self._rolls = [group.index for group in self._rolling]
+        self._staying = [index for index in range(len(groups)) if index not in self._rolls]
+        self.states = KeptStates(self._groups, self.block_pool, state_stride(groups))
+        self._num_promised = 0
+        """Free blocks that requests will take in steps to come."""
         self._sizes = [(index, group.block_size) for index, group in enumerate(groups)]
         self._other_sizes = self._sizes[1:]
         self._blocks: dict[str, RequestBlocks] = {}
@@ -80,7 +77,13 @@ class KVCacheManager:
     def of(cls, config: EngineConfig, num_blocks: int) -> KVCacheManager:
         """Returns the manager of an engine's cache of `num_blocks`."""
         cache, sample = config.cache, config.inspection.kv_cache_metrics_sample
-        return cls(num_blocks, config.kv_layout.groups, cache.enable_prefix_caching, sample)
+        return cls(
+            num_blocks,
+            config.kv_layout.groups,
+            cache.enable_prefix_caching,
+            sample,
+            config.scheduler.max_num_batched_tokens,
+        )
 
     @property
     def num_groups(self) -> int:
@@ -92,7 +95,8 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return self.block_pool.num_free_blocks
+        """Returns the blocks that are neither used nor promised."""
+        return self.block_pool.num_free_blocks - self._num_promised
 
     def residency(self) -> ResidencyStats | None:
         """Returns how long blocks stay; None: nothing watches them."""
@@ -100,8 +104,8 @@ class KVCacheManager:
         return deepcopy(pool.stats) if isinstance(pool, SampledBlockPool) else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Returns the blocks of `num_tokens` tokens, over all groups."""
-        return num_blocks_for(self._shapes, num_tokens)
+        """Returns the blocks that a request of `num_tokens` tokens has at once, over all groups."""
+        return num_blocks_for(self._shapes, num_tokens, self._step_tokens)
 
     # A request gets blocks --------------------------------------------------------------------
 
@@ -151,9 +155,9 @@ class KVCacheManager:
 
     def can_allocate(self, num_tokens: int, computed: BlockTables, headroom: int = 0) -> bool:
         """Returns whether a new request fits and `headroom` blocks stay free."""
-        num_wanted = self.num_blocks_for(num_tokens) + headroom
+        num_wanted = headroom
         for group, table in zip(self._groups, computed, strict=True):
-            num_wanted -= group.num_at_hand(table)
+            num_wanted += group.num_wanted(num_tokens, table)
         return num_wanted <= self.num_free_blocks
 
     def allocate_slots(
@@ -162,12 +166,15 @@ class KVCacheManager:
         num_tokens: int,
         computed: BlockTables | None = None,
         num_received: int = 0,
+        num_filled: int = 0,
     ) -> RequestBlocks | None:
         """Gives a request that has no blocks those for its first `num_tokens` tokens. Where states
-        were found, `copies_of_states` must be made before it computes anything.
+        were found, `states.copies_of` it must be made before it computes anything. Windows that
+        roll get those that are filled from elsewhere, and the others by `extend`.
 
         Args:
             num_received: Tokens whose KV a peer sends, as far as the next one sees it.
+            num_filled: Tokens whose KV comes from elsewhere before anything is computed.
 
         Returns:
             Its blocks, or None when there are not enough free ones; then nothing changed.
@@ -187,40 +194,32 @@ class KVCacheManager:
             ],
             [block for _, borrowed in begun for block in borrowed],
         )
-        grown = self.grow(blocks, num_tokens)
-        assert grown is not None
+        if not self._rolling:
+            grown = self.grow(blocks, num_tokens)
+            assert grown is not None
+            return blocks
+        for count, groups in ((num_tokens, self._staying), (num_filled, self._rolls)):
+            grown = self._grow_groups(blocks.tables, count, groups)
+            assert grown is not None
+        blocks.num_prompt_tokens = num_tokens
+        self._settle_promise(blocks)
         return blocks
 
-    def copies_of_states(self, blocks: RequestBlocks) -> list[BlockCopy]:
-        """Returns the copies with which a request begins that has found kept states."""
-        return [
-            (source.block_id, blocks.tables[group.index][0].block_id)
-            for source, group in zip(blocks.borrowed, self._states, strict=False)
-        ]
-
-    def place_to_keep(self, request: Request) -> int:
-        """Returns the number of tokens behind which the request's states shall be kept: the last
-        place where a prompt that continues this one could find them. 0: nowhere."""
-        if not self._states or not self.block_pool.enable_caching:
-            return 0
-        place = (request.num_tokens - 1) // self._stride * self._stride
-        return place if place > request.num_computed_tokens else 0
-
-    def keep_states(self, request: Request, num_tokens: int) -> list[BlockCopy]:
-        """Keeps the request's states, which are those behind its first `num_tokens` tokens until
-        the next step computes more. Nothing is kept that can be found, or while blocks are scarce.
-
-        Returns:
-            The copies, to be made before that step computes anything.
-        """
-        blocks = self._blocks[request.request_id]
-        missing = [group for group in self._states if not group.is_kept(request, num_tokens)]
-        if not missing or self.num_free_blocks < _SPARE * len(missing):
+    def extend(self, blocks: RequestBlocks, num_tokens: int) -> list[tuple[int, list[int]]] | None:
+        """Does what `grow` does for windows that roll, before a step computes the prompt up to
+        `num_tokens` tokens. What the request was promised is there."""
+        if not self._rolling:
             return []
-        copies = self.block_pool.get_new_blocks(len(missing))
-        blocks.num_kept_tokens = num_tokens
-        blocks.kept = [(group.index, copy) for group, copy in zip(missing, copies, strict=True)]
-        return [(blocks.tables[group][0].block_id, copy.block_id) for group, copy in blocks.kept]
+        own, blocks.num_promised = blocks.num_promised, 0
+        self._num_promised -= own
+        grown = self._grow_groups(blocks.tables, num_tokens, self._rolls)
+        self._settle_promise(blocks)
+        return grown
+
+    def _settle_promise(self, blocks: RequestBlocks) -> None:
+        promised = sum(group.num_promised(blocks) for group in self._rolling)
+        self._num_promised += promised - blocks.num_promised
+        blocks.num_promised = promised
 
     def can_fork(self, pairs: Sequence[tuple[Request, Request]], headroom: int) -> bool:
         """Returns whether `fork` has blocks for all these, and `headroom` stay free: pairs of a
@@ -228,7 +227,7 @@ class KVCacheManager:
         num_wanted = headroom
         for prompt, request in pairs:
             num_shared = (prompt.num_prompt_tokens // group.block_size for group in self._shapes)
-            num_wanted += self.num_blocks_for(request.num_tokens) - sum(num_shared)
+            num_wanted += num_blocks_for(self._shapes, request.num_tokens) - sum(num_shared)
         return num_wanted <= self.num_free_blocks
 
     def fork(
@@ -253,7 +252,7 @@ class KVCacheManager:
             group.num_blocks_for(num_tokens) if takes_all else num_tokens // group.block_size
             for group in self._shapes
         ]
-        num_wanted = self.num_blocks_for(request.num_tokens) - sum(stops)
+        num_wanted = num_blocks_for(self._shapes, request.num_tokens) - sum(stops)
         if num_wanted + headroom > self.num_free_blocks:
             return None
         tables = [table[:stop] for table, stop in zip(source.tables, stops, strict=True)]
@@ -300,7 +299,7 @@ class KVCacheManager:
         """
         tables = blocks.tables
         if len(tables) > 1:
-            return self._grow_groups(tables, num_tokens)
+            return self._grow_groups(tables, num_tokens, range(len(tables)))
         table = tables[0]
         count = -(-num_tokens // self.least_block_size) - len(table)
         if count <= 0:
@@ -312,16 +311,16 @@ class KVCacheManager:
         return [(0, [block.block_id for block in new_blocks])]
 
     def _grow_groups(
-        self, tables: BlockTables, num_tokens: int
+        self, tables: BlockTables, num_tokens: int, groups: Sequence[int]
     ) -> list[tuple[int, list[int]]] | None:
         missing = [
-            max(0, group.num_blocks_for(num_tokens) - len(table))
-            for group, table in zip(self._shapes, tables, strict=True)
+            max(0, self._shapes[index].num_blocks_for(num_tokens) - len(tables[index]))
+            for index in groups
         ]
         if sum(missing) > self.num_free_blocks:
             return None
         grown: list[tuple[int, list[int]]] = []
-        for index, count in enumerate(missing):
+        for index, count in zip(groups, missing, strict=True):
             if count > 0:
                 new_blocks = self.block_pool.get_new_blocks(count)
                 tables[index] += new_blocks
@@ -364,27 +363,19 @@ class KVCacheManager:
         for group in self._groups:
             group.confirm(request, blocks, num_tokens)
         if blocks.borrowed or blocks.kept:
-            self._copies_made(request, blocks, num_tokens)
-
-    def _copies_made(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
-        """Releases states that were copied, in a step before the one that computed the last of
-        these tokens or in that."""
-        self.block_pool.free_blocks(blocks.borrowed)
-        blocks.borrowed = []
-        if num_tokens > blocks.num_kept_tokens:
-            for state in self._states:
-                for group, block in blocks.kept:
-                    if group == state.index:
-                        state.publish(request, block, blocks.num_kept_tokens)
-            self.block_pool.free_blocks(block for _, block in blocks.kept)
-            blocks.kept = []
+            self.states.settle(request, blocks, num_tokens)
+        if self._rolling:
+            self._settle_promise(blocks)
 
     # It leaves --------------------------------------------------------------------------------
 
     def take_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """Takes the blocks from the request; the caller owes them a `free_blocks`."""
         blocks = self._blocks.pop(request_id, None)
-        return [] if blocks is None else self._held(blocks)
+        if blocks is None:
+            return []
+        self._num_promised -= blocks.num_promised
+        return self._held(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """Frees `blocks`, given in the order of the tokens; the tail is the first to be taken

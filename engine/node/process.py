@@ -56,7 +56,11 @@ def emit_ready(engine: AsyncLLM, **facts: object) -> None:
         **facts,
         pid=os.getpid(),
         engine_id=config.engine_id,
-        kv_cache_tokens=tokens_that_fit(config.kv_layout.groups, engine.ready.num_blocks),
+        kv_cache_tokens=tokens_that_fit(
+            config.kv_layout.groups,
+            engine.ready.num_blocks,
+            config.scheduler.max_num_batched_tokens,
+        ),
     )
 
 

@@ -163,12 +163,13 @@ class NodeStatus:
         from the pool.
         """
         config, num_blocks = self._config, self._engine.ready.num_blocks
-        layout = config.kv_layout
+        layout, step_tokens = config.kv_layout, config.scheduler.max_num_batched_tokens
+        room = tokens_that_fit(layout.groups, num_blocks, step_tokens)
         return node_pb2.NodeLoad(
             node_id=config.engine_id,
             role=self._role,
             epoch=config.epoch,
-            block_size=max(1, tokens_that_fit(layout.groups, num_blocks) // max(1, num_blocks)),
+            block_size=max(1, room // max(1, num_blocks)),
             model_name=config.model.served_model_name,
             model_aliases=config.model.served_aliases,
             fingerprint=fingerprint(layout),

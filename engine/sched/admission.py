@@ -225,14 +225,14 @@ class Admission:
         blocks = self._allocate(request, num_tokens, cached, num_cached)
         row = self._enter(request)
         if blocks is not None and blocks.borrowed:
-            self._running.builder.copy_blocks(self._kv_cache.copies_of_states(blocks))
+            self._running.builder.copy_blocks(self._kv_cache.states.copies_of(blocks))
         self._note_place_to_keep(row)
         return self._running.add_chunk(row, room)
 
     def _note_place_to_keep(self, row: Row) -> None:
         """Sets where the states of a request that entered are kept: between two of its chunks."""
         if self._config.enable_chunked_prefill:
-            row.keep_at = self._kv_cache.place_to_keep(row.request)
+            row.keep_at = self._kv_cache.states.place_to_keep(row.request)
 
     def _part_of(self, request: Request, num_cached: int, room: StepRoom) -> int:
         """Returns how many of the request's tokens behind `num_cached` the step computes; 0: it has
@@ -263,8 +263,8 @@ class Admission:
             self._arrivals.end(request)
             return num_received > 0
         source, num_coming = coming
+        stop = num_cached + num_coming
         if not num_received:
-            stop = num_cached + num_coming
             cached = self._kv_cache.behind.tables(request, cached, stop)
         # The next token's KV is computed here: of a first one that comes from a peer, too.
         need = max(num_known, min(num_known + 1, self._limits.max_len(request) - 1))
@@ -272,7 +272,7 @@ class Admission:
             if num_received:
                 self._note_blocked(request)
             return False
-        self._allocate(request, need, cached, num_cached, num_received)
+        self._allocate(request, need, cached, num_cached, num_received, stop)
         source.begin(request, num_cached, num_coming)
         return True
 
@@ -283,11 +283,13 @@ class Admission:
         cached: BlockTables,
         num_cached: int,
         num_received: int = 0,
+        num_filled: int = 0,
     ) -> RequestBlocks | None:
         """Takes the first waiting request out of its queue, with blocks for `num_tokens` tokens,
         which are free."""
         self._waiting.pop()
-        blocks = self._kv_cache.allocate_slots(request, num_tokens, cached, num_received)
+        kv_cache = self._kv_cache
+        blocks = kv_cache.allocate_slots(request, num_tokens, cached, num_received, num_filled)
         request.num_computed_tokens = num_cached
         self._note_first_scheduling(request, num_cached)
         return blocks

@@ -14,11 +14,11 @@ class RequestLimits:
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
         self._max_model_len = config.model.max_model_len
-        num_slots = tokens_that_fit(config.kv_layout.groups, num_blocks)
-        self._num_slots = num_slots - (config.decode_query_len - 1)
-        """Tokens that one request may have KV of; drafts take the rest."""
         scheduler = config.scheduler
         budget = scheduler.max_num_batched_tokens
+        num_slots = tokens_that_fit(config.kv_layout.groups, num_blocks, budget)
+        self._num_slots = num_slots - (config.decode_query_len - 1)
+        """Tokens that one request may have KV of; drafts take the rest."""
         self._max_whole_prompt = None if scheduler.enable_chunked_prefill else budget
         # More rows could not all decode in one step.
         self.num_rows = min(scheduler.max_num_seqs, budget // config.decode_query_len)

@@ -58,7 +58,8 @@ def _feature_bytes(config: EngineConfig) -> int:
 def blocks_per_sequence(config: EngineConfig) -> int:
     """Returns the blocks of one sequence of `max_model_len` tokens, and of its drafts."""
     num_slots = config.model.max_model_len + config.decode_query_len - 1
-    return num_blocks_for(config.kv_layout.groups, num_slots)
+    step_tokens = config.scheduler.max_num_batched_tokens
+    return num_blocks_for(config.kv_layout.groups, num_slots, step_tokens)
 
 
 def check_one_sequence_fits(
@@ -75,7 +76,7 @@ def check_one_sequence_fits(
         return
     layout = config.kv_layout
     block_size, block_bytes = layout.groups[0].block_size, layout.block_bytes
-    room = tokens_that_fit(layout.groups, num_blocks)
+    room = tokens_that_fit(layout.groups, num_blocks, config.scheduler.max_num_batched_tokens)
     shorter = f"lower max_model_len to at most {room} or " if room else ""
     raise KVCacheMemoryError(
         f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}, "
@@ -90,13 +91,14 @@ def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
     """Returns what the cache of one rank holds, for the log."""
     layout = config.kv_layout
     block_size, num_bytes = layout.groups[0].block_size, num_blocks * layout.block_bytes
+    step_tokens = config.scheduler.max_num_batched_tokens
     states = sum(group.is_state for group in layout.groups)
     besides = f" ({states} a request for its states)" if states else ""
     scales = config.cache.kv_scales
     kept_as = "" if scales is None else f" in FP8 (e4m3), scales {scales.source}"
     return (
         f"{num_blocks} blocks of {block_size} tokens{kept_as}{besides}, {format_bytes(num_bytes)}: "
-        f"{tokens_that_fit(layout.groups, num_blocks)} tokens, or "
+        f"{tokens_that_fit(layout.groups, num_blocks, step_tokens)} tokens, or "
         f"{num_blocks / blocks_per_sequence(config):.1f} requests of {config.model.max_model_len}"
     )
 

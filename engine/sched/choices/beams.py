@@ -40,7 +40,8 @@ from engine.contracts.request import Request, RequestStatus
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import BeamSeat
-from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
+from engine.kv_cache.kept_states import BlockCopy
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.choices.beam_search import BeamSearch, Hypothesis
 from engine.sched.choices.beam_seats import seats_of
 from engine.sched.choices.forks import Forks

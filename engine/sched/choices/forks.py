@@ -37,7 +37,8 @@ from engine.config import SchedulingPolicy
 from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
 from engine.contracts.outputs import TokenLogprobs
 from engine.contracts.request import Request, RequestStatus
-from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
+from engine.kv_cache.kept_states import BlockCopy
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
 

@@ -338,7 +338,8 @@ class RunningRows:
 
     def add_chunk(self, row: Row, room: StepRoom) -> int:
         """Schedules as many tokens of the row's prefill as there is room for, and returns their
-        number: none, while an image stands there that is not encoded yet."""
+        number: none, while an image stands there that is not encoded yet, or windows wait for
+        blocks that steps before it still see."""
         first = row.num_reserved
         count = room.part(first, row.remaining_prefill)
         if count == 0:
@@ -347,14 +348,18 @@ class RunningRows:
             if first < row.keep_at:
                 count = min(count, row.keep_at - first)
             else:
-                self.builder.copy_blocks(self._kv_cache.keep_states(row.request, row.keep_at))
+                kept = self._kv_cache.states.keep(row.request, row.blocks, row.keep_at)
+                self.builder.copy_blocks(kept)
                 row.keep_at = 0
         if row.request.spec.images:
             most = self.images.step_tokens - self.calendar.num_tokens
             most -= self.builder.num_chunk_tokens
             count = self.images.limit(row.request, first, count, most)
-            if count == 0:
-                return 0
+        if count == 0 or (grown := self._kv_cache.extend(row.blocks, first + count)) is None:
+            return 0
+        for group, block_ids in grown:
+            self.builder.add_blocks(row.index, group, block_ids)
+        if row.request.spec.images:
             self.images.passed(row.request, first + count)
         room.take(first, count)
         row.num_reserved += count

@@ -19,7 +19,8 @@ from engine.contracts.scheduler_output import (
     SchedulerOutput,
 )
 from engine.images.image_input import EncoderWork
-from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
+from engine.kv_cache.kept_states import BlockCopy
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.rows.in_flight import InFlightStep, PromptChunk
 from engine.sched.rows.row import Row
 from kv_transfer.base import ChunkLike

@@ -32,6 +32,19 @@ def kv_layers(*windows: int | None, heads: int = 1) -> tuple[KVLayers, ...]:
     )
 
 
+def compressed_layers() -> tuple[KVLayers, ...]:
+    """Builds a layer in three groups, and one in two: a window, rows of 2 and 4 tokens, and what is
+    still to become one, as DeepSeek V4 has them."""
+    kv = (Plane("kv", 1, 4),)
+    return (
+        KVLayers(layers=(0, 1), planes=kv, window=5),
+        KVLayers(layers=(0,), planes=kv, compress_ratio=2),
+        KVLayers(layers=(0,), planes=(Plane("open", 1, 8),), window=3, window_align=2),
+        KVLayers(layers=(1,), planes=kv, compress_ratio=4),
+        KVLayers(layers=(1,), planes=(Plane("open", 1, 8),), window=1, window_align=4),
+    )
+
+
 def with_states(layers: tuple[KVLayers, ...], row_bytes: int = 4) -> tuple[KVLayers, ...]:
     """Adds two groups of a layer each that keep a state. Above 16 bytes it is larger than a block
     of four tokens is to begin with."""

@@ -93,11 +93,14 @@ class PagedMemory:
     def write(
         self, block_ids: BlockIds, position: int, state: int, num_received: int | None = None
     ) -> None:
-        """Writes into the blocks of all groups. `num_received`: a peer sends so many tokens, and of
-        a window only what the next one sees.
+        """Writes into the blocks of all groups; where a row stands for several tokens, with the
+        last of these. `num_received`: a peer sends so many tokens, and of a window only what the
+        next one sees.
         """
         for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
             if num_received is not None and position < group.first_token_seen(num_received):
+                continue
+            if (position + 1) % group.compress_ratio:
                 continue
             logical, offset = _place(group, position)
             self.slots[table[logical]][offset] = (index, state)
@@ -107,7 +110,8 @@ class PagedMemory:
         KV.
         """
         for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
-            for position in range(group.first_token_seen(seen_by), num_tokens):
+            first, ratio = group.first_token_seen(seen_by), group.compress_ratio
+            for position in range(first + ratio - 1, num_tokens, ratio):
                 logical, offset = _place(group, position)
                 found = self.slots[table[logical]][offset]
                 assert found == (index, states[position]), f"wrong KV at {position} of {index}"
@@ -116,7 +120,7 @@ class PagedMemory:
 def _place(group: KVGroup, position: int) -> tuple[int, int]:
     """Returns (logical block, row in it). A state has one row, which every token overwrites."""
     logical, offset = divmod(position, group.block_size)
-    return logical, offset % group.rows_per_block
+    return logical, offset // group.compress_ratio % group.rows_per_block
 
 
 Drafter = Callable[[list[int]], list[int]]

@@ -121,7 +121,8 @@ class StepMachine:
 
     @property
     def _max_len(self) -> int:
-        room = tokens_that_fit(self.memory.groups, self.num_blocks)
+        step_tokens = self.config.scheduler.max_num_batched_tokens
+        room = tokens_that_fit(self.memory.groups, self.num_blocks, step_tokens)
         return min(self.config.model.max_model_len, room + 2 - self.config.decode_query_len)
 
     def abort(self, request_id: str) -> None:

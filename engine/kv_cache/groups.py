@@ -1,0 +1,35 @@
+"""Builds one manager for each group of layers, over one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.capacity import windows_roll
+from engine.kv_cache.group_manager import GroupManager, StateGroupManager, WindowGroupManager
+from engine.kv_cache.rolling_windows import RollingWindowManager, hit_stride
+from kv_transfer.layout import KVGroup
+
+
+def create_group_managers(
+    groups: Sequence[KVGroup], pool: BlockPool, step_tokens: int
+) -> list[GroupManager]:
+    """Returns the managers of groups whose steps compute up to `step_tokens` of a request."""
+    stride = state_stride(groups)
+    rolls, end = windows_roll(groups), hit_stride(groups)
+
+    def create(index: int, group: KVGroup) -> GroupManager:
+        if group.is_state:
+            return StateGroupManager(index, group, pool, stride)
+        if group.window is None:
+            return GroupManager(index, group, pool)
+        if rolls:
+            return RollingWindowManager(index, group, pool, end, step_tokens)
+        return WindowGroupManager(index, group, pool)
+
+    return [create(index, group) for index, group in enumerate(groups)]
+
+
+def state_stride(groups: Sequence[KVGroup]) -> int:
+    """Returns the tokens of the largest blocks: where these end, all others do."""
+    return max(group.block_size for group in groups if not group.is_state)
