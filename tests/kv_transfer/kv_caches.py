@@ -58,14 +58,18 @@ def compressed(*, tp_size: int = 1, block_size: int = 16) -> KVLayout:
     window, index = Plane("kv", 1, 16, replicated=True), Plane("index", 1, 4, replicated=True)
     open_planes = tuple(Plane(name, 1, 32, replicated=True) for name in ("kv", "gate"))
 
-    def rows(layers: tuple[int, ...], *planes: Plane, ratio: int = 1, **more: int) -> KVGroup:
+    def rows(
+        layers: tuple[int, ...], *planes: Plane, ratio: int = 1, window: int | None = None,
+        align: int = 1,
+    ) -> KVGroup:  # fmt: skip
         return KVGroup(
             layers=layers,
             planes=planes,
             block_size=block_size * ratio,
             dtype="bfloat16",
+            window=window,
             compress_ratio=ratio,
-            **more,
+            window_align=align,
         )
 
     groups = share_page_size(
@@ -73,9 +77,9 @@ def compressed(*, tp_size: int = 1, block_size: int = 16) -> KVLayout:
             rows((0, 2), window, window=WINDOW),
             rows((1, 3), window, window=WINDOW),
             rows((0, 2), window, index, ratio=4),
-            rows((0, 2), *open_planes, window=5, window_align=4),
+            rows((0, 2), *open_planes, window=5, align=4),
             rows((1, 3), window, ratio=32),
-            rows((1, 3), *open_planes, window=1, window_align=32),
+            rows((1, 3), *open_planes, window=1, align=32),
         ],
         tp_size,
     )

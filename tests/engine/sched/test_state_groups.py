@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVLayers
 from tests.engine.sched.factories import (
+    compressed_layers,
     kv_layers,
     make_config,
     make_request,
@@ -288,20 +289,30 @@ def test_a_prefix_whose_state_is_damaged_is_computed() -> None:
     machine.check_all_done()
 
 
-_FORGETFUL = (*_SHAPES, kv_layers(None, 7), kv_layers(None, 7, heads=2), kv_layers(7))
+_FORGETFUL = (
+    *((layers, 4) for layers in _SHAPES),
+    *((layers, 4) for layers in (kv_layers(None, 7), kv_layers(None, 7, heads=2), kv_layers(7))),
+    (compressed_layers(), 2),
+)
+"""Pairs of layers and a block size."""
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    layers=st.sampled_from(_FORGETFUL),
+    shape=st.sampled_from(_FORGETFUL),
     kinds=st.sampled_from([["local"], ["export", "local"], ["choices", "pull", "local"]]),
 )
-def test_random_traffic_with_tiers(seed: int, layers: tuple[object, ...], kinds: list[str]) -> None:
-    """Their processes die, and blocks are damaged. Windows are groups of their own, too."""
+def test_random_traffic_with_tiers(
+    seed: int, shape: tuple[tuple[KVLayers, ...], int], kinds: list[str]
+) -> None:
+    """Their processes die, and blocks are damaged. Windows are groups of their own, too, and so are
+    rows that stand for several tokens."""
     rng = random.Random(seed)
+    layers, block_size = shape
     config = make_config(
-        kv_layers=layers,  # type: ignore[arg-type]
+        kv_layers=layers,
+        block_size=block_size,
         policy=rng.choice(["fcfs", "priority"]),
         max_num_seqs=rng.choice([1, 3, 6]),
         max_num_batched_tokens=rng.choice([6, 16, 64]),
@@ -309,7 +320,7 @@ def test_random_traffic_with_tiers(seed: int, layers: tuple[object, ...], kinds:
     )
     machine = StepMachine(
         config,
-        rng.choice([22, 30, 48]),
+        rng.choice([22, 30, 48]) * (1 if block_size == 4 else 4),
         depth=rng.choice([1, 2, 3]),
         seed=seed,
         num_host_slots=rng.choice([6, 12, 40]),
@@ -318,11 +329,28 @@ def test_random_traffic_with_tiers(seed: int, layers: tuple[object, ...], kinds:
     ReturningTraffic(machine, seed, kinds).run()
 
 
-def test_the_tiers_are_used_for_states() -> None:
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [(_FORGETFUL[0], (22, 20, 60)), (_FORGETFUL[-1], (110, 60, 120))],
+    ids=["states", "rows"],
+)
+def test_the_tiers_are_used(
+    shape: tuple[tuple[KVLayers, ...], int], sizes: tuple[int, int, int]
+) -> None:
+    """`sizes`: blocks of the cache, of host memory, of the disk."""
     totals = Counter[str]()
+    layers, block_size = shape
     for seed in range(6):
-        config = make_config(kv_layers=_SHAPES[0], max_num_batched_tokens=16, max_model_len=64)
-        machine = StepMachine(config, 22, depth=2, seed=seed, num_host_slots=20, num_files=60)
+        config = make_config(
+            kv_layers=layers,
+            block_size=block_size,
+            max_num_batched_tokens=16,
+            max_model_len=64,
+        )
+        blocks, slots, files = sizes
+        machine = StepMachine(
+            config, blocks, depth=2, seed=seed, num_host_slots=slots, num_files=files
+        )
         ReturningTraffic(machine, seed, ["local"]).run()
         assert machine.host is not None
         totals.update({name: int(n) for name, n in machine.host.tier.counters.items()})
