@@ -54,7 +54,7 @@ from edge.tracing.metrics import TracerCollector
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.frontend.async_llm import AsyncLLM
-from engine.kv_cache.capacity import tokens_that_fit
+from engine.kv_cache.capacity import blocks_a_token, blocks_besides, tokens_that_fit
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import HttpServer, ProbeServer, listen
 from engine.node.lifetime import NodeLifetime
@@ -281,21 +281,20 @@ def create_credits(config: EngineConfig, num_blocks: int) -> KVCredits:
     data-parallel groups."""
     groups = config.kv_layout.groups
     num_seqs, num_groups = config.scheduler.max_num_seqs, config.parallel.data_parallel_size
-    if states := sum(group.is_state for group in groups):
+    if besides := blocks_besides(groups, config.decode_query_len):
         # Blocks of the pool itself: in each, as many tokens as all groups together have there.
-        shares = sum(1 / group.block_size for group in groups if not group.is_state)
-        span = max(1, int(1 / shares))
-        return KVCredits(num_blocks, span, num_seqs, states, num_groups)
+        span = max(1, int(1 / blocks_a_token(groups)))
+        return KVCredits(num_blocks, span, num_seqs, besides, num_groups)
     # Credits count tokens in blocks of that size, whatever groups of layers take of the pool.
     block_size = config.cache.block_size
-    step_tokens = config.scheduler.max_num_batched_tokens
-    num_blocks = tokens_that_fit(groups, num_blocks, step_tokens) // block_size
+    num_blocks = tokens_that_fit(groups, num_blocks) // block_size
     return KVCredits(num_blocks, block_size, num_seqs, num_groups=num_groups)
 
 
 def create_prefix_index(config: EngineConfig, credits: KVCredits) -> CachedPrefixes:
     """Returns what remembers prompts that need not be computed here. That is none where layers keep
-    states: those of a prompt that was pulled are not kept, so all of it would be computed."""
+    states, or windows that roll: those of a prompt that was pulled are of its end alone, so all of
+    it would be computed."""
     block_size = config.cache.block_size
     is_of_use = config.cache.enable_prefix_caching and credits.num_states == 0
     num_blocks = credits.num_blocks * credits.block_size // block_size

@@ -24,6 +24,27 @@ def blocks_at_once(group: KVGroup, num_tokens: int, step_tokens: int) -> int:
     return min(group.num_blocks_for(num_tokens), span)
 
 
+def blocks_besides(groups: Sequence[KVGroup], step_tokens: int) -> int:
+    """Returns the blocks that each request takes whatever its length: of states, and of windows
+    that roll with steps of `step_tokens`."""
+    rolls = windows_roll(groups)
+    return sum(
+        blocks_at_once(group, STATE_SPAN, step_tokens) if not group.is_state else 1
+        for group in groups
+        if group.is_state or (rolls and group.window is not None)
+    )
+
+
+def blocks_a_token(groups: Sequence[KVGroup]) -> float:
+    """Returns the blocks that each token more takes, over all groups."""
+    rolls = windows_roll(groups)
+    return sum(
+        1 / group.block_size
+        for group in groups
+        if not (group.is_state or (rolls and group.window is not None))
+    )
+
+
 def num_blocks_for(
     groups: Sequence[KVGroup], num_tokens: int, step_tokens: int = STATE_SPAN
 ) -> int:

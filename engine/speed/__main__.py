@@ -36,6 +36,7 @@ from engine.config import (
     SchedulerConfig,
 )
 from engine.contracts.errors import CannotStartError
+from engine.kv_cache.capacity import tokens_that_fit
 from engine.models.checkpoint import load_model_config, resolve_model
 from engine.models.kv_scale_files import choose_kv_scales
 from engine.node.settings import detect_device
@@ -83,7 +84,9 @@ def profile_of(
     """Measures a running engine."""
     plan, scheduler = _QUICK if arguments.quick else MeasurementPlan(), config.scheduler
     plan = replace(plan, batches=[n for n in plan.batches if n <= scheduler.max_num_seqs])
-    kv_tokens = engine.core.num_blocks * config.cache.block_size
+    kv_tokens = tokens_that_fit(
+        config.kv_layout.groups, engine.core.num_blocks, scheduler.max_num_batched_tokens
+    )
     engine.run([engine.request(16, 8) for _ in range(2)])
     measurements = Measurements(
         engine,

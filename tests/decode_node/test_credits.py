@@ -252,3 +252,25 @@ async def test_the_best_group_without_room_leaves_the_request_to_the_next() -> N
     assert (await credits.acquire(8, 0)).group == 0
     second = await credits.acquire(16, 0, preference=GroupPreference(cached_tokens=(64, 0)))
     assert second.group == 1, "no seat is left where the prefix is"
+
+
+async def test_windows_that_roll_count_for_each_answer_whatever_its_length() -> None:
+    """Beside rows of 4 tokens: 8 tokens a block of rows, and what each answer has besides."""
+    kv = (Plane("kv", 1, 8),)
+    layers = (
+        KVLayers(layers=(0,), planes=kv, window=6),
+        KVLayers(layers=(0,), planes=kv, compress_ratio=4),
+        KVLayers(layers=(0,), planes=(Plane("open", 1, 16),), window=5, window_align=4),
+    )
+    config = EngineConfig(
+        engine_id="e", epoch=1, model=tiny_model(num_layers=1, kv_layers=layers),
+        cache=CacheConfig(block_size=2), scheduler=SchedulerConfig(max_num_seqs=9),
+    )  # fmt: skip
+    assert [group.block_size for group in config.kv_layout.groups] == [2, 8, 1]
+    credits = create_credits(config, 30)
+    # Of the window 5 tokens behind and those of two steps, of open rows 7: blocks of 2 and 1.
+    assert (credits.num_blocks, credits.block_size, credits.num_states) == (30, 8, 5 + 10)
+    prompt = RequestSpec(list(range(40)), SamplingParams())
+    index = create_prefix_index(config, credits)
+    index.add(prompt.prompt_token_ids, prompt)
+    assert len(index) == 0

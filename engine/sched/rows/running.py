@@ -166,8 +166,7 @@ class RunningRows:
                 beam=beam,
             )
         )
-        for group, ids in enumerate(of_other_groups, start=1):
-            self.builder.add_blocks(row.index, group, ids)
+        self.builder.add_blocks(row.index, enumerate(of_other_groups, start=1))
         return row
 
     def _pulled_drafts(self, request: Request) -> PulledDrafts | None:
@@ -288,8 +287,7 @@ class RunningRows:
         while True:
             grown = self._kv_cache.grow(row.blocks, num_tokens)
             if grown is not None:
-                for group, block_ids in grown:
-                    self.builder.add_blocks(row.index, group, block_ids)
+                self.builder.add_blocks(row.index, grown)
                 return True
             if self._fence.num_blocks > 0 or not self._yield_blocks(row):
                 return False
@@ -338,8 +336,7 @@ class RunningRows:
 
     def add_chunk(self, row: Row, room: StepRoom) -> int:
         """Schedules as many tokens of the row's prefill as there is room for, and returns their
-        number: none, while an image stands there that is not encoded yet, or windows wait for
-        blocks that steps before it still see."""
+        number: none, while an image there is not encoded yet, or windows wait for blocks."""
         first = row.num_reserved
         count = room.part(first, row.remaining_prefill)
         if count == 0:
@@ -348,8 +345,8 @@ class RunningRows:
             if first < row.keep_at:
                 count = min(count, row.keep_at - first)
             else:
-                kept = self._kv_cache.states.keep(row.request, row.blocks, row.keep_at)
-                self.builder.copy_blocks(kept)
+                states = self._kv_cache.states
+                self.builder.copy_blocks(states.keep(row.request, row.blocks, row.keep_at))
                 row.keep_at = 0
         if row.request.spec.images:
             most = self.images.step_tokens - self.calendar.num_tokens
@@ -357,10 +354,8 @@ class RunningRows:
             count = self.images.limit(row.request, first, count, most)
         if count == 0 or (grown := self._kv_cache.extend(row.blocks, first + count)) is None:
             return 0
-        for group, block_ids in grown:
-            self.builder.add_blocks(row.index, group, block_ids)
-        if row.request.spec.images:
-            self.images.passed(row.request, first + count)
+        self.builder.add_blocks(row.index, grown)
+        self.images.passed(row.request, first + count)
         room.take(first, count)
         row.num_reserved += count
         self.builder.add_chunk(row, first, count)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import msgspec
 
@@ -73,9 +74,10 @@ class StepBuilder:
                 item for item in self._new_block_ids if not first <= item[0] < end
             ]
 
-    def add_blocks(self, index: int, group: int, block_ids: list[int]) -> None:
-        """Records that the row has got more blocks in a KV group."""
-        self._new_block_ids.append((index * self._num_groups + group, block_ids))
+    def add_blocks(self, index: int, grown: Iterable[tuple[int, list[int]]]) -> None:
+        """Records that the row has got more blocks: pairs of a KV group and their ids."""
+        for group, block_ids in grown:
+            self._new_block_ids.append((index * self._num_groups + group, block_ids))
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """Records copies that are made before the step computes anything."""

@@ -337,7 +337,8 @@ def test_random_traffic_with_tiers(
 def test_the_tiers_are_used(
     shape: tuple[tuple[KVLayers, ...], int], sizes: tuple[int, int, int]
 ) -> None:
-    """`sizes`: blocks of the cache, of host memory, of the disk."""
+    """Traffic finds its way to all of them. `sizes`: blocks of the cache, of host memory, of the
+    disk."""
     totals = Counter[str]()
     layers, block_size = shape
     for seed in range(6):

@@ -23,6 +23,13 @@ from engine.worker.kv_cache import (
 from host.memory_file import MemoryFile
 from kv_transfer.memory.cache_handle import handle_of_tensor
 from kv_transfer.planes import Plane
+from tandem_kernels.attention.index_pages import (
+    CachesByGroup,
+    GroupCache,
+    IndexedLatents,
+    IndexPages,
+    OpenRows,
+)
 
 CPU = torch.device("cpu")
 
@@ -119,3 +126,46 @@ def test_states_are_bytes_of_pages_that_tokens_may_have_later(make_config) -> No
     # One block of tokens for each 8, and two for the states of a sequence.
     assert blocks_per_sequence(config) == 12 + 2
     assert "(2 a request for its states)" in describe_capacity(config, 14)
+
+
+def test_layers_in_several_groups_share_no_byte(make_config) -> None:
+    """All groups lie at one base address and have blocks of other lengths: what each writes into
+    every row of its own blocks is what it reads."""
+    config = make_config()
+    kv, index = Plane("kv", 1, 32, replicated=True), Plane("index", 1, 8, replicated=True)
+    open_planes = tuple(Plane(name, 1, 64, replicated=True) for name in ("kv", "gate"))
+    layers = (
+        KVLayers(layers=(0, 2), planes=(kv,), window=17),
+        KVLayers(layers=(1,), planes=(kv,), window=17),
+        KVLayers(layers=(0, 2), planes=(kv, index), compress_ratio=4),
+        KVLayers(layers=(0, 2), planes=open_planes, window=5, window_align=4, dtype="float32"),
+        KVLayers(layers=(1,), planes=(kv,), compress_ratio=16),
+        KVLayers(layers=(1,), planes=open_planes, window=1, window_align=16, dtype="float32"),
+    )
+    layout = replace(config, model=replace(config.model, kv_layers=layers)).kv_layout
+    rows = [(group.block_size, group.rows_per_block) for group in layout.groups]
+    assert rows == [(8, 8), (8, 8), (32, 8), (2, 2), (128, 8), (2, 2)]
+    num_groups, number = len(layout.groups), 0
+    with closing(KVCache(layout, 3 * num_groups, CPU)) as cache:
+        assert [layout.groups_of(layer) for layer in range(3)] == [(0, 2, 3), (1, 4, 5), (0, 2, 3)]
+        written: dict[int, torch.Tensor] = {}
+        for layer, found in enumerate(cache.layers):
+            assert isinstance(found, CachesByGroup)
+            for group, one in zip(layout.groups_of(layer), found.caches, strict=True):
+                for view in _tensors(one):
+                    number += 1
+                    written[number] = view[group::num_groups]
+                    written[number][...] = number
+        assert number == 2 * (1 + 2 + 2) + (1 + 1 + 2)
+        for number, view in written.items():
+            assert bool((view == number).all()), number
+
+
+def _tensors(cache: GroupCache) -> list[torch.Tensor]:
+    match cache:
+        case OpenRows(planes):
+            return list(planes)
+        case IndexedLatents(latents, IndexPages(keys)):
+            return [latents, keys]
+    assert isinstance(cache, torch.Tensor)
+    return [cache]
