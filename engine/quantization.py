@@ -7,6 +7,7 @@ layers ask for their scheme by name, and `engine.layers.methods.registry` says w
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import ClassVar, Literal
 
@@ -154,6 +155,8 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         ignored_parts: Parts of names, cut anywhere but inside of a number. A layer whose full names
             all contain one is not quantised either.
         kv_cache: What the checkpoint recommends for the KV cache; None: nothing.
+        written_names, stored_layers: How the checkpoint names our layers, whom patterns then match
+            by either name: see `ModelSpec.written_names` and `engine.models.joined_layers`.
     """
 
     method: str
@@ -161,6 +164,13 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
     ignored_parts: tuple[str, ...] = ()
     kv_cache: Literal["fp8"] | None = None
+    written_names: tuple[tuple[str, str], ...] = ()
+    stored_layers: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        """Returns what nodes compare: not how names are written."""
+        fields = "method", "rules", "ignored", "ignored_parts", "kv_cache"
+        return f"Quantization({', '.join(f'{name}={getattr(self, name)!r}' for name in fields)})"
 
     def scheme_of(self, *names: str) -> Scheme | None:
         """Returns the scheme that layers of these full names share; None: not quantised.
@@ -168,7 +178,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             MixedSchemes: They share none.
         """
-        if all(any(_contains(name, part) for part in self.ignored_parts) for name in names):
+        if all(any(self._contains(name, part) for part in self.ignored_parts) for name in names):
             return None
         found = {self._scheme_of(name) for name in names}
         if len(found) > 1:
@@ -176,14 +186,33 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         return next(iter(found), None)
 
     def _scheme_of(self, name: str) -> Scheme | None:
-        if any(matches(pattern, name) for pattern in self.ignored):
+        if any(self._matches(pattern, name) for pattern in self.ignored):
             return None
         for rule in self.rules:
-            if any(target == "Linear" or matches(target, name) for target in rule.targets):
+            if any(target == "Linear" or self._matches(target, name) for target in rule.targets):
                 return rule.scheme
         return None
 
+    def _matches(self, pattern: str, name: str) -> bool:
+        return any(matches(pattern, known) for known in self._known_as(name))
 
+    def _contains(self, name: str, part: str) -> bool:
+        return any(_contains(known, part) for known in self._known_as(name))
+
+    def _known_as(self, name: str) -> Iterator[str]:
+        """Yields our name of a layer, and what the checkpoint may call it."""
+        yield name
+        found = _LAYER.match(name)
+        if self.stored_layers and found is not None:
+            # A feed-forward block is a layer of its own there, the one behind.
+            number = self.stored_layers[int(found[1])] + (found[2] == "mlp")
+            name = f"model.layers.{number}{name[found.end(1) :]}"
+        for expression, written in self.written_names:
+            name = _compiled(expression).sub(written, name)
+            yield name
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)")
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",

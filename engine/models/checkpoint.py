@@ -188,6 +188,11 @@ def load_model_config(
         spec = kind.from_config(file, length)
         place, values = file.quantization
         schemes = read_quantization(folder, values, quantization, place)
+        if schemes is not None and kind.written_names:
+            numbers = cast(DenseSpec, spec).stored_layers
+            schemes = msgspec.structs.replace(
+                schemes, written_names=kind.written_names, stored_layers=numbers
+            )
         layer_heads = kind.read_heads(file)
         text = _text_sizes(file, cast(DenseSpec, spec))
         vision, vision_fault = read_vision(folder, wrapper, whole, text)

@@ -49,6 +49,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """These expressions find names of tensors that a checkpoint has otherwise than most, with what
     they stand for, in this order."""
 
+    written_names: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """The other way round, for lists of layers that a quantised checkpoint leaves plain: each
+    expression finds names of our layers, and what replaces it makes one of the checkpoint's."""
+
     @classmethod
     def renamed(cls, file: ConfigFile) -> ConfigFile:
         """Returns config.json with what this family says in fields of its own said in those that

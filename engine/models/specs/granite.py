@@ -51,6 +51,14 @@ class GraniteHybridSpec(GraniteSpec, frozen=True, kw_only=True):
         (r"\.block_sparse_moe\.", ".mlp."),
     )
 
+    written_names: ClassVar[tuple[tuple[str, str], ...]] = (
+        (r"\.mlp\.shared_mlp\.(gate_up|gate|up)_proj$", ".shared_mlp.input_linear"),
+        (r"\.mlp\.shared_mlp\.down_proj$", ".shared_mlp.output_linear"),
+        (r"\.mlp\.experts\.\d+\.(gate|up)_proj$", ".block_sparse_moe.input_linear"),
+        (r"\.mlp\.experts\.\d+\.down_proj$", ".block_sparse_moe.output_linear"),
+        (r"\.mlp\.(?=experts|router)", ".block_sparse_moe."),
+    )
+
     @classmethod
     def renamed(cls, file: ConfigFile) -> ConfigFile:
         shared = number_of(file, "shared_intermediate_size")

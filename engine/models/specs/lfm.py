@@ -18,6 +18,12 @@ DENSE_NAMES = (
     (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
     (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
 )
+WRITTEN_NAMES = (
+    (r"\.feed_forward\.gate_proj$", ".feed_forward.w1"),
+    (r"\.feed_forward\.up_proj$", ".feed_forward.w3"),
+    (r"\.feed_forward\.down_proj$", ".feed_forward.w2"),
+    (r"\.self_attn\.o_proj$", ".self_attn.out_proj"),
+)
 _ATTENTION_NAMES = (
     (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
     (r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
@@ -37,6 +43,7 @@ class Lfm2Spec(DenseSpec, frozen=True, kw_only=True):
     mlp_module: ClassVar[str] = "feed_forward"
     norms: ClassVar[NormNames] = NormNames(before_attention="operator_norm", before_mlp="ffn_norm")
     renamed_tensors: ClassVar[tuple[tuple[str, str], ...]] = (*DENSE_NAMES, *_ATTENTION_NAMES)
+    written_names: ClassVar[tuple[tuple[str, str], ...]] = WRITTEN_NAMES
 
     @classmethod
     def renamed(cls, file: ConfigFile) -> ConfigFile:

@@ -10,7 +10,7 @@ from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.conv import read_conv
 from engine.models.specs.dense import HeadNorm, NormNames, OutputGate
-from engine.models.specs.lfm import DENSE_NAMES
+from engine.models.specs.lfm import DENSE_NAMES, WRITTEN_NAMES
 from engine.models.specs.windowed import WindowedSpec
 from engine.rope import Rotary
 
@@ -37,6 +37,7 @@ class Lfm3Spec(WindowedSpec, frozen=True, kw_only=True):
         after_mlp="post_ffn_norm",
     )
     renamed_tensors: ClassVar[tuple[tuple[str, str], ...]] = DENSE_NAMES
+    written_names: ClassVar[tuple[tuple[str, str], ...]] = WRITTEN_NAMES
 
     @classmethod
     def renamed(cls, file: ConfigFile) -> ConfigFile:

@@ -68,6 +68,8 @@ def read_mamba(file: ConfigFile, eps: float, *, layers: tuple[int, ...] | None =
     norms. `layers`: which those are; None: `layer_types` says so. Raises `UnsupportedField`."""
     heads = state_number(file, "mamba_n_heads")
     inner = file.mamba_d_ssm or int(file.mamba_expand * file.hidden_size)
+    if file.mamba_d_head == "auto" and inner % heads:
+        raise UnsupportedField("mamba_n_heads", f"{heads} heads of {inner} numbers together")
     head_dim = inner // heads if file.mamba_d_head == "auto" else file.mamba_d_head
     mamba = MambaSpec(
         layers=state_layers(file) if layers is None else layers,

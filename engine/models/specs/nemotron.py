@@ -39,6 +39,11 @@ class NemotronHSpec(DenseSpec, frozen=True, kw_only=True):
         (r"\.mixer\.", ".mlp."),
     )
 
+    written_names: ClassVar[tuple[tuple[str, str], ...]] = (
+        (r"\.(self_attn|mamba|mlp)(?=\.|$)", ".mixer"),
+        (r"^model\.", "backbone."),
+    )
+
     @classmethod
     def renamed(cls, file: ConfigFile) -> ConfigFile:
         pattern = _pattern(file)
@@ -113,6 +118,15 @@ def _experts(file: ConfigFile, dense: tuple[int, ...]) -> ExpertSpec:
         num_groups=file.n_group or 1,
         top_groups=file.topk_group or 1,
         squared=True,
-        latent_size=file.moe_latent_size or 0,
+        latent_size=_latent_size(file),
         names=_NAMES,
     )
+
+
+def _latent_size(file: ConfigFile) -> int:
+    """Returns the numbers of a token that routed experts read; 0: as the model has. Raises
+    `UnsupportedField`."""
+    size = file.moe_latent_size or 0
+    if size < 0:
+        raise UnsupportedField("moe_latent_size", f"latents of {size} numbers")
+    return size

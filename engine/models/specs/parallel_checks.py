@@ -8,6 +8,9 @@ from engine.config import ModelConfig, ParallelConfig
 from engine.models.errors import CheckpointError
 from engine.models.specs.states import StateSpec
 
+_STATE_ALIGNMENT = 4
+"""Bytes."""
+
 
 def check_experts(model: ModelConfig, parallel: ParallelConfig, num_experts: int) -> None:
     """Refuses more ranks than a layer has experts, where each has some as a whole."""
@@ -54,7 +57,8 @@ def check_states(model: ModelConfig, parallel: ParallelConfig, states: StateSpec
         return
     check_counts(model, parallel, states.counts)
     tp_size = parallel.tensor_parallel_size
-    for plane in states.planes(model.dtype):
+    planes = states.planes(model.dtype)
+    for plane in planes:
         if not plane.can_be_split(tp_size):
             raise CheckpointError(
                 model.path,
@@ -62,6 +66,14 @@ def check_states(model: ModelConfig, parallel: ParallelConfig, states: StateSpec
                 "can neither share nor repeat evenly",
                 "choose a tensor_parallel_size that divides them or is a multiple of them",
             )
+    size = sum(plane.row_bytes * plane.heads_of_rank(0, tp_size).count for plane in planes)
+    if size % _STATE_ALIGNMENT:
+        raise CheckpointError(
+            model.path,
+            f"keeps {size} bytes of a request in a layer on each of {tp_size} ranks, and states of "
+            "float32 lie at multiples of 4",
+            "choose another tensor_parallel_size, or --dtype float32",
+        )
 
 
 def check_kv_heads(model: ModelConfig, parallel: ParallelConfig) -> None:

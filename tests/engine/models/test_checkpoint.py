@@ -434,6 +434,18 @@ def test_config_that_is_refused(
             ("8 numbers in short_factor", "rope_parameters"),
         ),
         ("nemotron_h", {"time_step_limit": [{"x": "y"}, 1.0]}, ("time_step_limit",)),
+        ("nemotron_h", {"moe_latent_size": -8}, ("moe_latent_size", "latents of -8 numbers")),
+        ("nemotron_h", {"ssm_state_size": 0}, ("mamba_d_state",)),
+        ("bamba", {"mamba_d_head": "auto", "mamba_n_heads": 6}, ("6 heads of 128 numbers",)),
+        ("bamba", {"attn_layer_indices": []}, ("attn_layer_indices", "one kind alone")),
+        ("bamba", {"mamba_n_groups": 3}, ("mamba_n_groups", "3 groups of 8 heads")),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, ("ssm_multipliers", "1 numbers, not 5")),
+        ("falcon_h1", {"projectors_bias": True}, ("projectors_bias", "biases")),
+        ("falcon_h1_normed", {"mamba_norm_before_gate": True}, ("in front of the gate",)),
+        ("lfm2", {"conv_bias": True}, ("conv_bias", "biases")),
+        ("lfm2", {"conv_L_cache": 1}, ("conv_L_cache", "no convolution")),
+        ("lfm2", {"layer_types": ["conv"] * 4}, ("layer_types", "one kind alone")),
+        ("lfm3", {"use_sandwich_norm": False}, ("use_sandwich_norm", "without norms")),
         ("nemotron_h", {"n_group": 3}, ("n_group", "3 groups of 8 experts")),
         ("nemotron_h", {"n_group": 4, "topk_group": 5}, ("topk_group", "the best 5 of 4 groups")),
     ],
@@ -446,6 +458,46 @@ def test_what_an_architecture_refuses(
     with pytest.raises(CheckpointError) as caught:
         load_model_config(folder)
     check_error(caught.value, folder / "config.json", *words)
+
+
+@pytest.mark.parametrize(
+    ("family", "listed", "plain", "quantised"),
+    [
+        (
+            "nemotron_h",  # ME*-MEM, so 5 is the block behind our third layer
+            ["backbone.layers.0.mixer.in_proj", "backbone.layers.2.mixer*", "model.layers.5.mixer"],
+            ["0.mamba.in_proj", "1.self_attn.q_proj", "2.mlp.experts.0.up_proj"],
+            ["0.mamba.out_proj", "1.mlp.up_proj", "2.mamba.in_proj", "3.mamba.in_proj"],
+        ),
+        (
+            "granite_hybrid",
+            ["model.layers.2.shared_mlp.input_linear"],
+            ["2.mlp.shared_mlp.gate_up_proj"],
+            ["2.mlp.shared_mlp.down_proj", "1.mlp.shared_mlp.gate_up_proj"],
+        ),
+        (
+            "lfm2",
+            ["model.layers.1.feed_forward.w2", "re:.*out_proj"],
+            ["1.feed_forward.down_proj", "2.self_attn.o_proj", "0.conv.out_proj"],
+            ["1.feed_forward.up_proj", "2.self_attn.q_proj"],
+        ),
+    ],
+)
+def test_a_checkpoint_names_layers_that_it_leaves_plain_in_its_own_way(
+    family: str,
+    listed: list[str],
+    plain: list[str],
+    quantised: list[str],
+    copy: Callable[[str], Path],
+) -> None:
+    folder = copy(family)
+    values = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": listed}
+    edit_config(folder, quantization_config=values)
+    found = load_model_config(folder, load_format="dummy").quantization
+    assert found is not None
+    assert not any(found.scheme_of(f"model.layers.{name}") for name in plain)
+    assert all(found.scheme_of(f"model.layers.{name}") for name in quantised)
+    assert "written_names" not in repr(found), "nodes compare it"
 
 
 @pytest.mark.parametrize("family", ["mistral", "phi3"])
@@ -548,6 +600,19 @@ def test_ranks_that_cannot_share(family: str, size: int, word: str, checkpoints:
     with pytest.raises(CheckpointError) as caught:
         check_parallel(model, ParallelConfig(tensor_parallel_size=size))
     check_error(caught.value, checkpoints / family, word, "tensor_parallel_size")
+
+
+def test_states_that_would_lie_at_odd_bytes(copy: Callable[[str], Path]) -> None:
+    folder = copy("falcon_h1")
+    edit_config(folder, mamba_n_heads=1, mamba_d_head=127, mamba_d_ssm=127, mamba_n_groups=1)
+    whole, half = (
+        load_model_config(folder, load_format="dummy", dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    )
+    check_parallel(whole, ParallelConfig())
+    with pytest.raises(CheckpointError) as caught:
+        check_parallel(half, ParallelConfig())
+    check_error(caught.value, folder, "keeps 4922 bytes", "--dtype float32")
 
 
 # Weights --------------------------------------------------------------------------------------
