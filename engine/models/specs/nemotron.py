@@ -10,15 +10,13 @@ import msgspec
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import Activation, DenseSpec
-from engine.models.specs.experts import ExpertNames, ExpertSpec, num_experts_of, number_of
+from engine.models.specs.latent_experts import latent_experts
 from engine.models.specs.mamba import read_mamba
 
 _LETTERS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
     "moe": "E", "mlp": "-",
 }  # fmt: skip
-_LATENTS = {"to_latent": "fc1_latent_proj", "from_latent": "fc2_latent_proj"}
-_NAMES = ExpertNames(gate="", shared="shared_experts", **_LATENTS)
 
 
 class NemotronHSpec(DenseSpec, frozen=True, kw_only=True):
@@ -87,7 +85,7 @@ class NemotronHSpec(DenseSpec, frozen=True, kw_only=True):
             "unrotated_layers": tuple(range(len(numbers))),
             "stored_layers": numbers,
             "bare_layers": tuple(i for i, letter in enumerate(behind) if letter not in ("-", "E")),
-            "experts": _experts(file, dense) if "E" in behind else None,
+            "experts": latent_experts(file, dense) if "E" in behind else None,
         }
 
 
@@ -102,31 +100,3 @@ def _pattern(file: ConfigFile) -> str:
     if not re.fullmatch(r"([M*][-E]?)+", pattern):
         raise UnsupportedField(field, f"{pattern!r}: a block behind no layer that mixes tokens")
     return pattern
-
-
-def _experts(file: ConfigFile, dense: tuple[int, ...]) -> ExpertSpec:
-    return ExpertSpec(
-        count=num_experts_of(file),
-        top_k=number_of(file, "num_experts_per_tok"),
-        intermediate_size=number_of(file, "moe_intermediate_size"),
-        renormalise=file.norm_topk_prob is not False,
-        dense_layers=dense,
-        shared_size=number_of(file, "moe_shared_expert_intermediate_size"),
-        sigmoid=True,
-        choice_bias=True,
-        scaling=1.0 if file.routed_scaling_factor is None else file.routed_scaling_factor,
-        num_groups=file.n_group or 1,
-        top_groups=file.topk_group or 1,
-        squared=True,
-        latent_size=_latent_size(file),
-        names=_NAMES,
-    )
-
-
-def _latent_size(file: ConfigFile) -> int:
-    """Returns the numbers of a token that routed experts read; 0: as the model has. Raises
-    `UnsupportedField`."""
-    size = file.moe_latent_size or 0
-    if size < 0:
-        raise UnsupportedField("moe_latent_size", f"latents of {size} numbers")
-    return size
