@@ -4,6 +4,7 @@
     longest    made smaller to fit a square, sides rounded up                     Pixtral
     square     always the same                                                    SigLIP
     patches    made smaller to have few patches, then black is added              MoonViT
+    fill       as many tokens as allowed, sides rounded down                      Gemma 4
 
 Each rounds as the reference processor of its family in transformers does.
 """
@@ -109,6 +110,17 @@ def _patches(height: int, width: int, pixels: PixelSpec) -> FittedSize:
     return FittedSize(height, width, *(_whole(side, pixels.unit) for side in (height, width)))
 
 
+def _fill(height: int, width: int, pixels: PixelSpec) -> FittedSize:
+    unit, most = pixels.unit, pixels.most_tokens
+    grow = math.sqrt(most * unit**2 / (height * width))
+    rows, columns = (math.floor(grow * side / unit) for side in (height, width))
+    if rows == 0:
+        rows, columns = 1, min(max(1, width // height), most)
+    elif columns == 0:
+        rows, columns = min(max(1, height // width), most), 1
+    return FittedSize.plain(rows * unit, columns * unit)
+
+
 def _whole(side: int, unit: int) -> int:
     """Returns the side with its last token completed."""
     return -(-side // unit) * unit
@@ -119,4 +131,5 @@ _FITS: dict[Fit, Callable[[int, int, PixelSpec], FittedSize]] = {
     "longest": _longest,
     "square": _square,
     "patches": _patches,
+    "fill": _fill,
 }

@@ -11,9 +11,9 @@ import msgspec
 from engine.images.image_input import ImagePixels, ImageSpan
 from engine.images.video_spec import VideoSpec
 
-Fit = Literal["area", "longest", "square", "patches"]
+Fit = Literal["area", "longest", "square", "patches", "fill"]
 """How an image's size becomes that of a grid of tokens; see `decode_node.images.fit`."""
-Merger = Literal["joined", "gated", "strided", "pooled"]
+Merger = Literal["joined", "gated", "strided", "pooled", "scaled"]
 """How patches become tokens; see `engine.models.vision.mergers`."""
 
 
@@ -28,7 +28,8 @@ class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
         keeps_token: "area": a side shorter than a token's is made as long before all else.
         longest_edge: "longest", "square", "patches": pixels of a side at most; of a square, always.
         max_patches: "patches": images are made so small that they have at most about this many.
-        most_tokens: Larger images are made so small; 0: nothing more is asked for.
+        most_tokens: Larger images are made so small; 0: nothing more is asked for. "fill": smaller
+            ones are made as large, too.
         resample: How shades between pixels are found.
         mean, std: Of each channel, in 0..1.
     """
@@ -59,6 +60,8 @@ class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
         most = side * side
         if self.fit == "area":
             most = self.max_pixels // self.unit**2
+        elif self.fit == "fill":
+            most = self.most_tokens
         elif self.fit == "patches":
             # Sides are rounded up to whole tokens behind the count: most where one is longest.
             along = self.longest_edge // self.patch_size
@@ -87,6 +90,9 @@ class BlockSpec(msgspec.Struct, frozen=True, kw_only=True):
         is_gated: The feed-forward has a gate: three layers, not two.
         has_bias: Linear layers have biases.
         has_qkv_bias: Those of queries, keys and values have them; None: as all.
+        norms_heads: Each head's queries, keys and values are normed; their products are not scaled.
+        norms_outputs: What attention and feed-forward add is normed once more.
+        is_clipped: What linear layers read and make is clamped to limits of the checkpoint.
     """
 
     norm: Literal["rms", "layer"]
@@ -94,6 +100,9 @@ class BlockSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_gated: bool = False
     has_bias: bool = True
     has_qkv_bias: bool | None = None
+    norms_heads: bool = False
+    norms_outputs: bool = False
+    is_clipped: bool = False
     eps: float = 1e-6
 
 
@@ -103,10 +112,11 @@ class PatchPositions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         shape: Of the table without the width of an entry; its sides are equal.
         resample: Between corner and corner ("linear"), or between the middles of entries ("cubic").
+            "axes": it is not stretched, and has a row for columns and one for rows.
     """
 
     shape: tuple[int, ...]
-    resample: Literal["linear", "cubic"]
+    resample: Literal["linear", "cubic", "axes"]
 
     @property
     def side(self) -> int:
@@ -120,10 +130,11 @@ class PatchRope(msgspec.Struct, frozen=True, kw_only=True):
         pairs: "halves": the first half of a head's pairs by the row, the second by the column, with
             the same frequencies. "shared": so, and rows and columns take frequencies in turn.
             "adjacent": elements 2i and 2i + 1 are a pair, and pairs turn by the column and the row
-            in turn.
+            in turn. "apart": the first half of a head turns by the column and the second by the
+            row, each as a head of its own.
     """
 
-    pairs: Literal["halves", "shared", "adjacent"] = "halves"
+    pairs: Literal["halves", "shared", "adjacent", "apart"] = "halves"
     theta: float = 10_000.0
 
 
@@ -136,6 +147,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             parts of one. Names of parameters end with ".weight" and ".bias" behind these.
         renamed: Expressions for names that some releases have otherwise, and what they stand for.
         patch_shape: Of the patch embedding in the checkpoint, without its outputs.
+        patches_by_pixel: It has the channels of each pixel together, not each channel's pixels.
         has_patch_bias, has_patch_norm: Of the patch embedding, and behind it.
         positions, rope: None: the tower has none.
         window_size: Pixels of the side of a window, within which most layers attend; 0: every
@@ -145,11 +157,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             the text part ("deepstack").
         has_final_norm: There is a norm behind the blocks.
         merger: Makes tokens of patches; `merger_size`: of its inner layer, `merger_eps`: of its
-            norm.
+            norm. `standardizes`: what it makes is shifted and scaled.
         image_token_id: Stands for an image in a prompt, once for each of its tokens.
         row_end_ids: Tokens behind each row of an image, and behind the last one, two; (): none.
         sees_whole: An image's tokens see all of it, those behind them too: it is computed in one
-            step.
+            step. `sees_whole_in_windows`: in layers with a window alone.
         marker, framed: What a chat template writes for an image, and what is put there.
         rope_axes: [head_dim / 2]: which of a token's three positions (time, row, column) a pair of
             elements turns by ("mrope"); (): tokens of images have positions as text has.
@@ -166,6 +178,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     pixels: PixelSpec
     block: BlockSpec
     patch_shape: tuple[int, ...]
+    patches_by_pixel: bool = False
     has_patch_bias: bool = False
     has_patch_norm: bool = False
     positions: PatchPositions | None = None
@@ -178,9 +191,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     merger_size: int = 0
     merger_eps: float = 1e-6
     has_merger_bias: bool = True
+    standardizes: bool = False
     image_token_id: int
     row_end_ids: tuple[int, ...] = ()
     sees_whole: bool = False
+    sees_whole_in_windows: bool = False
     marker: str = ""
     framed: str = ""
     rope_axes: tuple[int, ...] = ()

@@ -69,11 +69,22 @@ class ImageInputs:
         if self.places is not None and self.embeddings is not None:
             stream.sum.index_copy_(0, self.places, self.embeddings[0])
 
+    def as_padding(self, input_ids: Tensor) -> Tensor:
+        """Returns the tokens of a pass, those of images as padding: a layer that reads embeddings
+        of its own has none of an image."""
+        if self.places is None:
+            return input_ids
+        return input_ids.index_fill(0, self.places, _PADDING)
+
     def follow(self, stream: ResidualStream, layer: int) -> None:
         """Adds what the tower has for behind `layer`, if it has any."""
         if self.places is None or self.embeddings is None or layer + 1 >= len(self.embeddings):
             return
         stream.add_to_rows(self.places, self.embeddings[layer + 1])
+
+
+_PADDING = 0
+"""Gemma's padding token."""
 
 
 @dataclass(frozen=True, slots=True)

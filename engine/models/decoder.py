@@ -62,10 +62,11 @@ class Decoder(CausalLM):
     def forward(self, step: ForwardInputs) -> Tensor:
         inputs, ids, link = self.kinds.inputs(step), step.input_ids, self.link
         rows = self.embedded(ids) if link.is_first else link.receive(len(ids), self.like)
-        given = inputs_by_layer(self.inputs, ids, rows, len(self.layers))
         stream = self.streams.begin(rows)
         if (images := step.images) is not None and self.link.is_first:
             images.begin(stream)
+            ids = images.as_padding(ids)
+        given = inputs_by_layer(self.inputs, ids, stream.sum, len(self.layers))
         for index, (layer, place) in enumerate(zip(self.layers, self.kinds.caches, strict=True)):
             if step.taps is not None and index in step.taps.layers:
                 step.taps.streams.append(stream.value())

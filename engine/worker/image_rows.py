@@ -67,12 +67,15 @@ class ImageRows:
         *,
         has_axes: bool,
         sees_whole: bool = False,
+        in_windows: bool = False,
     ) -> None:
         self._tower = tower
         self._has_axes = has_axes
         """Tokens of images have three positions."""
         self._sees_whole = sees_whole
         """They see all of their image."""
+        self._in_windows = in_windows
+        """They do so in layers with a window alone."""
         self._device = device
         self._limits = limits
         self._deltas = HostBackedTensor(num_rows, np.int32, device)
@@ -173,7 +176,8 @@ class ImageRows:
                         embeddings.append(self._of(image)[:, found])
                         places.append(tokens - first + start)
                         rows = slice(start + low - first, start + high - first)
-                        wholes.append(WholeImage(request, rows, image.offset, high))
+                        place = image.offset, high, self._in_windows
+                        wholes.append(WholeImage(request, rows, *place))
             start += length
         if not embeddings:
             return positions, ImageInputs(of_axes)
@@ -215,4 +219,5 @@ def create_image_rows(
         limits,
         has_axes=bool(vision.rope_axes),
         sees_whole=vision.sees_whole,
+        in_windows=vision.sees_whole_in_windows,
     )

@@ -140,12 +140,14 @@ class WholeImage:
         request: Its place in the batch.
         rows: Its query tokens in the step, up to its last.
         offset, end: Where it is in its prompt.
+        in_windows: They do so in layers with a window alone.
     """
 
     request: int
     rows: slice
     offset: int
     end: int
+    in_windows: bool = False
 
 
 class AttentionBackend(ABC):

@@ -1,4 +1,5 @@
-"""Attention of images whose tokens see each other, also those behind them (Gemma 3).
+"""Attention of images whose tokens see each other, also those behind them (Gemma 3; Gemma 4, in
+layers with a window).
 
     text text image image image image text         a query at 2 .. 5 sees 0 .. 5, at 6 as always
               └────── see 0 .. 5 ─────┘
@@ -36,10 +37,11 @@ def attend_images(
         heads: [T, Hq D + ...] as `AttentionBackend.attend` is given them.
         kv_cache: [N, 2, Hkv, B, D], or its pages, with the step's own keys and values.
     """
-    queries = spec.queries(heads)
+    queries, window = spec.queries(heads), metadata.window
     for image in images:
+        if image.in_windows and window is None:
+            continue
         num_queries = image.rows.stop - image.rows.start
-        window = metadata.window
         begin = image.end - num_queries
         first = 0 if window is None else max(0, begin - window + 1)
         count = image.end - first

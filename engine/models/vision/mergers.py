@@ -4,6 +4,7 @@
     strided    norm ─ one convolution over a token's patches ─ linear ─ GELU ─ linear     Pixtral
     gated      one convolution ─ linear ─ norm, GELU ─ gate·up ─ down                     GLM-V
     pooled     mean of a token's patches ─ norm ─ linear                                  Gemma 3
+    scaled     the same, scaled, perhaps shifted, before the norm                         Gemma 4
 
 All take [patches, H] and give [tokens, out].
 """
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from engine.images.vision_spec import Merger, VisionSpec
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import CheckpointWeight, Shard
-from engine.models.vision.parts import ACTIVATIONS, Dense, LayerNorm, tower_norm
+from engine.models.vision.parts import ACTIVATIONS, Dense, LayerNorm, tower_norm, unit_rows
 
 _GLM_EPS = 1e-5
 
@@ -129,9 +130,45 @@ class PooledMerger(nn.Module):
         return found
 
 
+class Standard(nn.Module):
+    """[n, size] float32 -> the same, shifted and scaled."""
+
+    def __init__(self, size: int, shard: Shard) -> None:
+        super().__init__()
+        self.bias = shard.parameter(size)
+        self.scale = shard.parameter(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.bias.float()) * self.scale.float()
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        for name, parameter in self.named_parameters():
+            yield CheckpointWeight(f"{prefix}.{name}", parameter, tuple(parameter.shape))
+
+
+class ScaledMerger(nn.Module):
+    """Gemma 4's: the mean of a token's patches times sqrt(H), in float32, which half precision has
+    no room for before it is shifted."""
+
+    def __init__(self, spec: VisionSpec, shard: Shard) -> None:
+        super().__init__()
+        self.unit, self.root = spec.pixels.merge_size**2, spec.hidden_size**0.5
+        self.standard = Standard(spec.hidden_size, shard) if spec.standardizes else None
+        self.eps = spec.merger_eps
+        self.first = Dense(spec.hidden_size, spec.out_hidden_size, shard, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.view(-1, self.unit, x.shape[1]).float().mean(1).to(x.dtype).float() * self.root
+        if self.standard is not None:
+            tokens = self.standard(tokens)
+        found: Tensor = self.first(unit_rows(tokens.to(x.dtype), self.eps))
+        return found
+
+
 MERGERS: dict[Merger, Callable[[VisionSpec, Shard], nn.Module]] = {
     "joined": JoinedMerger,
     "strided": StridedMerger,
     "gated": GatedMerger,
     "pooled": PooledMerger,
+    "scaled": ScaledMerger,
 }

@@ -20,6 +20,9 @@ def stretched(table: Tensor, positions: PatchPositions, places: Tensor, grid: Te
         places: [patches, 2] int64, row and column of each.
         grid: [2] int64, rows and columns of the image's patches.
     """
+    if positions.resample == "axes":
+        columns, rows = table.view(2, -1, table.shape[1])
+        return columns[places[:, 1]].float() + rows[places[:, 0]].float()
     side = positions.side
     if positions.resample == "linear":
         at = places.float() * (side - 1) / (grid - 1).clamp(min=1)
@@ -56,6 +59,9 @@ def turning(rope: PatchRope, head_dim: int) -> tuple[Tensor, Tensor]:
         rows, columns = frequencies[0::2], frequencies[1::2]
     else:
         rows = columns = inverse_frequencies(head_dim // 2, rope.theta)
+    if rope.pairs == "apart":
+        axes = torch.tensor([1, 0]).repeat_interleave(len(rows))
+        return axes, torch.cat((columns, rows))
     if rope.pairs == "adjacent":
         axes = torch.tensor([1, 0]).repeat(len(rows))
         return axes, rows.repeat_interleave(2)

@@ -108,7 +108,11 @@ class VisionTower(nn.Module):
         channels = torch.arange(3, device=shades.device).view(3, 1, 1, 1)
         normal = self.shades[channels, shades.int()].to(weight.dtype)
         num_frames = weight.shape[1] // (3 * side**2)  # an image counts as equal ones
-        x: Tensor = self.patch(normal.expand(-1, -1, num_frames, -1, -1).flatten(1))
+        if spec.patches_by_pixel:
+            normal = normal.permute(0, 2, 3, 4, 1)
+        else:
+            normal = normal.expand(-1, -1, num_frames, -1, -1)
+        x: Tensor = self.patch(normal.flatten(1))
         if self.patch_norm is not None:
             x = self.patch_norm(x)
         if self.positions is None or spec.positions is None:

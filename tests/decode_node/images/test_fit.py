@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
@@ -28,6 +29,9 @@ SQUARE = PixelSpec(
     mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5),
 )  # fmt: skip
 PATCHES = PixelSpec(patch_size=14, fit="patches", longest_edge=14 * 40, max_patches=300)
+FILL = PixelSpec(
+    patch_size=16, merge_size=3, fit="fill", most_tokens=70, mean=(0.5,) * 3, std=(0.5,) * 3
+)  # fmt: skip
 GLM = PixelSpec(patch_size=14, min_pixels=6272, max_pixels=47_040, keeps_token=True)
 ODD = [
     (1, 200),
@@ -63,7 +67,22 @@ def gemma() -> Callable[[Image.Image], np.ndarray]:
     return lambda image: reference(images=[image], return_tensors="np")["pixel_values"][0]
 
 
-@pytest.mark.parametrize(("pixels", "make"), [(LONGEST, pixtral), (SQUARE, gemma)])
+def gemma4() -> Callable[[Image.Image], np.ndarray]:
+    reference = Gemma4ImageProcessorPil(max_soft_tokens=70)
+
+    def made(image: Image.Image) -> np.ndarray:
+        """Returns what the model makes of shades, [3, height, width]."""
+        found = reference(images=[image], return_tensors="np")
+        places = found["image_position_ids"][0]
+        columns, rows = places.max(0) + 1
+        patches = 2 * (found["pixel_values"][0][: rows * columns] - 0.5)
+        cut = patches.reshape(rows, columns, 16, 16, 3)
+        return cut.transpose(4, 0, 2, 1, 3).reshape(3, rows * 16, columns * 16)
+
+    return made
+
+
+@pytest.mark.parametrize(("pixels", "make"), [(LONGEST, pixtral), (SQUARE, gemma), (FILL, gemma4)])
 def test_pictures_are_those_of_the_reference_processor(
     pixels: PixelSpec, make: Callable[[], Callable[[Image.Image], np.ndarray]]
 ) -> None:
@@ -119,7 +138,7 @@ def test_black_is_added_to_an_image_that_keeps_its_size() -> None:
     assert not shown[37:].any() and not shown[:, 53:].any()
 
 
-@pytest.mark.parametrize("pixels", [AREA, LONGEST, SQUARE, PATCHES, GLM])
+@pytest.mark.parametrize("pixels", [AREA, LONGEST, SQUARE, PATCHES, GLM, FILL])
 @pytest.mark.parametrize("limit", [0, 1, 17])
 def test_sizes_are_whole_tokens_and_within_limits(pixels: PixelSpec, limit: int) -> None:
     chance = random.Random(limit)

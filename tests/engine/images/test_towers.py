@@ -79,6 +79,8 @@ def changed(folder: Path, target: Path, **vision: Any) -> Path:
         ("kimi", "merge_kernel_size", [1, 2]),
         ("kimi", "pos_emb_width", 6),
         ("gemma3", "image_size", 169),
+        ("gemma4", "head_dim", 8),
+        ("gemma4", "num_key_value_heads", 1),
         ("gemma3", "num_attention_heads", 0),
         ("gemma3", "patch_size", 0),
         ("pixtral", "patch_size", 0),

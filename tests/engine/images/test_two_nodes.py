@@ -67,6 +67,8 @@ def add(
         ("glm46v", (16, 16), (1, 1)),
         ("kimi", (8, 16), (1, 1)),
         ("gemma3", (8, 16), (1, 2)),
+        ("gemma4", (8, 16), (1, 1)),
+        ("gemma4_small", (16, 8), (1, 1)),
     ],
 )
 def test_decode_nodes_get_no_pixels(

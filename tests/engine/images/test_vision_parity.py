@@ -42,6 +42,9 @@ CASES: list[tuple[str, dict[str, int]]] = [
     ("glm4v", {"budget": 24, "encoder_budget": 54}),
     ("glm46v", {"budget": 24, "encoder_budget": 54}),
     ("kimi", {"budget": 24, "encoder_budget": 54}),
+    ("gemma4", {}),
+    ("gemma4", {"budget": 40}),
+    ("gemma4_small", {"budget": 24, "encoder_budget": 54}),
     ("gemma3", {}),
     ("gemma3", {"budget": 18}),
 ]
@@ -54,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def prompts(kind: str) -> list[Prompt]:
     """Returns prompts with 0, 1 and 3 images, of sizes with and without whole windows."""
-    sizes = FAMILIES[kind].grids * 3 or [(9, 6), (2, 3), (1, 11)]
+    sizes = (FAMILIES[kind].grids * 3)[:3] or [(9, 6), (2, 3), (1, 11)]
     large, small, wide = (picture(kind, *size, seed) for seed, size in enumerate(sizes))
     return [prompt([], 1, 20), prompt([large], 2), prompt([small, large, wide], 3)]
 

@@ -12,6 +12,8 @@ import torch
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Glm4vMoeConfig,
     Glm4vMoeForConditionalGeneration,
     Glm46VConfig,
@@ -132,6 +134,22 @@ def _in_rows(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
     return {"pixel_values": patches, "image_grid_thw": _grids(pictures, family.patch_size)}
 
 
+def _by_pixel(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
+    """Gemma 4: patches row by row with each pixel's channels together, and places; padded."""
+    side = family.patch_size
+    patches = [_cut(one, side, 1).permute(0, 2, 3, 1).flatten(1) for one in pictures]
+    grids = [(one.shape[1] // side, one.shape[2] // side) for one in pictures]
+    places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1) for h, w in grids]
+    unit, most = family.merge_size**2, max(map(len, patches))
+    most = -(-most // unit) * unit
+
+    def padded(parts: list[torch.Tensor], value: float) -> torch.Tensor:
+        pad = torch.nn.functional.pad
+        return torch.stack([pad(one, (0, 0, 0, most - len(one)), value=value) for one in parts])
+
+    return {"pixel_values": padded(patches, 0.0), "image_position_ids": padded(places, -1)}
+
+
 _TEXT = SIZES | {"vocab_size": VOCAB, "max_position_embeddings": MAX_LEN}
 _TEXT |= dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
@@ -153,6 +171,25 @@ _QWEN3_TEXT = {**_TEXT, "head_dim": 16, "rope_parameters": _TURNS}
 _LAYERS = ["linear_attention", "linear_attention", "full_attention"]
 _ROW_END_TOKENS = {
     str(ROW_END): {"content": "[IMG_BREAK]"}, str(LAST_ROW_END): {"content": "[IMG_END]"},
+}  # fmt: skip
+
+_GEMMA4_TEXT = {
+    **_TEXT, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 2,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8, "hidden_size_per_layer_input": 0, "pad_token_id": 0,
+}  # fmt: skip
+_GEMMA4_TOWER = {
+    **_SIZES, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 14, "pooling_kernel_size": 2,
+    "position_embedding_size": 600,
+}  # fmt: skip
+_GEMMA4: dict[str, Any] = {
+    "inputs": _by_pixel,
+    "whole": {
+        "image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": START,
+        "eoi_token_id": END, "audio_token_id": 119, "audio_config": None,
+    },
+    "types": "mm_token_type_ids",
+    "shades": ((0.0,) * 3, (1.0,) * 3),
 }  # fmt: skip
 
 FAMILIES = {
@@ -250,6 +287,26 @@ FAMILIES = {
             (r"^model\.mm_projector\.", "mm_projector."),
         ),
         shades=_GREY,
+    ),
+    "gemma4": VisionFamily(
+        Gemma4ForConditionalGeneration,
+        Gemma4Config,
+        {**_GEMMA4_TEXT, "attention_k_eq_v": True, "use_bidirectional_attention": "vision"},
+        {**_GEMMA4_TOWER, "standardize": True},
+        grids=((5, 6), (2, 3), (1, 11)),
+        **_GEMMA4,
+    ),
+    "gemma4_small": VisionFamily(
+        Gemma4ForConditionalGeneration,
+        Gemma4Config,
+        {
+            **_GEMMA4_TEXT, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB,
+            "use_double_wide_mlp": True,
+        },
+        {**_GEMMA4_TOWER, "use_clipped_linears": True},
+        **_GEMMA4,
     ),
     "gemma3": VisionFamily(
         Gemma3ForConditionalGeneration,

@@ -52,6 +52,8 @@ class Processor(msgspec.Struct):
     image_std: tuple[float, float, float] | None = None
     resample: int | None = None
     do_pan_and_scan: bool | None = None
+    max_soft_tokens: int | None = None
+    pooling_kernel_size: int | None = None
     media_proc_cfg: dict[str, Any] = {}
 
 
