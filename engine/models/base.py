@@ -64,16 +64,12 @@ class ImageInputs:
     embeddings: Tensor | None = None
     wholes: tuple[WholeImage, ...] = ()
 
-    def begin(self, stream: ResidualStream) -> None:
-        """Puts the embeddings of images where those of placeholders are."""
-        if self.places is not None and self.embeddings is not None:
-            stream.sum.index_copy_(0, self.places, self.embeddings[0])
-
-    def as_padding(self, input_ids: Tensor) -> Tensor:
-        """Returns the tokens of a pass, those of images as padding: a layer that reads embeddings
-        of its own has none of an image."""
-        if self.places is None:
+    def begin(self, stream: ResidualStream, input_ids: Tensor) -> Tensor:
+        """Puts the embeddings of images where those of placeholders are. Returns the tokens [T],
+        those of images as padding: a layer that reads embeddings of its own has none of them."""
+        if self.places is None or self.embeddings is None:
             return input_ids
+        stream.sum.index_copy_(0, self.places, self.embeddings[0])
         return input_ids.index_fill(0, self.places, _PADDING)
 
     def follow(self, stream: ResidualStream, layer: int) -> None:

@@ -64,8 +64,7 @@ class Decoder(CausalLM):
         rows = self.embedded(ids) if link.is_first else link.receive(len(ids), self.like)
         stream = self.streams.begin(rows)
         if (images := step.images) is not None and self.link.is_first:
-            images.begin(stream)
-            ids = images.as_padding(ids)
+            ids = images.begin(stream, ids)
         given = inputs_by_layer(self.inputs, ids, stream.sum, len(self.layers))
         for index, (layer, place) in enumerate(zip(self.layers, self.kinds.caches, strict=True)):
             if step.taps is not None and index in step.taps.layers:

@@ -22,7 +22,8 @@ def stretched(table: Tensor, positions: PatchPositions, places: Tensor, grid: Te
     """
     if positions.resample == "axes":
         columns, rows = table.view(2, -1, table.shape[1])
-        return columns[places[:, 1]].float() + rows[places[:, 0]].float()
+        summed: Tensor = columns[places[:, 1]].float() + rows[places[:, 0]].float()
+        return summed
     side = positions.side
     if positions.resample == "linear":
         at = places.float() * (side - 1) / (grid - 1).clamp(min=1)

@@ -12,7 +12,8 @@ import msgspec
 
 from engine.images.vision_spec import BlockSpec, PatchPositions, PatchRope, PixelSpec, VisionSpec
 from engine.models.specs.base import UnsupportedField
-from engine.models.specs.towers.fields import TowerFile, is_odd_head, refuse
+from engine.models.specs.towers.fields import TowerFile
+from engine.models.specs.towers.gemma4_fields import Gemma4Tower, gemma4_tower
 
 _LAYER = "vision_tower.encoder.layers.{}"
 _NAMES = {
@@ -42,46 +43,9 @@ _FRAMED = f"<|image>{_MARKER}<image|>"
 _GREY = (0.5, 0.5, 0.5)
 
 
-class _Rope(msgspec.Struct):
-    rope_type: str = "axial"
-    rope_theta: float = 100.0
-
-
-class _Tower(msgspec.Struct):
-    """`vision_config`. What it leaves out is as transformers completes it."""
-
-    hidden_size: int = 768
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 16
-    num_attention_heads: int = 12
-    num_key_value_heads: int = 12
-    head_dim: int = 64
-    hidden_activation: str = "gelu_pytorch_tanh"
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool | None = False
-    rope_parameters: _Rope | None = None
-    pooling_kernel_size: int = 3
-    patch_size: int = 16
-    position_embedding_size: int = 10_240
-    use_clipped_linears: bool = False
-    standardize: bool = False
-
-
 def gemma4(file: TowerFile) -> VisionSpec:
     """Returns the tower. Raises `UnsupportedField`."""
-    tower = file.section(_Tower)
-    rope = tower.rope_parameters or _Rope()
-    refuse(
-        {
-            "hidden_activation": tower.hidden_activation != "gelu_pytorch_tanh",
-            "num_attention_heads": is_odd_head(tower.hidden_size, tower.num_attention_heads),
-            "num_key_value_heads": tower.num_key_value_heads != tower.num_attention_heads,
-            "head_dim": tower.head_dim * tower.num_attention_heads != tower.hidden_size,
-            "attention_bias": bool(tower.attention_bias),
-            "rope_parameters": rope.rope_type not in ("axial", "default"),
-        },
-        tower,
-    )
+    tower, rope = gemma4_tower(file)
     text: dict[str, Any] = file.whole.get("text_config") or {}
     sees_whole = text.get("use_bidirectional_attention") == "vision"
     return VisionSpec(
@@ -118,7 +82,7 @@ def gemma4(file: TowerFile) -> VisionSpec:
     )
 
 
-def _pixels(file: TowerFile, tower: _Tower) -> PixelSpec:
+def _pixels(file: TowerFile, tower: Gemma4Tower) -> PixelSpec:
     """Returns how images are prepared: shades are what the tower itself makes of them."""
     said = file.processor()
     count, merge = said.max_soft_tokens or 280, tower.pooling_kernel_size
