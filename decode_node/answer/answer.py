@@ -137,7 +137,6 @@ class Answer:
 
     Args:
         journal: None: nothing keeps one.
-        prefill_nodes: Which a router names; None: the proxy's own.
     """
 
     def __init__(
@@ -148,7 +147,6 @@ class Answer:
         metrics: DecodeMetrics,
         journal: JournalWriter | None,
         options: AnswerOptions,
-        prefill_nodes: Sequence[str] | None = None,
     ) -> None:
         self._proxy = proxy
         self._choices = choices
@@ -156,7 +154,6 @@ class Answer:
         self._metrics = metrics
         self._journal = journal
         self._options = options
-        self._prefill_nodes = prefill_nodes
         self._tells_usage = options.include_usage and not options.usage_sent
         self._begun: set[int] = set()
         """Choices that the journal has entries of."""
@@ -249,7 +246,7 @@ class Answer:
         request = GenerationRequest.of_choices(
             f"{first.request.request_id}+{len(choices) - 1}", [one.request for one in choices]
         )
-        await self._proxy.run(request, Delivery(request, choices, take), self._prefill_nodes)
+        await self._proxy.run(request, Delivery(request, choices, take), first.prefill_nodes)
 
     async def _run_all(self, requests: list[list[Choice]], take: Take) -> None:
         """Runs a task for each request; the first failure ends all."""

@@ -45,6 +45,8 @@ class Choice:
     num_cached: int | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None
     replay: RequestOutput | None = None
+    prefill_nodes: Sequence[str] | None = None
+    """Which a router names for its prompt; None: the proxy's own."""
     num_given_tokens: int = 0
     """Tokens of the outputs that the generation has given so far."""
 

@@ -22,7 +22,7 @@ from decode_node.config import DecodeNodeSettings
 from decode_node.errors import Unavailable
 from decode_node.http.callers import Caller
 from decode_node.http.ignored_fields import IgnoredFields
-from decode_node.http.router_headers import prefill_nodes, prefix_hash, resume_offset
+from decode_node.http.router_headers import prompt_places, resume_offset
 from decode_node.metrics import DecodeMetrics
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
@@ -40,7 +40,6 @@ from edge.http.client_connection import lease_of, read_json_body, request_header
 from edge.http.heartbeats import Heartbeats
 from edge.http.kept_response import KeptResponse
 from edge.http.unknown_path import path_without_slash
-from engine.contracts.prefix_holder import checked_holder
 from engine.frontend.adapter_calls import AdapterCalls
 from engine.node.open_requests import OpenRequests
 from engine.node.profile_servicer import ProfiledEngine
@@ -103,14 +102,13 @@ class Api:
             is_long = len(raw) > long_work.LONG_BODY
             resume = None if offset is None else read_resume(raw[offset:])
             body = await long_work.run(is_long, partial(parse_body, raw[:offset], kind))
-        named = headers.get(names.PREFILL_NODES)
         trace = request.state.trace
         logger.debug("request %s: trace %s", request.state.request_id, trace.trace_id)
         context = RequestContext(
             request_id=request.state.request_id,
             received_at=received_at,
             is_long=is_long,
-            prefill_nodes=None if named is None else prefill_nodes(named),
+            places=prompt_places(headers),
             wants_timeline=headers.get(names.TIMELINE) == "1",
             wants_journal=headers.get(names.JOURNAL) == "1",
             wants_keepalives=headers.get(names.SSE_KEEPALIVE) != "0",
@@ -120,8 +118,6 @@ class Api:
             cache_salt=headers.get(names.CACHE_SALT, ""),
             trace=trace,
             load_format=headers.get(names.LOAD_FORMAT, ""),
-            prefix_hash=prefix_hash(headers.get(names.PREFIX, "")),
-            prefix_holder=checked_holder(headers.get(names.PREFIX_HOLDER, "")),
             kept=KeptResponse.of_header(headers.get(names.RESPONSE, "")),
         )
         self.ignored.note(body.unknown_fields())

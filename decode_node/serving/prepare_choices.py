@@ -43,8 +43,10 @@ class ChoicePreparer:
         resumed = _resumed_choices(context.resume, len(read.prompts) * body.num_choices)
         bare = await self._spec(read, context)
         choices: list[Choice] = []
-        for prompt in read.prompts:
-            spec = bare.with_prompt(prompt.token_ids).with_images(read.images.spans)
+        for number, prompt in enumerate(read.prompts):
+            place = context.place_of(number)
+            spec = bare.with_prompt(prompt.token_ids).with_prefix_hash(place.prefix_hash)
+            spec = spec.with_images(read.images.spans)
             spec = spec.with_sampling(grammar=prompt.grammar)
             spec = self._complete(read, spec)
             if not resumed:
@@ -52,7 +54,9 @@ class ChoicePreparer:
             for i in range(body.num_choices):
                 begun = resumed[len(choices)] if resumed else None
                 request = self._request(read, spec, i, begun, context)
+                request.prefix_holder = place.prefix_holder
                 choice = _choice(read, prompt, request, len(choices), is_first=i == 0)
+                choice.prefill_nodes = place.prefill_nodes
                 if begun is not None:
                     _take_over(choice, begun, read.model.served)
                 choices.append(choice)
@@ -71,7 +75,6 @@ class ChoicePreparer:
                 priority=body.priority or 0,
                 cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
                 adapter=model.adapter,
-                prefix_hash=context.prefix_hash,
             )
 
     def _complete(self, read: ReadRequest, spec: RequestSpec) -> RequestSpec:
@@ -97,7 +100,6 @@ class ChoicePreparer:
         request.reader = read.reader
         request.pixels = read.images.pixels
         request.arrival_time = context.received_at
-        request.prefix_holder = context.prefix_holder
         request.trace = context.trace.sibling() if context.trace is not None else None
         return request
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_node.answer.journal import Resume
@@ -10,15 +11,30 @@ from edge.tracing.context import TraceContext
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPlace:
+    """Says where a prompt is computed.
+
+    Attributes:
+        prefill_nodes: `host:port` of each, best first; None: none were named.
+        prefix_hash: The name that routers give to the prompt's beginning.
+        prefix_holder: Names who may hold the prompt's KV, for a prefill node to fetch it.
+    """
+
+    prefill_nodes: Sequence[str] | None = None
+    prefix_hash: int = 0
+    prefix_holder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Is one request's. `prefill_nodes` is None when none were named, `resume` is set when another
+    """Is one request's. `places` are those of its prompts, in turn, `resume` is set when another
     node has begun the answer. With `is_long` the body is long, and what is done to all of it
     happens beside the event loop."""
 
     request_id: str
     received_at: float
     is_long: bool = False
-    prefill_nodes: list[str] | None = None
+    places: Sequence[PromptPlace] = (PromptPlace(),)
     wants_timeline: bool = False
     wants_journal: bool = False
     wants_keepalives: bool = True
@@ -30,11 +46,13 @@ class RequestContext:
     trace: TraceContext | None = None
     load_format: str = ""
     """The format in which the answer tells the node's load; "": none."""
-    prefix_hash: int = 0
-    """The name that routers give to the prompt's beginning."""
     adapter_digest: str = ""
     """Says what a router means by an adapter's name; "": whatever has it."""
-    prefix_holder: str = ""
-    """Names who may hold the prompt's KV, for a prefill node to fetch it."""
     kept: KeptResponse | None = None
     """Says what a router tells of a response that it keeps."""
+
+    def place_of(self, prompt: int) -> PromptPlace:
+        """Returns where the prompt of this number goes. What the place says of a beginning is of
+        the first prompt that goes there."""
+        place = self.places[prompt % len(self.places)]
+        return place if prompt < len(self.places) else PromptPlace(place.prefill_nodes)

@@ -47,8 +47,7 @@ class Responder:
             wants_timeline=context.wants_timeline,
             wants_metrics=bool(body.include_metrics),
         )
-        nodes = context.prefill_nodes
-        answer = Answer(self._proxy, choices, form, self._metrics, journal, options, nodes)
+        answer = Answer(self._proxy, choices, form, self._metrics, journal, options)
 
         def headers() -> dict[str, str]:
             known = prefill_headers(choices[0].record)

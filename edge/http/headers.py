@@ -2,8 +2,8 @@
 
 Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID, LOAD_FORMAT
 Operators may say:        ENDPOINT
-Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL,
-                          ADAPTER, SSE_KEEPALIVE, RESPONSE
+Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, PROMPT_PLACES, JOURNAL,
+                          RESUME, MODEL, ADAPTER, SSE_KEEPALIVE, RESPONSE
 A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED, LOAD
 A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE, LOAD
 """
@@ -31,6 +31,9 @@ PREFILL_NODES = "x-prefiller-host-port"
 CACHE_SALT = "x-tandem-cache-salt"
 PREFIX = "x-tandem-prefix"
 """Hash of the prompt's longest prefix of whole blocks, in 16 hex digits."""
+PROMPT_PLACES = "x-tandem-prompt-places"
+"""Says where each prompt of a list goes behind the first: `PREFIX/PREFILL_NODES`, with semicolons
+between them. Prompts behind those go where the first does, the second, and so on."""
 PREFIX_HOLDER = "x-tandem-prefix-holder"
 """Names who may hold more of the prompt's KV than the first prefill node: `prefill/host:port` or
 `decode/host:port`, where its gRPC services are."""
@@ -61,6 +64,7 @@ FROM_ROUTERS = frozenset(
         PREFILL_NODES,
         CACHE_SALT,
         PREFIX,
+        PROMPT_PLACES,
         PREFIX_HOLDER,
         JOURNAL,
         RESUME,

@@ -121,6 +121,10 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         """Returns a copy for another prompt."""
         return msgspec.structs.replace(self, prompt_token_ids=token_ids)
 
+    def with_prefix_hash(self, prefix_hash: int) -> RequestSpec:
+        """Returns a copy by whose name routers know the prompt's beginning."""
+        return msgspec.structs.replace(self, prefix_hash=prefix_hash)
+
     def with_images(self, images: tuple[ImageSpan, ...]) -> RequestSpec:
         """Returns a copy whose prompt has `images`."""
         return msgspec.structs.replace(self, images=images)

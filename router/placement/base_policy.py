@@ -9,7 +9,8 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 from router.errors import NoNodeAvailable
 from router.nodes.address import NodeRole
@@ -93,13 +94,30 @@ class BasePolicy(ABC):
         elif request.is_idle_class:
             ranked = self._rank_spare(request, group, decode)
         elif group.nodes and request.generates:
-            ranked = self.rank(request, group, decode)
+            return self._place_prompts(request, group, decode, num_kv_tokens)
         else:
             ranked = _NONE
-        prefills = tuple(ranked.nodes[: self.max_prefill_candidates])
+        return self._placed_by(ranked, request, decode, num_kv_tokens)
+
+    def _place_prompts(
+        self, request: RequestInfo, group: NodeGroup, decode: Node, num_kv_tokens: int
+    ) -> Placement:
+        """Places each prompt by itself, when those before it count where they go."""
+        found = list[Placement]()
+        with ExitStack() as held:
+            for one in request.by_prompt():
+                num_tokens = num_kv_tokens if not found else 0
+                placement = self._placed_by(self.rank(one, group, decode), one, decode, num_tokens)
+                held.enter_context(placement.hold_prefill())
+                found.append(placement)
+        return replace(found[0], others=tuple(found[1:])) if len(found) > 1 else found[0]
+
+    def _placed_by(
+        self, ranked: RankedPrefills, request: RequestInfo, decode: Node, num_kv_tokens: int
+    ) -> Placement:
         placement = Placement(
             decode,
-            prefills,
+            tuple(ranked.nodes[: self.max_prefill_candidates]),
             ranked.choice,
             num_new_tokens=ranked.num_new_tokens,
             num_kv_tokens=num_kv_tokens,

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -45,6 +45,7 @@ class Placement:
         ttft_s: Estimated seconds to the first token; likewise.
         prefix_holder: Who probably has more of the prompt's KV than the first prefill node.
         is_idle: The request only uses what no other request does.
+        others: Where its further prompts go, on the same decode node.
     """
 
     decode: Node
@@ -56,17 +57,20 @@ class Placement:
     ttft_s: float = 0.0
     prefix_holder: Node | None = None
     is_idle: bool = False
+    others: tuple[Placement, ...] = ()
 
     def hold_decode(self) -> AbstractContextManager[None]:
         """Counts the request as work of the decode node while this is open."""
         return self.decode.hold_request(self.num_kv_tokens, is_idle=self.is_idle)
 
-    def hold_prefill(self) -> AbstractContextManager[None]:
-        """Counts the prompt as work of the node that computes it while this is open."""
-        if not self.num_new_tokens:
-            return nullcontext()
-        computing = (*self.prefills, self.decode)[0]
-        return computing.hold_tokens(self.num_new_tokens, is_idle=self.is_idle)
+    def hold_prefill(self) -> AbstractContextManager[object]:
+        """Counts each prompt as work of the node that computes it while this is open."""
+        held = ExitStack()
+        for one in (self, *self.others):
+            if one.num_new_tokens:
+                computing = (*one.prefills, one.decode)[0]
+                held.enter_context(computing.hold_tokens(one.num_new_tokens, is_idle=self.is_idle))
+        return held
 
 
 class Policy(Protocol):

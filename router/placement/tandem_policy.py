@@ -166,6 +166,7 @@ class TandemPolicy(BasePolicy):
 
     def observe(self, request: RequestInfo, placement: Placement, outcome: PrefillOutcome) -> None:
         super().observe(request, placement, outcome)
+        request = request.by_prompt()[0]
         node = self._prefill_node(placement, outcome.node)
         if node is None:
             return

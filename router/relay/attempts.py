@@ -212,9 +212,9 @@ class Attempts:
         if info.tenant.salt:
             headers[names.CACHE_SALT] = info.tenant.salt.hex()
         if placement.prefills or placement.choice is PrefillChoice.LOCAL:
-            headers[names.PREFILL_NODES] = ",".join(
-                node.address.target for node in placement.prefills
-            )
+            headers[names.PREFILL_NODES] = _targets(placement)
+            if placement.others:
+                headers[names.PROMPT_PLACES] = _prompt_places(info, placement)
         if (holder := placement.prefix_holder) is not None:
             role, address = holder.address.role, holder.address.status_target
             headers[names.PREFIX_HOLDER] = f"{role}/{address}"
@@ -257,6 +257,18 @@ class Attempts:
 
     def _may_retry(self, request: ClientRequest) -> bool:
         return self.budgets.of(request.info.model).try_take()
+
+
+def _targets(placement: Placement) -> str:
+    return ",".join(node.address.target for node in placement.prefills)
+
+
+def _prompt_places(info: RequestInfo, placement: Placement) -> str:
+    """Returns where the prompts behind the first go, with the name of what each begins with."""
+    ends = (part.prefix_blocks[-1:] for part in info.parts[1:])
+    prefixes = (f"{end[0]:016x}" if end else "" for end in ends)
+    places = zip(prefixes, placement.others, strict=True)
+    return ";".join(f"{prefix}/{_targets(place)}" for prefix, place in places)
 
 
 def _last_word(exchange: Exchange, failure: Failure, asked: Sequence[Node]) -> Exchange:

@@ -24,6 +24,7 @@ from edge.http.json_fault import json_fault
 from router.request.image_urls import image_names, may_hold_images, shortened
 from router.request.model_route import ModelRoute, plain_route
 from router.request.prompt_blocks import BLOCK_BYTES, MOST_BYTES, hash_blocks
+from router.request.prompt_parts import PromptPart, parts_of, several_prompts
 from router.request.prompt_text import PromptText
 from router.request.proxied_path import PROXIED_PATHS
 from router.request.tenants import ANYONE, Priority, Tenant
@@ -35,8 +36,6 @@ _MAX_LITERAL_BYTES = 64
 _PREFIX_BYTES = 4096
 """About 1024 tokens of raw text: past a short shared opening, still equal in every later turn."""
 _LIST = re.compile(rb"[ \t\r\n]*\[")
-_SEVERAL = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
-"""Matches the beginning of a list of texts, or of lists: several prompts."""
 _MAX_COUNT = 1 << 31
 _ASKED_PRIORITIES = {
     "interactive": Priority.INTERACTIVE,
@@ -90,10 +89,12 @@ class RequestInfo:
         session_id: What the client called the session, if it did.
         is_later_turn: The conversation has gone on after its first question.
         num_prompt_tokens: A guess from the length of the text.
-        prefix_blocks: Hash chain of the prompt's text (`router.request.prompt_blocks`).
+        prefix_blocks: Hash chain of the prompt's text (`router.request.prompt_blocks`), or of the
+            first prompt's.
         tokens_per_block: About this many tokens are in each block.
         max_tokens: Longest answer that the client wants; 0 when it does not say.
         num_prompts: This many it has, each with an answer of its own.
+        parts: Of several prompts, what places each; empty: there is one.
         num_answers: This many that it wants, to all prompts together.
         priority: Never better than the tenant's.
         endpoint: The node that it must go to, as an operator names nodes; empty: any.
@@ -118,6 +119,7 @@ class RequestInfo:
     tokens_per_block: float = 0.0
     max_tokens: int = 0
     num_prompts: int = 1
+    parts: tuple[PromptPart, ...] = ()
     num_answers: int = 1
     tenant: Tenant = ANYONE
     priority: Priority = Priority.STANDARD
@@ -141,6 +143,18 @@ class RequestInfo:
             num_prompt_tokens=num_tokens,
             tokens_per_block=self.tokens_per_block * share,
             max_tokens=min(self.max_tokens, max_model_len),
+            parts=tuple(replace(p, num_tokens=int(p.num_tokens * share)) for p in self.parts),
+        )
+
+    def by_prompt(self) -> tuple[Self, ...]:
+        """Returns a request for each part, or itself if there is one prompt."""
+        if not self.parts:
+            return (self,)
+        return tuple(
+            replace(
+                self, num_prompt_tokens=one.num_tokens, prefix_blocks=one.prefix_blocks, parts=()
+            )
+            for one in self.parts
         )
 
 
@@ -172,7 +186,10 @@ def read_request_info(
     session_key = _session_key(tenant, led.name + led.adapter_digest, source, session)
     version = led.version(session_key or request_id.encode())
     num_tokens = text.num_tokens
-    num_prompts = _num_prompts(given)
+    prompts = several_prompts(given)
+    num_prompts, seed = max(1, len(prompts)), _chain_seed(tenant, version + led.adapter_digest)
+    parts = parts_of(prompts, seed)
+    blocks = parts[0].prefix_blocks if parts else hash_blocks(text.beginning(MOST_BYTES), seed)
     return RequestInfo(
         path=path,
         request_id=request_id,
@@ -188,12 +205,11 @@ def read_request_info(
         session_id=_plain(session) if source is not SessionSource.PROMPT else "",
         is_later_turn=is_later_turn,
         num_prompt_tokens=num_tokens,
-        prefix_blocks=hash_blocks(
-            text.beginning(MOST_BYTES), _chain_seed(tenant, version + led.adapter_digest)
-        ),
+        prefix_blocks=blocks,
         tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(text)),
         max_tokens=next(filter(None, (_count(fields.get(k)) for k in form.max_tokens)), 0),
         num_prompts=num_prompts,
+        parts=parts,
         num_answers=max((1, *(_count(fields.get(k)) for k in form.answers))) * num_prompts,
         tenant=tenant,
         priority=_priority(headers, tenant),
@@ -290,16 +306,6 @@ def _count(raw: msgspec.Raw | None) -> int:
     except _UNREADABLE:
         return 0
     return int(count) if 0 < count < _MAX_COUNT else 0
-
-
-def _num_prompts(raw: msgspec.Raw | None) -> int:
-    """Returns the number of prompts: of a list of texts, or of lists, each item is one."""
-    if raw is None or not _SEVERAL.match(memoryview(raw)):
-        return 1
-    try:
-        return max(1, len(_decode_list(raw)))
-    except _UNREADABLE:
-        return 1
 
 
 def _milliseconds(text: str) -> int:

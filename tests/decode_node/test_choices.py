@@ -179,6 +179,25 @@ async def test_several_prompts_times_n() -> None:
         assert metrics["tandem_prefill_attempts_total"] == 2
 
 
+async def test_each_prompt_is_computed_where_its_router_says() -> None:
+    """The third prompt goes where the first does, and only names of the first two are known."""
+    places = "00000000000000ab/b:1,a:1"
+    headers = {**REMOTE, "x-tandem-prefix": "00000000000000aa", "x-tandem-prompt-places": places}
+    async with http_node() as node:
+        node.nodes.on_call = lambda call: (call.first_token(), call.taken())
+        node.engine.on_generate = lambda fake: node.engine.kv_arrives(fake)
+        body = {"prompt": [[5, 6, 7], [8, 9], [4, 3]], "max_tokens": 4}
+        reply = await node.client.post("/v1/completions", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        calls = sorted(node.nodes.calls, key=lambda call: call.request.request_id)
+        assert [call.address for call in calls] == ["a:1", "b:1", "a:1"]
+        assert [call.request.spec.prefix_hash for call in calls] == [0xAA, 0xAB, 0]
+        assert reply.json()["usage"]["prompt_tokens"] == 7
+        bad = {**headers, "x-tandem-prompt-places": "/not a node"}
+        reply = await node.client.post("/v1/completions", json=body, headers=bad)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-prefiller-host-port")
+
+
 async def test_after_a_resume_only_choices_without_output_share_their_prompt() -> None:
     """One choice has ended and one is under way; the router has nothing of three others."""
     entries = [

@@ -47,6 +47,22 @@ async def test_a_stream_passes_unchanged(cluster: Cluster) -> None:
     assert router.metric("tandem_router_requests_total", path="/v1/completions", status="200") == 1
 
 
+async def test_each_of_several_prompts_has_prefill_nodes_of_its_own(cluster: Cluster) -> None:
+    prefills = [await cluster.prefill(), await cluster.prefill()]
+    decode = await cluster.decode(handler=stream_tokens(3))
+    router = await cluster.router(*prefills, decode)
+    prompts = ["a" * 5000, "b" * 5000]
+    async with router.post({**BODY, "prompt": prompts}) as response:
+        assert response.status == 200
+        await response.read()
+    [(headers, _)] = decode.requests
+    first = headers["x-prefiller-host-port"].split(",")
+    prefix, _, second = headers["x-tandem-prompt-places"].partition("/")
+    assert sorted(first) == sorted(second.split(",")) == sorted(one.target for one in prefills)
+    assert first[0] != second.split(",")[0]
+    assert len(prefix) == 16 and prefix != headers["x-tandem-prefix"]
+
+
 async def test_a_plain_answer_and_its_status_pass_unchanged(cluster: Cluster) -> None:
     answer = {"error": {"message": "too long", "type": "invalid_request_error"}}
     decode = await cluster.decode(

@@ -16,6 +16,7 @@ from router.placement.prefill_outcome import PrefillOutcome
 from router.placement.spill import Margin
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
 from router.request.info import RequestInfo
+from router.request.prompt_parts import PromptPart
 from tests.router.factories import Fleet, report, request, served
 
 PREFILL = NodeRole.PREFILL
@@ -47,6 +48,43 @@ def with_prefills(count: int, **fields: Any) -> Fleet:
 
 
 # Prefill ---------------------------------------------------------------------------------------
+
+
+def several(*sizes: int) -> RequestInfo:
+    parts = tuple(PromptPart(size, (number + 1,)) for number, size in enumerate(sizes))
+    return request(
+        num_prompt_tokens=sum(sizes), num_prompts=len(sizes), parts=parts, tokens_per_block=4000.0
+    )
+
+
+def test_each_of_several_prompts_goes_where_it_is_computed_first() -> None:
+    fleet = with_prefills(2)
+    placement = policy(fleet).place(several(1000, 1000, 1000, 1000))
+    ways = (placement, *placement.others)
+    assert {way.decode for way in ways} == {fleet.node("d")}
+    assert sorted(Counter(way.prefills[0].address.target for way in ways).values()) == [2, 2]
+    nodes = [fleet.node("p0"), fleet.node("p1")]
+    assert [node.predicted_tokens for node in nodes] == [0, 0], "nothing is held before it is sent"
+    with placement.hold_prefill():
+        assert [node.predicted_tokens for node in nodes] == [2000, 2000]
+    assert [node.predicted_tokens for node in nodes] == [0, 0]
+
+
+def test_a_long_prompt_of_several_leaves_its_node_to_itself() -> None:
+    placement = policy(with_prefills(2)).place(several(9000, 1000, 1000))
+    first, *others = (way.prefills[0] for way in (placement, *placement.others))
+    assert first not in others
+
+
+def test_one_of_several_prompts_goes_where_its_own_beginning_is() -> None:
+    fleet = with_prefills(3)
+    place = policy(fleet).place
+    again = several(5000, 5000, 5000)
+    first = place(again)
+    homes = [way.prefills[0] for way in (first, *first.others)]
+    second = place(again)
+    assert [way.prefills[0] for way in (second, *second.others)] == homes
+    assert len(set(homes)) == 3
 
 
 def test_a_session_keeps_its_prefill_node_and_sessions_spread() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edge.http.errors import BadRequest
 from router.nodes.session import Rendezvous, node_hash_seed
-from router.request.info import SessionSource, read_request_info
+from router.request.info import RequestInfo, SessionSource, read_request_info
 from router.request.prompt_text import PromptText
 from router.request.tenants import Priority, Tenant
 from tests.router.factories import request
@@ -352,3 +352,27 @@ def test_each_of_several_prompts_may_be_as_long_as_the_model() -> None:
     found = read_request_info("/v1/completions", "r", {}, body)
     assert (found.num_prompts, found.num_answers) == (2, 6)
     assert found.bounded(600).num_prompt_tokens == 1200
+
+
+def completion(prompt: object) -> RequestInfo:
+    body = json.dumps({"prompt": prompt}).encode()
+    return read_request_info("/v1/completions", "r", {}, body)
+
+
+def test_each_of_several_prompts_is_known_as_it_is_alone() -> None:
+    prompts = ["a" * 9000, "b" * 5000, [1, 2, 3]]
+    found = completion(prompts)
+    alone = [completion(prompt) for prompt in prompts]
+    assert [part.prefix_blocks for part in found.parts] == [one.prefix_blocks for one in alone]
+    assert [part.num_tokens for part in found.parts] == [one.num_prompt_tokens for one in alone]
+    assert found.prefix_blocks == alone[0].prefix_blocks
+    ones = found.by_prompt()
+    assert [one.num_prompt_tokens for one in ones] == [one.num_prompt_tokens for one in alone]
+    assert completion(["only"]).by_prompt() == (completion(["only"]),)
+
+
+def test_many_prompts_are_as_many_parts_as_headers_have_room_for() -> None:
+    many = completion([[number] * 10 for number in range(40)])
+    assert len(many.parts) == 16
+    assert [part.num_tokens for part in many.parts] == [30] * 8 + [20] * 8
+    assert completion([[1]] * 5000).parts == (), "more than any node answers"
