@@ -13,10 +13,11 @@ INDEX_PLANE, INDEX_SCALE_PLANE = "index", "index_scale"
 """Planes of index keys and of their scales, whose numbers have a type of their own, whatever the
 `dtype` of their group."""
 
-LONGEST_BLOCK = 2048
-"""Tokens of a block whose rows stand for several. A prefix is found where every group has a whole
-block, so blocks that fill a page with rows of 128 tokens would be found rarely; these take up to an
-eighth of what rows of 4 tokens take beside them, where the fullest would take a thirtieth."""
+_LONGEST = 8
+"""Blocks of rows that stand for many tokens have at most this many times the tokens of others. A
+prefix is found where every group has a whole block, which would be rare if a page were filled with
+rows of 128 tokens; so these take up to an eighth of what rows of 4 tokens take beside them, where
+the fullest would take a thirtieth."""
 
 
 def in_fp8(group: KVGroup, scales: str) -> KVGroup:
@@ -43,25 +44,29 @@ def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, .
     page_bytes = max(
         (_resized(group, 1) if group.is_open else group).bytes_needed(tp_size) for group in groups
     )
-    return tuple(_fitted(group, page_bytes, tp_size) for group in groups)
+    least = min((group.block_size for group in groups if group.compress_ratio > 1), default=0)
+    return tuple(_fitted(group, page_bytes, tp_size, _LONGEST * least) for group in groups)
 
 
-def _fitted(group: KVGroup, page_bytes: int, tp_size: int) -> KVGroup:
+def _fitted(group: KVGroup, page_bytes: int, tp_size: int, longest: int) -> KVGroup:
+    """Returns the group with blocks that fill a page, those of rows of several tokens with at most
+    `longest`, and open ones with no more than are needed at a time."""
     if group.is_state:
         return group
-    size, longest = group.block_size, _longest(group)
-    while size > 1 and _resized(group, size).bytes_needed(tp_size) > page_bytes:
+    if group.is_open:
+        longest = (group.window or 1) - 1 + group.window_align
+    elif group.compress_ratio == 1:
+        longest = STATE_SPAN
+
+    def fits(size: int) -> bool:
+        return size <= longest and _resized(group, size).bytes_needed(tp_size) <= page_bytes
+
+    size = group.block_size
+    while size % (2 * group.compress_ratio) == 0 and not fits(size):
         size //= 2
-    while 2 * size <= longest and _resized(group, 2 * size).bytes_needed(tp_size) <= page_bytes:
+    while fits(2 * size):
         size *= 2
     return _resized(group, size)
-
-
-def _longest(group: KVGroup) -> int:
-    """Returns the tokens that a block has at most, unless it has more to begin with."""
-    if group.is_open:
-        return group.window_align
-    return LONGEST_BLOCK if group.compress_ratio > 1 else STATE_SPAN
 
 
 def _resized(group: KVGroup, block_size: int) -> KVGroup:
