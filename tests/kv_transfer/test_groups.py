@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
+import msgspec
 import pytest
 from kv_caches import (
     NO_BLOCK,
+    UNTOUCHED,
     WINDOW,
     GroupBlocks,
     by_group,
@@ -23,6 +25,7 @@ from late_device import LateDevice
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.receiver import KVReceiver
+from kv_transfer.group_sizes import with_draft_layers
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import TransferEventKind
@@ -245,3 +248,29 @@ def test_whole_nodes_with_real_processes(
         until_empty(prefill, decode)
         assert decode.done.received[seed:] == [request.transfer_id]
         decode.check(seed, range(num_tokens), target)
+
+
+@pytest.mark.parametrize("has_same_drafter", [True, False])
+async def test_the_window_of_a_drafter_s_layer_travels_with_the_model_s(
+    has_same_drafter: bool,
+) -> None:
+    """It is one more layer of a window's group, beside groups that it is not in."""
+    groups = compressed().groups
+    own = msgspec.structs.replace(groups[0], layers=(0,))
+    shape = KVLayout(
+        groups=tuple(with_draft_layers(groups, [own])), tp_size=1, model_hash="model",
+        num_draft_layers=1, draft_hash="drafter",
+    )  # fmt: skip
+    assert shape.groups_of(4) == (0,) and shape.num_layers == 5
+    other = shape if has_same_drafter else msgspec.structs.replace(shape, draft_hash="another")
+    async with Loopback(shape, other, chunk_bytes=1024) as (prefill, decode):
+        for num_tokens in (31, 32, 150):
+            transfer_id = prefill.export_computed(2, num_tokens)
+            target = decode.pull(prefill.peer, transfer_id, num_tokens)
+            await decode.until_all(RECEIVED, transfer_id)
+            if has_same_drafter:
+                decode.check(2, range(num_tokens), target)
+            else:
+                slot = other.groups[0].layers.index(4)
+                assert (decode.caches[0].pages[slot] == UNTOUCHED).all()
+            await finish(prefill, decode, transfer_id)

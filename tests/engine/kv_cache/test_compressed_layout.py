@@ -1,0 +1,111 @@
+"""Layers in several groups, whose rows stand for 1, 4 or 128 tokens: sizes, and which peers fit."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.kv_cache.capacity import blocks_a_token
+from engine.kv_cache.rolling_windows import hit_stride
+from kv_transfer.control.sizing import pull_bytes_per_token
+from kv_transfer.errors import HandshakeMismatch
+from kv_transfer.group_sizes import in_fp8, share_page_size, with_draft_layers
+from kv_transfer.layout import KVGroup, KVLayout
+from kv_transfer.planes import Plane
+
+
+def flash(block_size: int) -> KVLayout:
+    """Keeps what DeepSeek V4-Flash keeps in bfloat16: 21 layers with rows of 4 tokens, 20 with rows
+    of 128, and two with a window alone."""
+
+    def rows(
+        layers: range, *planes: Plane, ratio: int = 1, window: int | None = None, align: int = 1
+    ) -> KVGroup:
+        return KVGroup(
+            layers=tuple(layers),
+            planes=planes,
+            block_size=block_size * ratio,
+            dtype="float32" if align > 1 else "bfloat16",
+            compress_ratio=ratio,
+            window=window,
+            window_align=align,
+        )
+
+    kv, index, scale, open_4, open_128 = (
+        Plane(name, 1, num_bytes, replicated=True)
+        for name, num_bytes in (
+            ("kv", 1024), ("index", 128), ("index_scale", 4), ("open", 10240), ("open", 4096)
+        )
+    )  # fmt: skip
+    groups = [
+        rows(range(21), kv, window=128),
+        rows(range(21, 43), kv, window=128),
+        rows(range(21), kv, index, scale, ratio=4),
+        rows(range(21), open_4, window=5, align=4),
+        rows(range(21, 41), kv, ratio=128),
+        rows(range(21, 41), open_128, window=1, align=128),
+    ]
+    return KVLayout(groups=share_page_size(groups, 1), tp_size=1, model_hash="m")
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_what_a_token_of_v4_flash_takes(block_size: int) -> None:
+    """A fifteenth more than the rows themselves, and a block for what is open or in a window."""
+    shape = flash(block_size)
+    in_windows, _, of_4, open_4, of_128, open_128 = shape.groups
+    assert [in_windows.block_size, of_4.block_size] == [block_size, 4 * block_size]
+    assert of_128.block_size == 32 * block_size, "a page would hold four times as many"
+    assert 4 * block_size % open_4.block_size == 0 == 128 % open_128.block_size
+    kept = 21 * (1024 + 132) / 4 + 20 * 1024 / 128
+    assert pull_bytes_per_token(shape) == kept == 6229
+    assert kept < blocks_a_token(shape.groups) * shape.block_bytes < 1.15 * kept
+    hits = hit_stride(shape.groups)
+    assert hits == 32 * block_size
+    for group in shape.groups:
+        assert hits % group.block_size == 0
+
+
+def test_layers_of_a_drafter_join_the_smallest_group_that_is_alike() -> None:
+    """A window of its own would be a seventh group; with the larger half of the layers each block
+    of all groups would have a page more."""
+    groups = flash(64).groups
+    window = msgspec.structs.replace(groups[0], layers=(0,))
+    joined = with_draft_layers(groups, [window])
+    assert [len(group.layers) for group in joined] == [22, 22, 21, 21, 20, 20]
+    assert joined[0].layers[-1] == 43
+
+
+def test_open_rows_and_index_keys_stay_as_they_are_in_fp8() -> None:
+    for group in flash(64).groups:
+        found = in_fp8(group, "s")
+        if group.is_open:
+            assert found == group
+        else:
+            sizes = [(plane.name, plane.row_bytes) for plane in found.planes]
+            assert sizes[0] == ("kv", 512) and sizes[1:] in (
+                [],
+                [("index", 128), ("index_scale", 4)],
+            )
+
+
+@pytest.mark.parametrize(
+    ("field", "index", "value"),
+    [("compress_ratio", 2, 8), ("window_align", 3, 8), ("window", 3, 9)],
+)
+def test_nodes_whose_rows_stand_for_other_tokens_are_refused(
+    field: str, index: int, value: int
+) -> None:
+    ours = flash(64)
+    other = msgspec.structs.replace(ours.groups[index], **{field: value})
+    groups = (*ours.groups[:index], other, *ours.groups[index + 1 :])
+    with pytest.raises(HandshakeMismatch, match=rf"groups\[{index}\]\.{field}"):
+        ours.check_compatible(msgspec.structs.replace(ours, groups=groups))
+
+
+@pytest.mark.parametrize("size", [0, 6, 1 << 20])
+def test_blocks_that_cut_a_row_are_refused(size: int) -> None:
+    ours = flash(64)
+    other = msgspec.structs.replace(ours.groups[2], block_size=size)
+    groups = (*ours.groups[:2], other, *ours.groups[3:])
+    with pytest.raises(HandshakeMismatch, match=r"groups\[2\]\.block_size"):
+        ours.check_compatible(msgspec.structs.replace(ours, groups=groups))
