@@ -9,20 +9,22 @@ from engine.layers.attention.indexer import IndexerSizes
 from engine.layers.attention.latent_block import LatentAttentionBlock, LatentSizes
 from engine.layers.attention.row_indexer import RowIndexerSizes
 from engine.layers.attention.window_rows_block import WindowRowsBlock, WindowRowsSizes
+from engine.layers.kimi_delta import KimiDeltaAttention
 from engine.layers.kv_scales import layer_scales
-from engine.layers.linear_attention import DeltaSizes, GatedDeltaNet
+from engine.layers.linear_attention import DeltaForm, DeltaSizes, GatedDeltaNet
 from engine.layers.mamba import MambaMixer, MambaSizes
 from engine.layers.norm import RMSNorm
 from engine.layers.parallel_mixer import ParallelMixer
 from engine.layers.shard import Shard
 from engine.layers.short_conv import ShortConv
 from engine.models.specs.dense import DenseSpec
+from engine.models.specs.linear import DeltaSpec
 from engine.models.specs.token_rows import TokenRowsSpec
 from engine.rope import Rotary
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.value_form import ValueForm
 
-StateBlock = GatedDeltaNet | MambaMixer | ShortConv
+StateBlock = GatedDeltaNet | KimiDeltaAttention | MambaMixer | ShortConv
 AnyAttention = AttentionBlock | LatentAttentionBlock | WindowRowsBlock | StateBlock | ParallelMixer
 
 
@@ -159,17 +161,34 @@ def state_block(
         return MambaMixer(hidden_size, sizes, mamba.eps, shard, norm=norm, drafting=kept)
     if (conv := spec.conv) is not None:
         return ShortConv(hidden_size, conv.kernel, shard, norm=norm, drafting=kept)
+    if (kda := spec.kda) is not None:
+        delta = _delta_sizes(kda)
+        return KimiDeltaAttention(
+            hidden_size, delta, eps, shard, rank=kda.key_dim, norm=norm, drafting=kept
+        )
     linear = spec.linear
     assert linear is not None
-    delta = DeltaSizes(
-        key_heads=linear.key_heads,
-        value_heads=linear.value_heads,
-        key_dim=linear.key_dim,
-        value_dim=linear.value_dim,
-        kernel=linear.kernel,
-        is_split=linear.is_split,
+    form: DeltaForm = "split" if linear.is_split else "by_key_head"
+    return GatedDeltaNet(
+        hidden_size,
+        _delta_sizes(linear, linear.rate_scale),
+        eps if linear.eps is None else linear.eps,
+        shard,
+        form="apart" if linear.is_apart else form,
+        norm=norm,
+        drafting=kept,
     )
-    return GatedDeltaNet(hidden_size, delta, eps, shard, norm=norm, drafting=kept)
+
+
+def _delta_sizes(delta: DeltaSpec, rate_scale: float = 1.0) -> DeltaSizes:
+    return DeltaSizes(
+        key_heads=delta.key_heads,
+        value_heads=delta.value_heads,
+        key_dim=delta.key_dim,
+        value_dim=delta.value_dim,
+        kernel=delta.kernel,
+        rate_scale=rate_scale,
+    )
 
 
 def parallel_mixer(

@@ -182,9 +182,9 @@ def load_model_config(
     if load_format == "safetensors":
         weights = WeightFiles(folder, wrapper, kind.renamed_tensors)
     file, whole = _read_config(path, wrapper, weights)
-    length = _max_model_len(folder, file, max_model_len)
     with _named(path):
         file = kind.renamed(file)
+        length = _max_model_len(folder, file, max_model_len)
         spec = kind.from_config(file, length)
         place, values = file.quantization
         schemes = read_quantization(folder, values, quantization, place)

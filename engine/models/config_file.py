@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.models.config_parts import LinearAttentionFields, SparseAttentionFields
+
 DEFAULT_ROPE_THETA = 10_000.0
 
 _MOST = {
@@ -24,6 +26,7 @@ _MOST = {
     "n_routed_experts": 1 << 14,
     "moe_num_experts": 1 << 14,
     "max_position_embeddings": 1 << 28,
+    "model_max_length": 1 << 28,
 }
 """Sizes far above those of any model: beyond them memory would end before an error is raised."""
 
@@ -65,20 +68,6 @@ class RopeFields(msgspec.Struct):
         return self.kind not in ("default", "mrope")
 
 
-class SparseAttentionFields(msgspec.Struct):
-    """Holds what MiniMax-M3 says of its indexers; lists have a number for each layer."""
-
-    sparse_num_index_heads: int | None = None
-    sparse_index_dim: int | None = None
-    sparse_block_size: int | None = None
-    sparse_topk_blocks: int | None = None
-    sparse_local_block: int | None = None
-    sparse_init_block: int = 0
-    sparse_score_type: str = "max"
-    sparse_attention_freq: list[int] | None = None
-    sparse_disable_index_value: list[int] | None = None
-
-
 class ConfigHead(msgspec.Struct):
     """Holds what says whose `config.json` this is: the rest of it differs between kinds of models.
 
@@ -104,7 +93,8 @@ class ConfigFile(msgspec.Struct):
     vocab_size: int
     hidden_size: int
     num_attention_heads: int
-    max_position_embeddings: int
+    max_position_embeddings: int = 0
+    """Kimi Linear calls it `model_max_length`."""
     num_hidden_layers: int = 0
     """Nemotron-H has a list of them instead."""
     intermediate_size: int = 0
@@ -269,6 +259,17 @@ class ConfigFile(msgspec.Struct):
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
     linear_conv_kernel_dim: int | None = None
+    linear_allow_neg_eigval: bool = True
+    linear_num_heads: int | None = None
+    """This and what follows are of Kimi Linear, as transformers and as Moonshot say it."""
+    linear_head_dim: int | None = None
+    linear_attn_config: LinearAttentionFields | None = None
+    model_max_length: int | None = None
+    mla_use_nope: bool | None = None
+    num_experts_per_token: int | None = None
+    moe_renormalize: bool | None = None
+    num_expert_group: int | None = None
+    moe_router_activation_func: str | None = None
     quantization_config: dict[str, object] | None = None
     compression_config: dict[str, object] | None = None
     """Early compressed-tensors' name of `quantization_config`."""
@@ -389,6 +390,8 @@ class ConfigFile(msgspec.Struct):
         are_listed = self.hybrid_override_pattern or self.layers_block_type or self.layer_types
         if not (self.num_hidden_layers or are_listed):
             return "says that num_hidden_layers is a size below 1, or it is missing"
+        if not (self.max_position_embeddings or self.model_max_length):
+            return "says that max_position_embeddings is a size below 1, or it is missing"
         return ""
 
     def base_frequency(self) -> float:

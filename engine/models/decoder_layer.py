@@ -40,7 +40,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn: AnyAttention
         self.spec, self.streams = spec, LayerStreams(spec, shard)
-        names, experts, has_mlp = spec.norms, spec.experts, index not in spec.bare_layers
+        self.norms = names = spec.norms_of(index)
+        experts, has_mlp = spec.experts, index not in spec.bare_layers
         self.before_attention = layer_norm(spec, shard, names.before_attention)
         after = layer_norm(spec, shard, names.after_attention, spec.after_eps)
         self.module, self.self_attn = mixing_block(config, spec, index, shard, after)
@@ -90,7 +91,7 @@ class DecoderLayer(nn.Module):
         return stream.read(norm)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        spec, names = self.spec, self.spec.norms
+        spec, names = self.spec, self.norms
         norms = (
             (self.before_attention, names.before_attention),
             (self.self_attn.norm, names.after_attention),

@@ -12,6 +12,7 @@ _MAMBA = "layers with a Mamba state"
 _MAMBA2 = "layers with a Mamba2 state"
 _ENCODER = "it encodes its input and has no decoder alone"
 _LLAMA, _DEEPSEEK = "LlamaForCausalLM", "DeepseekV3ForCausalLM"
+_KIMI = "KimiLinearForCausalLM"
 _PARALLEL = "attention and feed-forward block side by side, and norms that subtract the mean"
 _OLD_DECODER = "learned or other positions, norms that subtract the mean, and no gate"
 DIFFERENCES = {
@@ -38,7 +39,7 @@ DIFFERENCES = {
     "gemma": ("Gemma2ForCausalLM", "no norms behind the blocks, and no bound of scores"),
     "gemma3n": ("Gemma3ForCausalLM", "embeddings of each layer, and layers that share keys"),
     "glm": ("Glm4ForCausalLM", "no norms behind the blocks"),
-    "glm5_next": (_DEEPSEEK, "an indexer, layers with a state of Kimi Delta Attention"),
+    "glm5_next": (_KIMI, "an indexer of pooled keys, several residual streams"),
     "gpt2": (_LLAMA, _OLD_DECODER),
     "gpt_bigcode": (_LLAMA, _OLD_DECODER),
     "gpt_neox": (_LLAMA, _PARALLEL),
@@ -52,8 +53,7 @@ DIFFERENCES = {
         "use the -HF release",
     ),
     "jamba": ("MixtralForCausalLM", _MAMBA),
-    "kimi_k3": (_DEEPSEEK, "layers with a state of Kimi Delta Attention"),
-    "kimi_linear": (_DEEPSEEK, "layers with a state of Kimi Delta Attention"),
+    "kimi_k3": (_KIMI, "residuals that attend to those of earlier layers, latents with a gate"),
     "llama4": (
         _LLAMA,
         "attention within chunks, and experts whose input is weighted in place of their output",

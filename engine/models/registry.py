@@ -33,6 +33,7 @@ from engine.models.specs.glm4_moe import Glm4MoeSpec, SolarOpenSpec
 from engine.models.specs.gpt_oss import GptOssSpec
 from engine.models.specs.granite import GraniteHybridSpec, GraniteSpec
 from engine.models.specs.hunyuan import HYV3Spec
+from engine.models.specs.kimi_linear import KimiLinearSpec
 from engine.models.specs.laguna import LagunaSpec
 from engine.models.specs.lfm import Lfm2MoeSpec, Lfm2Spec
 from engine.models.specs.lfm3 import Lfm3Spec
@@ -47,6 +48,7 @@ from engine.models.specs.mixtral import MixtralSpec
 from engine.models.specs.muse import MuseGlimmerSpec
 from engine.models.specs.nemotron import NemotronHSpec
 from engine.models.specs.olmo import Olmo2Spec, Olmo3Spec
+from engine.models.specs.olmo_hybrid import OlmoHybridSpec
 from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import MiMoSpec, Qwen2Spec, Qwen3Spec
 from engine.models.specs.qwen_hybrid import Qwen3NextSpec, Qwen35MoeSpec, Qwen35Spec
@@ -84,6 +86,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "HYV3ForCausalLM": HYV3Spec,
     "IQuestCoderForCausalLM": IQuestCoderSpec,
     "InternLM3ForCausalLM": InternLM3Spec,
+    "KimiLinearForCausalLM": KimiLinearSpec,
     "LagunaForCausalLM": LagunaSpec,
     "Lfm2ForCausalLM": Lfm2Spec,
     "Lfm2MoeForCausalLM": Lfm2MoeSpec,
@@ -104,6 +107,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "NemotronHForCausalLM": NemotronHSpec,
     "Olmo2ForCausalLM": Olmo2Spec,
     "Olmo3ForCausalLM": Olmo3Spec,
+    "OlmoHybridForCausalLM": OlmoHybridSpec,
     "Phi3ForCausalLM": Phi3Spec,
     "Qwen2ForCausalLM": Qwen2Spec,
     "Qwen2MoeForCausalLM": Qwen2MoeSpec,

@@ -106,6 +106,8 @@ from tandem_kernels.linear_attention import (
     delta_tuning,
     gated_group_norm,
     gated_rms_norm,
+    kda_chunks,
+    kda_systems,
     mamba_chunks,
     mamba_scan,
 )
@@ -1270,9 +1272,9 @@ def ragged_cases(capability: int) -> Iterator[Case]:
 def linear_attention_cases(capability: int) -> Iterator[Case]:
     names = ("x", "weight", "out", "gate", "mixed", "gates", "changes", "reads")
     types = {**named("*bf16", *names), **named("*fp32", "a_log", "dt_bias", "states")}
-    types |= {**named("*i32", "blocks", "query_start_loc", "seq_lens"), "scale": "fp32"}
+    types |= {**named("*i32", "blocks", "query_start_loc", "seq_lens"), "decays": "*bf16"}
     types |= {**named("*i32", "rows", "num_taken"), "kept": "*bf16", "kept_gates": "*bf16"}
-    types["eps"] = "fp32"
+    types |= named("fp32", "eps", "scale", "rate_scale")
     shape = {"NUM_KEYS": 16, "NUM_VALUES": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_KEY": 128}
     overlap = {"OVERLAP": capability >= 90}
     taps = {"WIDTH": 4, "WIDTHS": 4, "CHANNELS": causal_conv.CHANNELS}
@@ -1288,8 +1290,10 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
         decode = delta_tuning.decode_tuning(count)
         part, warps = {"VALUES": decode.values, **overlap}, {"num_warps": decode.num_warps}
         part["PENDING"] = pending
-        name = f"{count}" + f", {pending} pending" * (pending > 0)
-        yield Case(delta_rule.delta_rule_kernel, name, types, {**shape, **part}, warps)
+        for by_channel in (False, True):
+            part["BY_CHANNEL"] = by_channel
+            name = f"{count}" + f", {pending} pending" * (pending > 0) + ", channels" * by_channel
+            yield Case(delta_rule.delta_rule_kernel, name, types, {**shape, **part}, warps)
     chunk = {**shape, "CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
     solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
     warps = {"num_warps": delta_tuning.CHUNK_WARPS}
@@ -1302,11 +1306,34 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
         {**chunk, "VALUES": walk.values},
         {"num_warps": walk.num_warps, "num_stages": walk.num_stages},
     )
-    heads = {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS}
-    yield Case(gated_rms_norm.gated_rms_norm_kernel, "", types, {**heads, **overlap})
+    yield from kda_prompt_cases(types, {**shape, "NUM_KEYS": 32})
+    for is_sigmoid in (False, True):
+        heads = {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS}
+        heads |= {"SIGMOID": is_sigmoid, **overlap}
+        yield Case(gated_rms_norm.gated_rms_norm_kernel, f"{is_sigmoid}", types, heads)
     for shared in (1, 128):
         gated = {"BLOCK": 1024, "SHARED": shared, "SOFTPLUS": shared > 1, **overlap}
         yield Case(sigmoid_and_mul.gate_and_mul_kernel, f"shared={shared}", types, gated)
+
+
+def kda_prompt_cases(types: dict[str, str], shape: dict[str, Any]) -> Iterator[Case]:
+    types = {**types, **named("*fp32", "lower", "kept"), **named("*bf16", "scores", "solved")}
+    chunk = {"CHUNK": delta_chunks.CHUNK, "PART": delta_chunks.PART, "SOLVER": "tf32x3"}
+    chunk |= {**shape, "CHANNELS": kda_chunks.CHANNELS, "PRECISION": "tf32"}
+    walk = delta_tuning.walk_tuning()
+    chunk["VALUES"] = walk.values
+    warps = {"num_warps": delta_tuning.CHUNK_WARPS}
+    for kernel, options in (
+        (kda_systems.kda_scores_kernel, warps),
+        (kda_systems.kda_solve_kernel, warps),
+        (kda_chunks.kda_factors_kernel, warps),
+        (
+            kda_chunks.kda_walk_kernel,
+            {"num_warps": walk.num_warps, "num_stages": walk.num_stages},
+        ),
+    ):
+        known = {name: value for name, value in chunk.items() if name in kernel.arg_names}
+        yield Case(kernel, "", types, known, options)
 
 
 def mamba_cases(capability: int) -> Iterator[Case]:

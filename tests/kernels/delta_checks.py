@@ -29,6 +29,9 @@ class Sizes:
     key_dim: int = 8
     value_dim: int = 12
     kernel: int = 4
+    by_channel: bool = False
+    """Each key channel decays by itself."""
+    rate_scale: float = 1.0
 
     @property
     def channels(self) -> int:
@@ -136,6 +139,8 @@ class Layer:
     a_log: Tensor
     dt_bias: Tensor
     states: Tensor
+    decays: Tensor | None = None
+    rate_scale: float = 1.0
 
     @classmethod
     def random(cls, batch: Batch, sizes: Sizes, dtype: torch.dtype, device: str) -> Layer:
@@ -148,15 +153,22 @@ class Layer:
         shape = (len(batch.lengths) + 3, heads, sizes.key_dim, sizes.value_dim)
         states = in_pages(randn(*shape))
         states.copy_(spoiled(states.clone(), batch, metadata.blocks))
-        return cls(
-            batch,
-            metadata,
-            randn(num_tokens, sizes.channels).to(dtype),
-            (2 * randn(num_tokens, 2 * heads)).to(dtype),
-            randn(heads) - 1,
-            randn(heads),
-            states,
-        )
+        mixed = randn(num_tokens, sizes.channels).to(dtype)
+        gates = (2 * randn(num_tokens, 2 * heads)).to(dtype)
+        numbers, decays = (randn(heads) - 1, randn(heads)), None
+        if sizes.by_channel:
+            # Some channels forget at once, others hardly. Rows lie apart, as slices do.
+            gates = gates[:, heads:]
+            each = heads * sizes.key_dim
+            decays = (2 * randn(num_tokens, each + 8)).to(dtype)[:, :each]
+            decays[:: max(1, num_tokens // 3), 0] = 90.0
+            numbers = torch.linspace(-6.0, 2.5, heads, device=device), randn(each)
+        return cls(batch, metadata, mixed, gates, *numbers, states, decays, sizes.rate_scale)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Returns what kinds of layers differ in."""
+        return {"decays": self.decays, "rate_scale": self.rate_scale}
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Returns what every token reads [T, Hv, V], and the states."""
@@ -168,9 +180,11 @@ class Layer:
             for i in range(2)
         )
         values = wide[:, 2 * num_keys * key_dim :].unflatten(1, (num_values, -1))
-        b, a = self.gates.double().unflatten(1, (2, num_values)).unbind(1)
-        decay = (-self.a_log.double().exp() * (a + self.dt_bias.double()).exp().log1p()).exp()
-        rate = 1 / (1 + (-b).exp())
+        b = self.gates[:, :num_values].double()
+        a = self.gates[:, num_values:] if self.decays is None else self.decays
+        a = (a.double() + self.dt_bias.double()).unflatten(1, (num_values, -1))
+        decay = (-self.a_log.double().exp()[:, None] * a.exp().log1p()).exp()
+        rate = self.rate_scale / (1 + (-b).exp())
         read = torch.full(values.shape, math.nan, dtype=torch.float64, device=wide.device)
         states = self.states.double()
         for r, first in self.batch.spans():
@@ -183,7 +197,7 @@ class Layer:
                         x / (x.square().sum() + 1e-6).sqrt()
                         for x in (of[t, head * num_keys // num_values] for of in (queries, keys))
                     )
-                    state = decay[t, head] * states[block, head]
+                    state = decay[t, head][:, None] * states[block, head]
                     change = rate[t, head] * (values[t, head] - k @ state)
                     states[block, head] = state + torch.outer(k, change)
                     read[t, head] = q @ states[block, head] / key_dim**0.5
@@ -195,7 +209,7 @@ class Layer:
         untouched = self.states.clone()
         out = op(
             self.mixed, self.gates, self.a_log, self.dt_bias, self.states, self.metadata,
-            fixed_order,
+            fixed_order, **self.how,
         )  # fmt: skip
         dtype = self.mixed.dtype
         assert out.dtype == dtype
@@ -231,14 +245,14 @@ def repeated_tokens(op: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu
     layer = Layer.random(Batch((150,), (0,)), sizes, dtype, device)
     layer.mixed[:] = layer.mixed[0]
     layer.gates[:, : sizes.value_heads] = 8.0
-    layer.gates[:, sizes.value_heads :] = -12.0
+    (layer.gates[:, sizes.value_heads :] if layer.decays is None else layer.decays)[:] = -12.0
     layer.check(op, widen=3.0)
 
 
 def cut_anywhere(op: Op, sizes: Sizes, device: str = "cpu") -> None:
     """In fixed order a request's bits do not depend on how its tokens are cut into steps."""
     whole = Layer.random(Batch((90,), (0,)), sizes, torch.float32, device)
-    given = whole.gates, whole.mixed
+    given = whole.gates, whole.mixed, whole.gates if whole.decays is None else whole.decays
     expected = whole.check(op, fixed_order=True)
     states, block = in_pages(torch.full_like(whole.states, math.nan)), int(whole.metadata.blocks[0])
     done = 0
@@ -249,8 +263,9 @@ def cut_anywhere(op: Op, sizes: Sizes, device: str = "cpu") -> None:
             torch.tensor([done + count], device=device).int(),
             int(count == 1),
         )
-        gates, mixed = (part[done : done + count] for part in given)
-        out = op(mixed, gates, whole.a_log, whole.dt_bias, states, metadata, True)
+        gates, mixed, decays = (part[done : done + count] for part in given)
+        how = {**whole.how, "decays": None if whole.decays is None else decays}
+        out = op(mixed, gates, whole.a_log, whole.dt_bias, states, metadata, True, **how)
         assert torch.equal(out, expected[done : done + count])
         done += count
     assert torch.equal(states[block], whole.states[block])
@@ -280,16 +295,17 @@ def convolution_cut_anywhere(op: Op, sizes: Sizes, dtype: torch.dtype, device: s
 
 
 def gated_rms_norm(
-    op: Op, rows: int, heads: int, dim: int, dtype: torch.dtype, device: str
-) -> None:
+    op: Op, rows: int, heads: int, dim: int, dtype: torch.dtype, device: str,
+    *, is_sigmoid: bool = False,
+) -> None:  # fmt: skip
     x = (3 * torch.randn(rows, heads, dim, device=device)).to(dtype)
     gate = torch.randn(rows, 2 * heads * dim, device=device).to(dtype)[:, heads * dim :]
     weight = torch.randn(dim, device=device).to(dtype)
     wide, steep = x.double(), gate.double()
     normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    expected = normed.flatten(1) * steep / (1 + (-steep).exp())
+    expected = normed.flatten(1) * (1 if is_sigmoid else steep) / (1 + (-steep).exp())
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
-    out = op(x, gate, weight, 1e-6)
+    out = op(x, gate, weight, 1e-6, is_sigmoid)
     assert out.dtype == dtype and relative_error(out, expected) < tolerance
 
 

@@ -306,6 +306,26 @@ def test_delta_rule(dtype: torch.dtype) -> None:
 
 
 @dtypes
+def test_delta_rule_with_a_decay_for_each_channel(dtype: torch.dtype) -> None:
+    op = ops.gated_delta_rule.kernel
+    sizes = delta_checks.Sizes(
+        key_heads=2, value_heads=2, key_dim=24, value_dim=12, by_channel=True
+    )
+    delta_checks.gated_delta_rule(op, delta_checks.DECODES, sizes, dtype)
+    batch = delta_checks.Batch((1, 70, 0, 3), (9, 31, 0, 0), num_decodes=1)
+    delta_checks.gated_delta_rule(op, batch, sizes, dtype)
+    small = delta_checks.Sizes(1, 1, 16, 8, by_channel=True)
+    delta_checks.repeated_tokens(op, small, dtype)
+    short = delta_checks.Batch((1, 5), (3, 0), num_decodes=1)
+    delta_checks.gated_delta_rule(op, short, small, dtype, fixed_order=True)
+    pending_checks.kda_drafts(
+        ops.causal_conv.kernel, op, dtype, sizes=delta_checks.Sizes(2, 2, 4, 6), most=3
+    )
+    doubled = delta_checks.Sizes(1, 2, 8, 12, rate_scale=2.0)
+    delta_checks.gated_delta_rule(op, batch, doubled, dtype)
+
+
+@dtypes
 def test_mamba_scan(dtype: torch.dtype) -> None:
     op, batch = ops.mamba_scan.kernel, delta_checks.Batch((1, 0, 130, 3), (9, 0, 2, 0), 2)
     sizes = mamba_checks.Sizes(heads=3, groups=1, size=24, head_dim=40)
@@ -320,6 +340,8 @@ def test_mamba_scan(dtype: torch.dtype) -> None:
 
 
 def test_gates_of_linear_attention() -> None:
-    delta_checks.gated_rms_norm(ops.gated_rms_norm.kernel, 3, 5, 24, torch.float16, "cpu")
+    for is_sigmoid in (False, True):
+        given = 3, 5, 24, torch.float16, "cpu"
+        delta_checks.gated_rms_norm(ops.gated_rms_norm.kernel, *given, is_sigmoid=is_sigmoid)
     gates = ops.sigmoid_and_mul.kernel, ops.softplus_and_mul.kernel
     delta_checks.gate_and_mul(*gates, 3, 1100, torch.float16, "cpu")

@@ -43,7 +43,8 @@ class Rows:
         self.inputs = randn(_ROWS, _LENGTH, channels).to(self.dtype)
         self.gates = (2 * randn(_ROWS, _LENGTH, self.per_head * heads)).to(self.dtype)
         self.weight = randn(channels, width).to(self.dtype)
-        self.a_log, self.dt_bias = randn(heads) - 1, randn(heads)
+        each = max(1, self.per_head - 1)
+        self.a_log, self.dt_bias = randn(heads) - 1, randn(each * heads)
         shape = _ROWS + 2, heads, self.sizes.key_dim, self.sizes.value_dim
         nothing = torch.full(shape, math.nan, device=self.device)
         self.states = in_pages(nothing)
@@ -169,6 +170,21 @@ def drafts(
     if rows.done[-1]:
         read = rows.one_by_one(conv, rule, decoding, rows.done[-1])[0]
         assert relative_error(torch.cat(found[decoding]), read.double()) < max(tolerance, 1e-5)
+
+
+def kda_drafts(
+    conv: Op, delta: Op, dtype: torch.dtype, device: str = "cpu", *, sizes: Sizes | None = None,
+    most: int = 4, fixed_order: bool = True, tolerance: float = 0.0,
+) -> None:  # fmt: skip
+    """The same where each key channel decays by itself."""
+    sizes = sizes or Sizes(key_heads=4)
+    heads = sizes.value_heads
+
+    def rule(mixed: Tensor, gates: Tensor, *rest: Any) -> Tensor:
+        return delta(mixed, gates[:, :heads], *rest, decays=gates[:, heads:])
+
+    given = {"most": most, "fixed_order": fixed_order, "tolerance": tolerance}
+    drafts(conv, rule, sizes, dtype, device, **given, per_head=1 + sizes.key_dim)
 
 
 def mamba_drafts(

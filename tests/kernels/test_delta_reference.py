@@ -32,12 +32,18 @@ def test_causal_conv(dtype: torch.dtype, batch: check.Batch, kernel: int) -> Non
 @dtypes
 @batches
 def test_gated_delta_rule(dtype: torch.dtype, batch: check.Batch) -> None:
-    check.gated_delta_rule(ops.gated_delta_rule, batch, check.Sizes(), dtype)
+    for sizes in (
+        check.Sizes(),
+        check.Sizes(key_heads=4, by_channel=True),
+        check.Sizes(rate_scale=2.0),
+    ):
+        check.gated_delta_rule(ops.gated_delta_rule, batch, sizes, dtype)
 
 
 @dtypes
 def test_gates(dtype: torch.dtype) -> None:
-    check.gated_rms_norm(ops.gated_rms_norm, 5, 3, 24, dtype, "cpu")
+    for is_sigmoid in (False, True):
+        check.gated_rms_norm(ops.gated_rms_norm, 5, 3, 24, dtype, "cpu", is_sigmoid=is_sigmoid)
     check.gate_and_mul(ops.sigmoid_and_mul, ops.softplus_and_mul, 5, 72, dtype, "cpu")
 
 
@@ -47,3 +53,4 @@ def test_drafts_change_no_bit_of_a_state(dtype: torch.dtype, most: int) -> None:
     for kernel in (2, 4, 8):
         sizes = check.Sizes(kernel=kernel)
         pending_checks.drafts(ops.causal_conv, ops.gated_delta_rule, sizes, dtype, most=most)
+    pending_checks.kda_drafts(ops.causal_conv, ops.gated_delta_rule, dtype, most=most)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import delta_checks as check
 import pending_checks
 import pytest
@@ -18,6 +20,9 @@ SIZES = [
     check.Sizes(),
     check.Sizes(key_heads=1, value_heads=2, key_dim=128, value_dim=128),
     check.Sizes(key_heads=2, value_heads=2, key_dim=64, value_dim=96, kernel=3),
+    check.Sizes(key_heads=2, value_heads=2, key_dim=128, value_dim=128, by_channel=True),
+    check.Sizes(key_heads=2, value_heads=2, key_dim=24, value_dim=12, by_channel=True),
+    check.Sizes(key_heads=2, value_heads=2, key_dim=96, value_dim=192, rate_scale=2.0),
 ]
 
 
@@ -64,26 +69,30 @@ def test_how_a_request_is_cut_changes_no_bit() -> None:
 @dtypes
 @pytest.mark.parametrize("most", [2, 4, 7])
 def test_drafts_change_no_bit_of_a_state(dtype: torch.dtype, most: int) -> None:
-    given = ops.causal_conv, ops.gated_delta_rule
+    given, tolerance = (ops.causal_conv, ops.gated_delta_rule), check.TOLERANCE[dtype]
+    loose = {"fixed_order": False, "tolerance": tolerance}
     for sizes in SIZES:
-        pending_checks.drafts(*given, sizes, dtype, "cuda", most=most)
-        tolerance = check.TOLERANCE[dtype]
-        pending_checks.drafts(
-            *given, sizes, dtype, "cuda", most=most, fixed_order=False, tolerance=tolerance
-        )
+        for how in ({}, loose):
+            if sizes.by_channel:
+                pending_checks.kda_drafts(*given, dtype, "cuda", sizes=sizes, most=most, **how)
+            else:
+                pending_checks.drafts(*given, sizes, dtype, "cuda", most=most, **how)
 
 
 @dtypes
 @pytest.mark.parametrize("rows", [1, 37, 2049])
 def test_gates(dtype: torch.dtype, rows: int) -> None:
-    check.gated_rms_norm(ops.gated_rms_norm, rows, 32, 128, dtype, "cuda")
+    for is_sigmoid in (False, True):
+        given = rows, 32, 128, dtype, "cuda"
+        check.gated_rms_norm(ops.gated_rms_norm, *given, is_sigmoid=is_sigmoid)
     check.gated_rms_norm(ops.gated_rms_norm, rows, 3, 96, dtype, "cuda")
     check.gate_and_mul(ops.sigmoid_and_mul, ops.softplus_and_mul, rows, 4096, dtype, "cuda")
 
 
-def test_a_graph_computes_whatever_its_tensors_say() -> None:
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[3]], ids=str)
+def test_a_graph_computes_whatever_its_tensors_say(sizes: check.Sizes) -> None:
     """Recorded with padding alone, replayed with requests of all lengths that fit."""
-    sizes, tokens, requests = SIZES[1], 256, 8
+    tokens, requests = 256, 8
     batch = check.Batch((1, 3, 64, 70, 0, 0, 0, 0), (4, 0, 9, 0, 0, 0, 0, 0))
     layer = check.Layer.random(batch, sizes, torch.bfloat16, "cuda")
     expected = layer.check(ops.gated_delta_rule, widen=1.0).clone()
@@ -91,7 +100,10 @@ def test_a_graph_computes_whatever_its_tensors_say() -> None:
     after = layer.states.clone()
 
     mixed = torch.zeros(tokens, sizes.channels, dtype=torch.bfloat16, device="cuda")
-    gates = torch.zeros(tokens, 2 * sizes.value_heads, dtype=torch.bfloat16, device="cuda")
+    gates, decays = (
+        None if part is None else torch.zeros(tokens, *part.shape[1:]).to(part)
+        for part in (layer.gates, layer.decays)
+    )
     metadata = StateMetadata(
         torch.zeros(requests, dtype=torch.int32, device="cuda"),
         torch.zeros(requests + 1, dtype=torch.int32, device="cuda"),
@@ -99,23 +111,27 @@ def test_a_graph_computes_whatever_its_tensors_say() -> None:
         0,
     )
     states = torch.randn_like(after)
+    rule = partial(ops.gated_delta_rule, decays=decays)
     given = mixed, gates, layer.a_log, layer.dt_bias, states, metadata
-    ops.gated_delta_rule(*given)
+    rule(*given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.gated_delta_rule(*given)
+        out = rule(*given)
     fresh = check.Layer.random(batch, sizes, torch.bfloat16, "cuda")
     for r, _ in batch.spans():
         block = int(layer.metadata.blocks[r])
         states[block] = fresh.states[int(fresh.metadata.blocks[r])]
     mixed[:count], gates[:count] = fresh.mixed, fresh.gates
+    if decays is not None:
+        decays[:count] = fresh.decays
     metadata.blocks.copy_(layer.metadata.blocks)
     metadata.query_start_loc.copy_(layer.metadata.query_start_loc)
     metadata.seq_lens.copy_(layer.metadata.seq_lens)
     eager_states = states.clone()
     eager = ops.gated_delta_rule(
-        fresh.mixed, fresh.gates, layer.a_log, layer.dt_bias, eager_states, layer.metadata
-    )
+        fresh.mixed, fresh.gates, layer.a_log, layer.dt_bias, eager_states, layer.metadata,
+        decays=fresh.decays,
+    )  # fmt: skip
     graph.replay()
     assert torch.equal(out[:count], eager) and not torch.equal(eager, expected)
     assert torch.equal(states.nan_to_num(), eager_states.nan_to_num())

@@ -1,5 +1,5 @@
-"""Layers that keep a state, at the shapes of Nemotron 3 Nano (Mamba 2) and Qwen3-Next (gated delta
-rule): decodes, and prompts alone.
+"""Layers that keep a state, at the shapes of Nemotron 3 Nano (Mamba 2), Qwen3-Next (gated delta
+rule) and Kimi Linear (a decay for each channel): decodes, and prompts alone.
 
 Floors: the bytes of states, inputs and outputs; of prompts, the products of the recurrence in
 chunks of 64 tokens too. Peers run where `mamba_ssm` and `fla` can be imported.
@@ -28,9 +28,11 @@ def state_cases() -> Iterator[Case]:
     for length in _PROMPTS:
         yield _mamba(1, length)
         yield _delta(1, length)
+        yield _kda(1, length)
     for num_decodes in _DECODES:
         yield _mamba(num_decodes, 1)
         yield _delta(num_decodes, 1)
+        yield _kda(num_decodes, 1)
 
 
 def _metadata(num_reqs: int, length: int) -> StateMetadata:
@@ -128,3 +130,30 @@ def _delta(num_reqs: int, length: int) -> Case:
         pass
     flops = tokens * heads * 2 * dim * (3 * dim + 3 * _CHUNK) if length > 1 else 0.0
     return Case("states, delta rule", _shape(num_reqs, length), calls, moved, flops, others)
+
+
+def _kda(num_reqs: int, length: int) -> Case:
+    heads, dim = 32, 128
+    tokens, each = num_reqs * length, heads * dim
+    mixed, decays, gates = randn(tokens, 3 * each), randn(tokens, each), randn(tokens, heads)
+    numbers = torch.rand(heads, device="cuda"), torch.rand(each, device="cuda")
+    states, metadata = _states(num_reqs, heads, dim, dim), _metadata(num_reqs, length)
+    rule = partial(ops.gated_delta_rule, decays=decays)
+    calls = [partial(rule, mixed, gates, *numbers, own, metadata) for own in states]
+    moved = mixed.nbytes + decays.nbytes + gates.nbytes + tokens * each * 2 + 2 * states[0].nbytes
+    others: dict[str, list[Callable[[], object]]] = {}
+    try:
+        from fla.ops.kda import chunk_kda
+
+        q, k, v = mixed[None].unflatten(2, (3, heads, dim)).unbind(2)
+        decay, beta = -decays[None].unflatten(2, (heads, dim)).float().exp(), gates[None].sigmoid()
+        if length > 1:
+            run = partial(
+                chunk_kda, q, k, v, decay, beta,
+                output_final_state=True, use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+            others["fla"] = [run]
+    except ImportError:
+        pass
+    flops = tokens * heads * 2 * dim * (3 * dim + 4 * _CHUNK) if length > 1 else 0.0
+    return Case("states, kda", _shape(num_reqs, length), calls, moved, flops, others)

@@ -13,10 +13,10 @@ from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.conv import ConvSpec
 from engine.models.specs.experts import ExpertSpec, first_layers
 from engine.models.specs.facts import rare_facts
-from engine.models.specs.faults import head_faults, number_faults, size_faults
+from engine.models.specs.faults import head_faults, number_faults, rope_faults, size_faults
 from engine.models.specs.kv_planes import layers_alike
 from engine.models.specs.latent import LatentSpec
-from engine.models.specs.linear import LinearSpec
+from engine.models.specs.linear import KimiDeltaSpec, LinearSpec
 from engine.models.specs.mamba import MambaSpec
 from engine.models.specs.parallel_checks import (
     check_counts,
@@ -122,7 +122,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             the tokens that have them; see `engine.layers.layer_inputs`. 0: there are none.
         experts: Those of layers with a mixture of experts; None: no layer has one.
         latent: All heads share one latent vector a token; None: heads have keys and values.
-        linear, mamba, conv: Some layers keep one state of all tokens instead; None: none does so.
+        linear, kda, mamba, conv: Some layers keep one state of all tokens instead; None: none does.
         unit_scales: Of what gate and up of a dense feed-forward block give; None: none.
         bare_layers: Layers without a feed-forward block.
         stored_layers: The checkpoint's numbers; see `engine.models.joined_layers`. Empty: ours.
@@ -190,6 +190,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
     linear: LinearSpec | None = None
+    kda: KimiDeltaSpec | None = None
     mamba: MambaSpec | None = None
     conv: ConvSpec | None = None
     unit_scales: tuple[float, float] | None = None
@@ -274,6 +275,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         local = set(self.window_layers or ())
         return max(one for one in range(first) if (one in local) == (layer in local))
 
+    def norms_of(self, layer: int) -> NormNames:
+        """Returns where norms stand in one layer: mostly as in all."""
+        return self.norms
+
     @property
     def offset_of_last_norm(self) -> float:
         """Returns what is added to the weights of the norm behind all layers."""
@@ -286,7 +291,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     @property
     def states(self) -> StateSpec | None:
         """Returns the layers that keep a state; None: there are none."""
-        return self.linear or self.mamba or self.conv
+        return self.linear or self.kda or self.mamba or self.conv
 
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         if self.states is not None:
@@ -387,14 +392,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         ):
             if is_set:
                 yield UnsupportedField(name, "biases beyond those of its family")
-        older, newer = file.rope_scaling, file.rope_parameters
-        is_flat = newer is not None and newer.full_attention is None
-        if older and newer and is_flat and older.scales and older.kind != newer.kind:
-            yield UnsupportedField(
-                "rope_scaling",
-                f"rope_type {older.kind!r} beside {newer.kind!r} in rope_parameters",
-                "write the scaling into rope_parameters, with its rope_theta",
-            )
+        yield from rope_faults(file)
         if file.dual_chunk_attention_config is not None:
             yield UnsupportedField("dual_chunk_attention_config", "attention within chunks")
         part = file.partial_rotary_factor or file.rope.partial_rotary_factor or 1.0

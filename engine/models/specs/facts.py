@@ -11,8 +11,8 @@ from engine.rope import Rotary
 
 _FIELDS = (
     "window_layers", "window_rotary", "unrotated_layers", "query_scale", "stream_scale",
-    "after_eps", "attention_scale", "attention_softcap", "experts", "latent", "linear", "mamba",
-    "conv", "unit_scales",
+    "after_eps", "attention_scale", "attention_softcap", "experts", "latent", "linear", "kda",
+    "mamba", "conv", "unit_scales",
 )  # fmt: skip
 _MORE_FIELDS = (
     "shared_projections", "value_scale", "first_sharing_layer", "wide_layers", "layer_input_size",

@@ -48,3 +48,15 @@ def head_faults(layers: Iterable[HeadSizes]) -> Iterator[UnsupportedField]:
             yield UnsupportedField(
                 "num_key_value_heads", f"{queries} heads over {kv_heads} in some layers"
             )
+
+
+def rope_faults(file: ConfigFile) -> Iterator[UnsupportedField]:
+    """Yields two kinds of scaling that contradict each other."""
+    older, newer = file.rope_scaling, file.rope_parameters
+    is_flat = newer is not None and newer.full_attention is None
+    if older and newer and is_flat and older.scales and older.kind != newer.kind:
+        yield UnsupportedField(
+            "rope_scaling",
+            f"rope_type {older.kind!r} beside {newer.kind!r} in rope_parameters",
+            "write the scaling into rope_parameters, with its rope_theta",
+        )

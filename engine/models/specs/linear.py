@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from engine.config import Dtype
 from engine.models.config_file import ConfigFile
@@ -16,10 +16,10 @@ _FULL_LAYER_EVERY = 4
 """Says which layers have attention where config.json does not: the last of this many."""
 
 
-class LinearSpec(StateSpec, frozen=True, kw_only=True):
-    """Layers with the gated delta rule; see `engine.layers.linear_attention.DeltaSizes`."""
+class DeltaSpec(StateSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """Layers with the gated delta rule; see `engine.layers.linear_attention.DeltaSizes`. Nodes
+    compare its repr, which a new field must not change."""
 
-    module: ClassVar[str] = "linear_attn"
     flops_per_element: ClassVar[int] = 7
     """Decay, read, correct, read again."""
 
@@ -28,7 +28,6 @@ class LinearSpec(StateSpec, frozen=True, kw_only=True):
     key_dim: int
     value_dim: int
     kernel: int
-    is_split: bool
 
     def planes(self, dtype: Dtype) -> tuple[Plane, ...]:
         """Returns a state, and the last inputs of the convolution of queries, keys and values,
@@ -50,6 +49,23 @@ class LinearSpec(StateSpec, frozen=True, kw_only=True):
     def counts(self) -> tuple[tuple[int, str], ...]:
         return ((self.key_heads, "key heads of linear attention"),)
 
+
+class LinearSpec(DeltaSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """Gated DeltaNet.
+
+    Attributes:
+        is_split: See `engine.layers.linear_attention.DeltaForm`; so is `is_apart`.
+        rate_scale: See `ops.gated_delta_rule`.
+        eps: Of the norm of what is read; None: as of others.
+    """
+
+    module: ClassVar[str] = "linear_attn"
+
+    is_split: bool
+    is_apart: bool = False
+    rate_scale: float = 1.0
+    eps: float | None = None
+
     def projections(self, hidden_size: int) -> Iterator[tuple[str, int, int]]:
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         yield "in_proj_qkvz", hidden_size, 2 * keys + 2 * values
@@ -57,8 +73,22 @@ class LinearSpec(StateSpec, frozen=True, kw_only=True):
         yield "out_proj", values, hidden_size
 
 
-def read_linear(file: ConfigFile, *, is_split: bool) -> LinearSpec:
-    """Returns the layers with a state. Raises `UnsupportedField`."""
+class KimiDeltaSpec(DeltaSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """Kimi Delta Attention: key channels decay each by itself."""
+
+    module: ClassVar[str] = "self_attn"
+
+    def projections(self, hidden_size: int) -> Iterator[tuple[str, int, int]]:
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        yield "q_proj", hidden_size, 2 * keys + values
+        yield "f_a_proj", hidden_size, 2 * self.key_dim + self.value_heads
+        yield "f_b_proj", self.key_dim, self.value_heads * self.key_dim
+        yield "g_b_proj", self.key_dim, values
+        yield "o_proj", values, hidden_size
+
+
+def read_linear(file: ConfigFile, *, is_split: bool, **more: Any) -> LinearSpec:
+    """Returns the layers with a state, with `more` fields. Raises `UnsupportedField`."""
     every = file.full_attention_interval or _FULL_LAYER_EVERY
     kinds = [
         "linear_attention" if (i + 1) % every else "full_attention"
@@ -72,10 +102,16 @@ def read_linear(file: ConfigFile, *, is_split: bool) -> LinearSpec:
         value_dim=state_number(file, "linear_value_head_dim"),
         kernel=state_number(file, "linear_conv_kernel_dim"),
         is_split=is_split,
+        **more,
     )
+    check_delta(linear)
+    return linear
+
+
+def check_delta(linear: DeltaSpec) -> None:
+    """Raises `UnsupportedField` for sizes that no layer has."""
     if linear.value_heads % linear.key_heads:
         heads = f"{linear.value_heads} value heads over {linear.key_heads} key heads"
         raise UnsupportedField("linear_num_value_heads", heads)
     if linear.kernel < 2:
         raise UnsupportedField("linear_conv_kernel_dim", "no convolution")
-    return linear

@@ -63,7 +63,12 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the layers with attention, of which those in `local` have the window, and these
         in groups of as many."""
         attending = [i for i in range(model.num_layers) if self.leaves_attention(i)]
-        attention = layers_alike(model, attending, local, window)
+        return self.kv_layers_beside(model, layers_alike(model, attending, local, window))
+
+    def kv_layers_beside(
+        self, model: ModelConfig, attention: tuple[KVLayers, ...]
+    ) -> tuple[KVLayers, ...]:
+        """Returns layers with `attention`, and these in groups of as many."""
         size = max(len(group.layers) for group in attention)
         planes = self.planes(model.dtype)
         return (

@@ -31,7 +31,7 @@ PART = 16
 
 
 @triton.jit
-def _inverse(
+def inverse_of_lower(
     lower: tl.tensor, CHUNK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr
 ) -> tl.tensor:
     """Returns the inverse of 1 + `lower`, which is strictly lower triangular: [CHUNK, CHUNK].
@@ -61,6 +61,7 @@ def _chunk_gates(
     gates_stride: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
+    rate_scale: tl.tensor,
     token: tl.tensor,
     inside: tl.tensor,
     head: tl.tensor,
@@ -69,13 +70,15 @@ def _chunk_gates(
     """Returns (decays summed from the chunk's beginning, rates) of its tokens; behind the last
     token nothing decays and nothing is taken in."""
     own = tl.where(inside, token, 0).to(tl.int64)
-    log_decay, rate = decay_and_rate(gates + own * gates_stride, a_log, dt_bias, head, NUM_VALUES)
+    log_decay, rate = decay_and_rate(
+        gates + own * gates_stride, a_log, dt_bias, rate_scale, head, NUM_VALUES
+    )
     summed = tl.cumsum(tl.where(inside, log_decay, 0.0), axis=0)
     return summed, tl.where(inside, rate, 0.0)
 
 
 @triton.jit
-def _rows(
+def token_rows(
     start: tl.tensor, token: tl.tensor, inside: tl.tensor, stride: tl.tensor,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -98,6 +101,7 @@ def delta_chunk_kernel(
     num_reqs: tl.tensor,
     mixed_stride: tl.tensor,
     gates_stride: tl.tensor,
+    rate_scale: tl.tensor,
     NUM_KEYS: tl.constexpr,
     NUM_VALUES: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -123,18 +127,18 @@ def delta_chunk_kernel(
     key_head = head // (NUM_VALUES // NUM_KEYS)
     kind = mixed.dtype.element_ty
     summed, rate = _chunk_gates(
-        gates, gates_stride, a_log, dt_bias, token, inside, head, NUM_VALUES
+        gates, gates_stride, a_log, dt_bias, rate_scale, token, inside, head, NUM_VALUES
     )
     keys = mixed + (NUM_KEYS + key_head) * KEY_DIM
-    key = _rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
+    key = token_rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
     key = unit_length(key, 1)
     values = mixed + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM
-    value = _rows(values, token, inside, mixed_stride, VALUE_DIM, BLOCK_VALUE).to(tl.float32)
+    value = token_rows(values, token, inside, mixed_stride, VALUE_DIM, BLOCK_VALUE).to(tl.float32)
     likeness = tl.dot(key.to(kind), tl.trans(key.to(kind)), input_precision=PRECISION)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     decay = tl.exp(tl.where(row > column, summed[:, None] - summed[None, :], 0.0))
     lower = tl.where(row > column, likeness * decay * rate[:, None], 0.0)
-    solved = _inverse(lower, CHUNK, PART, SOLVER).to(kind)
+    solved = inverse_of_lower(lower, CHUNK, PART, SOLVER).to(kind)
     change = tl.dot(solved, (value * rate[:, None]).to(kind), input_precision=PRECISION)
     weighted = key * (rate * tl.exp(summed))[:, None]
     read = tl.dot(solved, weighted.to(kind), input_precision=PRECISION)
@@ -165,6 +169,7 @@ def delta_walk_kernel(
     gates_stride: tl.tensor,
     state_stride: tl.tensor,
     scale: tl.tensor,
+    rate_scale: tl.tensor,
     NUM_KEYS: tl.constexpr,
     NUM_VALUES: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -202,7 +207,7 @@ def delta_walk_kernel(
         token = first + lane
         inside = token < stop
         summed, _ = _chunk_gates(
-            gates, gates_stride, a_log, dt_bias, token, inside, head, NUM_VALUES
+            gates, gates_stride, a_log, dt_bias, rate_scale, token, inside, head, NUM_VALUES
         )
         last = tl.min(summed, axis=0)
         line = (tile.to(tl.int64) * NUM_VALUES + head) * CHUNK + lane
@@ -214,9 +219,9 @@ def delta_walk_kernel(
         ).to(tl.float32)
         before = state.to(kind)
         change -= tl.dot(read, before, input_precision=PRECISION)
-        query = _rows(queries, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
+        query = token_rows(queries, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
         query = unit_length(query, 1) * scale
-        key = _rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
+        key = token_rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
         key = unit_length(key, 1)
         scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision=PRECISION)
         decay = tl.exp(tl.where(seen, summed[:, None] - summed[None, :], 0.0))
@@ -243,6 +248,7 @@ def delta_chunks(
     out: Tensor,
     tuning: DeltaTuning | None = None,
     num_warps: int = CHUNK_WARPS,
+    rate_scale: float = 1.0,
 ) -> None:
     """Computes the requests of `metadata` behind its decodes; arguments as those of
     `reference.delta_rule.gated_delta_rule`.
@@ -256,8 +262,8 @@ def delta_chunks(
     _, num_values, key_dim, value_dim = states.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     most = triton.cdiv(mixed.shape[0] - first_req, CHUNK) + num_reqs - first_req
-    shapes = ((most, num_values, CHUNK, dim) for dim in (value_dim, key_dim))
-    changes, reads = (mixed.new_empty(shape) for shape in shapes)
+    rows = most, num_values, CHUNK
+    changes, reads = (mixed.new_empty((*rows, width)) for width in (value_dim, key_dim))
     is_exact = mixed.dtype == torch.float32
     given, strides = (mixed, gates, a_log, dt_bias), (mixed.stride(0), gates.stride(0))
     shape = {
@@ -275,8 +281,7 @@ def delta_chunks(
         changes,
         reads,
         first_req,
-        num_reqs,
-        *strides,
+        *(num_reqs, *strides, rate_scale),
         BLOCK_VALUE=max(16, triton.next_power_of_2(value_dim)),
         PART=PART,
         SOLVER="ieee" if is_exact else "tf32x3",
@@ -286,9 +291,7 @@ def delta_chunks(
     delta_walk_kernel[(num_reqs - first_req, num_values, triton.cdiv(value_dim, tuning.values))](
         *given,
         states,
-        metadata.blocks,
-        metadata.query_start_loc,
-        metadata.seq_lens,
+        *(metadata.blocks, metadata.query_start_loc, metadata.seq_lens),
         changes,
         reads,
         out,
@@ -296,6 +299,7 @@ def delta_chunks(
         *strides,
         states.stride(0),
         key_dim**-0.5,
+        rate_scale,
         VALUES=tuning.values,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

@@ -17,16 +17,49 @@ def unit_length(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def log_decay(a: tl.tensor, a_log: tl.tensor) -> tl.tensor:
+    """Returns g of a gate with its bias: negative, or 0."""
+    # The softplus of a large number is that number.
+    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    return -tl.exp(a_log) * soft
+
+
+@triton.jit
+def rate_of(b: tl.tensor, rate_scale: tl.tensor) -> tl.tensor:
+    """Returns beta of a gate."""
+    return rate_scale / (1.0 + tl.exp(-b))
+
+
+@triton.jit
 def decay_and_rate(
     gates: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
+    rate_scale: tl.tensor,
     head: tl.tensor,
     NUM_VALUES: tl.constexpr,
 ) -> tl.tensor:
     """Returns (g, beta) of a value head; `gates` points at rows of b and a."""
     b = tl.load(gates + head).to(tl.float32)
     a = tl.load(gates + NUM_VALUES + head).to(tl.float32) + tl.load(dt_bias + head)
-    # The softplus of a large number is that number.
-    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    return -tl.exp(tl.load(a_log + head)) * soft, 1.0 / (1.0 + tl.exp(-b))
+    return log_decay(a, tl.load(a_log + head)), rate_of(b, rate_scale)
+
+
+@triton.jit
+def channel_decays(
+    decays: tl.tensor,
+    stride: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    token: tl.tensor,
+    inside: tl.tensor,
+    channel: tl.tensor,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """Returns g of a head's key channels, [tokens, channels]; 0 where `inside` denies the token.
+    `decays` and `dt_bias` point at the head's first channel, `a_log` at the head."""
+    real = inside[:, None] & (channel < DIM)[None, :]
+    place = decays + token.to(tl.int64)[:, None] * stride + channel[None, :]
+    bias = tl.load(dt_bias + channel, mask=channel < DIM, other=0.0)
+    a = tl.load(place, mask=real, other=0.0).to(tl.float32) + bias[None, :]
+    return tl.where(real, log_decay(a, tl.load(a_log)), 0.0)

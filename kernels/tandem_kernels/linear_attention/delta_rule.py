@@ -6,6 +6,8 @@ the device, so a CUDA graph may hold any of it.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 import triton
 import triton.language as tl
@@ -13,18 +15,28 @@ from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.linear_attention.delta_chunks import delta_chunks
-from tandem_kernels.linear_attention.delta_gates import decay_and_rate, unit_length
+from tandem_kernels.linear_attention.delta_gates import log_decay, rate_of, unit_length
 from tandem_kernels.linear_attention.delta_tuning import FIXED, DeltaTuning, decode_tuning
+from tandem_kernels.linear_attention.kda_chunks import kda_chunks
 from tandem_kernels.small_launches import in_turn, take_turn
+
+
+class _How(TypedDict):
+    """Holds what kinds of layers differ in."""
+
+    decays: Tensor | None
+    rate_scale: float
 
 
 @triton.jit
 def _take_in(
     state: tl.tensor,
     line: tl.tensor,
-    gate: tl.tensor,
+    rate: tl.tensor,
+    decay: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
+    rate_scale: tl.tensor,
     head: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
@@ -32,25 +44,56 @@ def _take_in(
     NUM_VALUES: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ) -> tl.tensor:
     """Returns columns of a state with the token whose queries, keys and values begin at `line`, and
-    whose gates at `gate`."""
+    whose gates at `rate` and at `decay`."""
     key_head = head // (NUM_VALUES // NUM_KEYS)
     key = tl.load(line + (NUM_KEYS + key_head) * KEY_DIM + row, mask=row < KEY_DIM, other=0.0)
     values = line + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM
     value = tl.load(values + column, mask=column < VALUE_DIM, other=0.0).to(tl.float32)
     key = unit_length(key.to(tl.float32), 0)
-    log_decay, rate = decay_and_rate(gate, a_log, dt_bias, head, NUM_VALUES)
-    state *= tl.exp(log_decay)
+    beta = rate_of(tl.load(rate + head).to(tl.float32), rate_scale)
+    if BY_CHANNEL:
+        channel = head * KEY_DIM + row
+        a = tl.load(decay + channel, mask=row < KEY_DIM, other=0.0).to(tl.float32)
+        a += tl.load(dt_bias + channel, mask=row < KEY_DIM, other=0.0)
+        state *= tl.exp(log_decay(a, tl.load(a_log + head)))[:, None]
+    else:
+        a = tl.load(decay + head).to(tl.float32) + tl.load(dt_bias + head)
+        state *= tl.exp(log_decay(a, tl.load(a_log + head)))
     known = tl.sum(state * key[:, None], axis=0)
-    state += key[:, None] * ((value - known) * rate)[None, :]
+    state += key[:, None] * ((value - known) * beta)[None, :]
     return state
+
+
+@triton.jit
+def _keep_gates(
+    to: tl.tensor,
+    rate: tl.tensor,
+    decay: tl.tensor,
+    head: tl.tensor,
+    row: tl.tensor,
+    NUM_VALUES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+) -> None:
+    """Copies a head's gates of a token to where `to` begins; the first program of a head does."""
+    is_ours = tl.program_id(2) == 0
+    tl.store(to + head, tl.load(rate + head), mask=is_ours)
+    if BY_CHANNEL:
+        channel, mask = head * KEY_DIM + row, row < KEY_DIM
+        gate = tl.load(decay + channel, mask=mask, other=0.0)
+        tl.store(to + NUM_VALUES + channel, gate, mask=mask & is_ours)
+    else:
+        tl.store(to + NUM_VALUES + head, tl.load(decay + head), mask=is_ours)
 
 
 @triton.jit(do_not_specialize=["first_req"])
 def delta_rule_kernel(
     mixed: tl.tensor,
     gates: tl.tensor,
+    decays: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
     states: tl.tensor,
@@ -64,14 +107,17 @@ def delta_rule_kernel(
     first_req: tl.tensor,
     mixed_stride: tl.tensor,
     gates_stride: tl.tensor,
+    decays_stride: tl.tensor,
     state_stride: tl.tensor,
     scale: tl.tensor,
+    rate_scale: tl.tensor,
     NUM_KEYS: tl.constexpr,
     NUM_VALUES: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     VALUES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     PENDING: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -93,7 +139,9 @@ def delta_rule_kernel(
     place = tl.load(blocks + r).to(tl.int64) * state_stride + head * (KEY_DIM * VALUE_DIM)
     place = states + place + row[:, None] * VALUE_DIM + column[None, :]
     first = seq_len - (stop - start)
-    gate = gates + start.to(tl.int64) * gates_stride
+    rate = gates + start.to(tl.int64) * gates_stride
+    decay = decays + start.to(tl.int64) * decays_stride
+    WIDTH: tl.constexpr = NUM_VALUES * (1 + KEY_DIM) if BY_CHANNEL else 2 * NUM_VALUES
     if PENDING > 0:
         request_row = tl.load(rows + r).to(tl.int64)
         taken = tl.load(num_taken + request_row)
@@ -101,12 +149,12 @@ def delta_rule_kernel(
         count = tl.minimum(tl.maximum(first - taken, 0), PENDING)
         line = r * (PENDING + stop - start) + PENDING - count
         line = mixed + line.to(tl.int64) * mixed_stride
-        kept = kept_gates + request_row * (2 * PENDING * 2 * NUM_VALUES)
+        kept = kept_gates + request_row * (2 * PENDING * WIDTH)
         for i in range(count):
-            old = kept + (first - count + i) % (2 * PENDING) * (2 * NUM_VALUES)
+            old = kept + (first - count + i) % (2 * PENDING) * WIDTH
             state = _take_in(
-                state, line, old, a_log, dt_bias, head, row, column,
-                NUM_KEYS, NUM_VALUES, KEY_DIM, VALUE_DIM,
+                state, line, old, old + NUM_VALUES, a_log, dt_bias, rate_scale, head, row, column,
+                NUM_KEYS, NUM_VALUES, KEY_DIM, VALUE_DIM, BY_CHANNEL,
             )  # fmt: skip
             line += mixed_stride
         if count > 0:
@@ -118,20 +166,19 @@ def delta_rule_kernel(
     to = out + (start.to(tl.int64) * NUM_VALUES + head) * VALUE_DIM + column
     for i in range(stop - start):
         state = _take_in(
-            state, line, gate, a_log, dt_bias, head, row, column,
-            NUM_KEYS, NUM_VALUES, KEY_DIM, VALUE_DIM,
+            state, line, rate, decay, a_log, dt_bias, rate_scale, head, row, column,
+            NUM_KEYS, NUM_VALUES, KEY_DIM, VALUE_DIM, BY_CHANNEL,
         )  # fmt: skip
         query = tl.load(line + query_head + row, mask=in_key, other=0.0)
         query = unit_length(query.to(tl.float32), 0) * scale
         read = tl.sum(state * query[:, None], axis=0)
         tl.store(to, read.to(out.dtype.element_ty), mask=in_value)
         if PENDING > 0:
-            new = kept + (first + i) % (2 * PENDING) * (2 * NUM_VALUES) + head
-            is_ours = tl.program_id(2) == 0
-            tl.store(new, tl.load(gate + head), mask=is_ours)
-            tl.store(new + NUM_VALUES, tl.load(gate + NUM_VALUES + head), mask=is_ours)
+            new = kept + (first + i) % (2 * PENDING) * WIDTH
+            _keep_gates(new, rate, decay, head, row, NUM_VALUES, KEY_DIM, BY_CHANNEL)
         line += mixed_stride
-        gate += gates_stride
+        rate += gates_stride
+        decay += decays_stride
         to += NUM_VALUES * VALUE_DIM
     if PENDING == 0:
         tl.store(place, state, mask=real)
@@ -146,6 +193,9 @@ def gated_delta_rule(
     metadata: StateMetadata,
     fixed_order: bool = False,
     kept: Tensor | None = None,
+    *,
+    decays: Tensor | None = None,
+    rate_scale: float = 1.0,
 ) -> Tensor:
     """See `reference.delta_rule.gated_delta_rule`. Rows of padding are anything."""
     _, num_values, _, value_dim = states.shape
@@ -154,16 +204,20 @@ def gated_delta_rule(
     num_reqs, num_decodes = metadata.seq_lens.shape[0], metadata.num_decodes
     given = gates, a_log, dt_bias, states, metadata, out
     tuning = FIXED if fixed_order else None
+    how: _How = {"decays": decays, "rate_scale": rate_scale}
     # Rows of tokens that nothing is pending in front of: their numbers are those of the step.
     plain = mixed[metadata.num_pending_rows :]
     drafting = num_decodes if metadata.pending is not None else 0
     if drafting > 0:
-        delta_tokens(mixed, *given, range(drafting), tuning, kept)
+        delta_tokens(mixed, *given, range(drafting), tuning, kept, **how)
     one_by_one = range(drafting, num_reqs if fixed_order else num_decodes)
     if len(one_by_one) > 0:
-        delta_tokens(plain, *given, one_by_one, tuning)
+        delta_tokens(plain, *given, one_by_one, tuning, **how)
     if not fixed_order and num_decodes < num_reqs:
-        delta_chunks(plain, *given)
+        if decays is None:
+            delta_chunks(plain, *given, rate_scale=rate_scale)
+        else:
+            kda_chunks(plain, gates, decays, *given[1:], rate_scale=rate_scale)
     return out
 
 
@@ -178,6 +232,9 @@ def delta_tokens(
     requests: range,
     tuning: DeltaTuning | None = None,
     kept: Tensor | None = None,
+    *,
+    decays: Tensor | None = None,
+    rate_scale: float = 1.0,
 ) -> None:
     """Computes `requests` of `metadata` token by token; arguments as those of
     `reference.delta_rule.gated_delta_rule`.
@@ -192,9 +249,11 @@ def delta_tokens(
     num_keys = (mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
     grid = (len(requests), num_values, triton.cdiv(value_dim, tuning.values))
     pending = None if kept is None else metadata.pending
+    of_heads = gates[:, num_values:] if decays is None else decays
     delta_rule_kernel[grid](
         mixed,
         gates,
+        of_heads,
         a_log,
         dt_bias,
         states,
@@ -208,14 +267,17 @@ def delta_tokens(
         requests.start,
         mixed.stride(0),
         gates.stride(0),
+        of_heads.stride(0),
         states.stride(0),
         key_dim**-0.5,
+        rate_scale,
         NUM_KEYS=num_keys,
         NUM_VALUES=num_values,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_KEY=triton.next_power_of_2(key_dim),
         VALUES=tuning.values,
+        BY_CHANNEL=decays is not None,
         PENDING=0 if pending is None else pending.most,
         num_warps=tuning.num_warps,
         enable_fp_fusion=tuning.fuses,

@@ -26,6 +26,7 @@ def gated_rms_norm_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    SIGMOID: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Computes, in program i, heads i * ROWS and on, counted over all tokens."""
@@ -45,11 +46,13 @@ def gated_rms_norm_kernel(
     token, head = row // NUM_HEADS, row % NUM_HEADS
     gates = gate + (token.to(tl.int64) * gate_stride + head * DIM)[:, None] + column[None, :]
     steep = tl.load(gates, mask=real, other=0.0).to(tl.float32)
-    gated = normed * steep / (1.0 + tl.exp(-steep))
+    gated = (normed if SIGMOID else normed * steep) / (1.0 + tl.exp(-steep))
     tl.store(out + place, gated.to(value.dtype), mask=real)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False
+) -> Tensor:
     """See `reference.delta_rule.gated_rms_norm`."""
     num_tokens, num_heads, dim = x.shape
     out = torch.empty((num_tokens, num_heads * dim), dtype=x.dtype, device=x.device)
@@ -68,6 +71,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
             DIM=dim,
             BLOCK=triton.next_power_of_2(dim),
             ROWS=ROWS,
+            SIGMOID=is_sigmoid,
             OVERLAP=overlap,
             num_warps=4,
             **({"launch_pdl": True} if overlap else {}),

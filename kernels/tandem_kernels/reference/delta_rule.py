@@ -71,24 +71,30 @@ def gated_delta_rule(
     metadata: StateMetadata,
     fixed_order: bool = False,
     kept: Tensor | None = None,
+    *,
+    decays: Tensor | None = None,
+    rate_scale: float = 1.0,
 ) -> Tensor:
     """Take each token into its request's state, and read the state with its query.
 
         S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
-    where g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b). Queries and keys have unit
-    length, and queries are divided by the root of K. Value head i has the query and key of head
-    i // (value heads per key head).
+    where g = -exp(a_log) softplus(a + dt_bias) and beta = rate_scale sigmoid(b). Queries and keys
+    have unit length, and queries are divided by the root of K. Value head i has the query and key
+    of head i // (value heads per key head). In Kimi Delta Attention (Kimi Linear, arXiv 2510.26692)
+    each row of S decays by itself: there g is of a key channel, not of a head.
 
     Args:
         mixed: [T + num_pending_rows, 2 Hk K + Hv V], queries, keys and values, as `causal_conv`
             returns them.
-        gates: [T, 2 Hv], b and a.
-        a_log, dt_bias: [Hv] float32.
+        gates: [T, 2 Hv], b and a; or [T, Hv], b alone.
+        a_log, dt_bias: [Hv] float32; dt_bias [Hv K] where each channel decays by itself.
         states: [N, Hv, K, V] float32; those of `metadata.blocks` are replaced.
         metadata: Whose tokens these are.
         fixed_order: The result must not depend on how a request's tokens are cut into steps.
         kept: `KeptInputs.gates`, which decodes read and write; None: nothing is pending.
+        decays: [T, Hv K], a of each head's key channels; None: it is in `gates`, of heads.
+        rate_scale: 2 lets a token take out what it finds, and put in its opposite.
 
     Returns:
         [T, Hv, V] of the dtype of `mixed`. Rows of padding are zero.
@@ -98,10 +104,12 @@ def gated_delta_rule(
     out = mixed.new_zeros((len(gates), num_values, value_dim))
     if not runs:
         return out
+    gates = gates if decays is None else torch.cat((gates, decays), dim=1)
     every = torch.cat([gates_of(run, gates, kept) for run in runs])
     lines = torch.cat([torch.arange(run.line, run.line + run.count) for run in runs])
     q, k, v = split_heads(mixed[lines].float(), states)
     decay, rate = decay_and_rate(every, a_log, dt_bias)
+    rate = rate_scale * rate
     counts, taken_in, blocks = (
         torch.tensor([getattr(run, name) for run in runs])
         for name in ("count", "num_taken_in", "block")
@@ -113,7 +121,7 @@ def gated_delta_rule(
     for i in range(int(counts.max())):
         active = torch.nonzero(counts > i).flatten()
         token = starts[active] + i
-        state = found[active] * decay[token][:, :, None, None]
+        state = found[active] * decay[token][..., None]
         known = (state * k[token][..., None]).sum(-2)
         change = (v[token] - known) * rate[token][..., None]
         state = state + k[token][..., None] * change[..., None, :]
@@ -145,12 +153,16 @@ def split_heads(mixed: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decay_and_rate(gates: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns exp(g) and beta, [T, Hv] float32."""
-    b, a = gates.float().chunk(2, dim=1)
-    return torch.exp(-a_log.exp() * softplus(a + dt_bias)), sigmoid(b)
+    """Returns exp(g), [T, Hv, 1] float32 or [T, Hv, K], and the sigmoid of b, [T, Hv] float32."""
+    heads = len(a_log)
+    b, a = gates[:, :heads].float(), gates[:, heads:].float()
+    of_heads = softplus(a + dt_bias).view(len(a), heads, -1)
+    return torch.exp(-a_log.exp()[:, None] * of_heads), sigmoid(b)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False
+) -> Tensor:
     """Scale each head to unit mean square and by `weight`, then by the SiLU of its gate.
 
     Args:
@@ -158,12 +170,14 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         gate: [T, H * V].
         weight: [V].
         eps: Added to the mean square.
+        is_sigmoid: By the sigmoid of the gate, not its SiLU.
 
     Returns:
         [T, H * V].
     """
     normed = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
-    return (normed.flatten(1) * silu(gate.float())).to(x.dtype)
+    factor = sigmoid(gate.float()) if is_sigmoid else silu(gate.float())
+    return (normed.flatten(1) * factor).to(x.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

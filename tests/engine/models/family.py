@@ -44,6 +44,8 @@ class Family:
         vision, whole: Of a model that takes images: its tower's settings, and its own. `changes`
             are then those of its text part.
         stacks_experts: All experts of a layer are one tensor, as its authors publish them.
+        cuts_convolutions: transformers stores convolutions of queries, keys and values cut at other
+            places than their authors.
         seed: Of its weights: one whose best two tokens are never nearly equal.
     """
 
@@ -57,6 +59,7 @@ class Family:
     vision: dict[str, Any] | None = None
     whole: dict[str, Any] = field(default_factory=dict)
     stacks_experts: bool = False
+    cuts_convolutions: bool = False
     seed: int = 21
 
     @property

@@ -9,6 +9,8 @@ from transformers import (
     FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -17,6 +19,8 @@ from transformers import (
     Lfm3ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
@@ -25,7 +29,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from tests.engine.models.family import Family
+from tests.engine.models.family import LATENT, Family
 from tests.engine.models.image_families import QWEN_TOKENS, QWEN_TOWER
 
 _HYBRID = {
@@ -58,6 +62,28 @@ _NEMOTRON = {
 }  # fmt: skip
 
 _LFM = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+
+
+_KIMI = {
+    **LATENT, "num_hidden_layers": 4, "layer_types": _HYBRID["layer_types"],
+    "linear_head_dim": 8, "linear_num_heads": 4, "n_group": 1, "topk_group": 1,
+    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+_KIMI_PUBLISHED = {
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 4], "full_attn_layers": [3], "num_heads": 4, "head_dim": 8,
+        "short_conv_kernel_size": 3,
+    },
+    "layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 1,
+    "linear_head_dim": 3, "linear_num_heads": 3, "linear_conv_kernel_dim": 7,
+    "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "head_dim": 72,
+}  # fmt: skip
+
+_OLMO = {
+    "num_hidden_layers": 4, "layer_types": _HYBRID["layer_types"], "num_key_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def _kinds(pattern: str) -> list[str]:
@@ -184,6 +210,32 @@ HYBRID_FAMILIES = {
             "use_conv_bias": False,
         },
         published={"hybrid_override_pattern": "M-M*-M-", "layers_block_type": None},
+    ),
+    "kimi_linear": Family(
+        KimiLinearForCausalLM,
+        KimiLinearConfig,
+        {**_KIMI, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+        seed=22,
+    ),
+    "kimi_linear_published": Family(
+        KimiLinearForCausalLM,
+        KimiLinearConfig,
+        {**_KIMI, "q_lora_rank": 20, "linear_conv_kernel_dim": 3, "n_group": 4, "topk_group": 2},
+        published=_KIMI_PUBLISHED,
+        seed=22,
+    ),
+    "olmo_hybrid": Family(
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig,
+        {**_OLMO, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+        cuts_convolutions=True,
+        seed=22,
+    ),
+    "olmo_hybrid_rotates": Family(
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig,
+        {**_OLMO, "linear_value_head_dim": 8, "linear_allow_neg_eigval": False},
+        seed=24,
     ),
     "qwen3_next": Family(
         Qwen3NextForCausalLM, Qwen3NextConfig, {**_HYBRID, **_EXPERTS}, norm_center=0.0, seed=22

@@ -251,6 +251,8 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
     model.to(dtype).save_pretrained(folder, max_shard_size=family.shard_size)
     if family.stacks_experts:
         _stack_experts(folder / "model.safetensors")
+    if family.cuts_convolutions:
+        _cut_convolutions(folder / "model.safetensors")
     if family.older_config:
         _to_older_config(folder / "config.json")
     if family.published:
@@ -269,6 +271,16 @@ def _stack_experts(path: Path) -> None:
         )
         tensors[f"{layer}gate_up_proj"] = torch.cat((gate, up), dim=1)
         tensors[f"{layer}down_proj"] = down
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _cut_convolutions(path: Path) -> None:
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
+        kinds = [name.replace("q_conv1d", f"{kind}_conv1d") for kind in "qkv"]
+        widths = [len(tensors[one.replace("conv1d", "proj")]) for one in kinds]
+        parts = torch.cat([tensors[one] for one in kinds]).split(widths)
+        tensors |= {one: part.clone() for one, part in zip(kinds, parts, strict=True)}
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -32,6 +32,7 @@ FAMILIES = [
     "gpt_oss",  # sinks, biases, a clamped gate
     "minimax_m3",  # blocks that an indexer chooses
     "qwen3_next",  # states, experts, gated attention
+    "kimi_linear",  # states that forget channel by channel, latents that do not rotate
 ]
 LENGTH, NUM_TOKENS, NUM_TOP = 37, 8, 3
 COMPANY: dict[Device, tuple[int, ...]] = {"cpu": (1, 6, 17), "cuda": (1, 2, 6, 17, 40, 63)}

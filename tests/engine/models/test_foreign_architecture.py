@@ -45,9 +45,9 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
         ({"architectures": ["Mistrall4ForCausalLM"], "model_type": "mistrall4"}, "", ""),
         ({"architectures": ["Cohere2Next"], "model_type": "cohere2_next"}, "", ""),
         (
-            {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"},
-            "DeepseekV3ForCausalLM",
-            "Kimi Delta Attention",
+            {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3"},
+            "KimiLinearForCausalLM",
+            "residuals",
         ),
         ({"architectures": None, "model_type": "mixtral"}, "MixtralForCausalLM", ""),
         (

@@ -226,9 +226,7 @@ def test_blocks_of_scales_follow_outputs_that_change_places(rank: int) -> None:
             head_order=head_order, gates="paired",
         )  # fmt: skip
         assert isinstance(qkv.method, method)
-    sizes = DeltaSizes(
-        key_heads=4, value_heads=8, key_dim=128, value_dim=128, kernel=4, is_split=False
-    )
+    sizes = DeltaSizes(key_heads=4, value_heads=8, key_dim=128, value_dim=128, kernel=4)
     layer = GatedDeltaNet(128, sizes, 1e-6, block_shard(rank, 2)).in_proj
     assert isinstance(layer.method, Fp8BlockLinear)
     whole = torch.randn(4 * 6 * 128, 128).bfloat16()

@@ -34,6 +34,7 @@ WINDOWED = {
     "gpt_oss": {"sliding_window": WINDOW - 1},  # sinks
     "deepseek_v3_yarn": {},  # latents, experts, a context behind its original length
     "qwen3_next": {},  # states
+    "kimi_linear": {},  # states that forget channel by channel, beside latents
 }
 EDGES = sorted(
     {

@@ -1,0 +1,88 @@
+"""Kimi Delta Attention: linear attention in which each key channel decays by itself.
+
+    x ─┬─ q, k, v ─ convolve, each with its last inputs ─┐
+       ├─ b ─ how much to take in ───────────────────────┤
+       ├─ f_a ─ f_b ─ how much of a channel to keep ─────┴─ update and read the state ─ norm ─(×)─ o
+       └─ g_a ─ g_b ─ sigmoid ────────────────────────────────────────────────────────────┘
+
+Heads are split over ranks; what f_a and g_a give is narrow, and every rank has it whole. Source:
+Kimi Linear (arXiv 2510.26692), and transformers' `modeling_kimi_linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import Tensor
+
+from engine.layers.linear import MergedColumnParallelLinear
+from engine.layers.linear_attention import DeltaAttention, DeltaGates, DeltaSizes
+from engine.layers.methods.base import ColumnPart
+from engine.layers.norm import RMSNorm
+from engine.layers.shard import CheckpointWeight, Shard
+
+_PROJECTIONS = "q_proj", "k_proj", "v_proj"
+_NARROW = "f_a_proj", "g_a_proj", "b_proj"
+
+
+class KimiDeltaAttention(DeltaAttention):
+    """Linear attention whose key channels decay each by itself; arguments as those of
+    `DeltaAttention`.
+
+    Args:
+        rank: Numbers that f_a and g_a give.
+    """
+
+    has_sigmoid: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        sizes: DeltaSizes,
+        eps: float,
+        shard: Shard,
+        *,
+        rank: int,
+        norm: RMSNorm | None = None,
+        drafting: tuple[int, int] | None = None,
+    ) -> None:
+        decays = sizes.key_dim
+        super().__init__(
+            hidden_size, sizes, eps, shard, decays=decays, output="o_proj", norm=norm,
+            drafting=drafting,
+        )  # fmt: skip
+        self.rank = rank
+        keys, values, heads = self.head_parts()
+        parts, narrow = (keys, keys, values), ColumnPart(0, rank, rank)
+        first = self.first_value * decays
+        channels = ColumnPart(first, self.value_heads * decays, sizes.value_heads * decays)
+        self.in_proj = MergedColumnParallelLinear(hidden_size, parts, shard, names=_PROJECTIONS)
+        self.narrow_proj = MergedColumnParallelLinear(
+            hidden_size, (narrow, narrow, heads), shard, names=_NARROW
+        )
+        self.decay_proj = MergedColumnParallelLinear(rank, (channels,), shard.at("f_b_proj"))
+        self.output_proj = MergedColumnParallelLinear(rank, (values,), shard.at("g_b_proj"))
+
+    def project(self, x: Tensor) -> tuple[Tensor, DeltaGates]:
+        decays, outputs, rates = self.narrow_proj(x).split(
+            [self.rank, self.rank, self.value_heads], dim=1
+        )
+        gates = DeltaGates(rates, self.decay_proj(decays), self.output_proj(outputs))
+        return self.in_proj(x), gates
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        """Lists the checkpoint's tensors."""
+        for layer, names in (
+            (self.in_proj, _PROJECTIONS),
+            (self.narrow_proj, _NARROW),
+            (self.decay_proj, ("f_b_proj",)),
+            (self.output_proj, ("g_b_proj",)),
+        ):
+            yield from layer.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
+        heads, channels = self.sizes.value_heads, self.sizes.key_dim
+        target = self.a_log.view(1, 1, -1, 1)
+        yield CheckpointWeight(f"{prefix}.A_log", target, (1, 1, heads, 1), 2, self.first_value)
+        shape, first = (heads * channels,), self.first_value * channels
+        yield CheckpointWeight(f"{prefix}.dt_bias", self.dt_bias, shape, 0, first)
+        yield from self.own_weights(prefix, "o_norm", is_apart=True)
