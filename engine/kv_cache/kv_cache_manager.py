@@ -57,7 +57,6 @@ class KVCacheManager:
             else BlockPool(num_blocks, enable_caching)
         )
         self._shapes = groups
-        self._step_tokens = step_tokens
         self._groups = create_group_managers(groups, self.block_pool, step_tokens)
         self._rolling = [one for one in self._groups if isinstance(one, RollingWindowManager)]
         self._rolls = [group.index for group in self._rolling]
@@ -103,9 +102,10 @@ class KVCacheManager:
         pool = self.block_pool
         return deepcopy(pool.stats) if isinstance(pool, SampledBlockPool) else None
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Returns the blocks that a request of `num_tokens` tokens has at once, over all groups."""
-        return num_blocks_for(self._shapes, num_tokens, self._step_tokens)
+    def num_blocks_more(self, num_tokens: int) -> int:
+        """Returns the blocks that `num_tokens` tokens more of running requests take: windows that
+        roll give back as many as they take."""
+        return sum(self._shapes[index].num_blocks_for(num_tokens) for index in self._staying)
 
     # A request gets blocks --------------------------------------------------------------------
 

@@ -330,7 +330,7 @@ class Admission:
         )
 
     def _headroom(self) -> int:
-        return self._kv_cache.num_blocks_for(self._running.calendar.num_tokens * _HEADROOM_STEPS)
+        return self._kv_cache.num_blocks_more(self._running.calendar.num_tokens * _HEADROOM_STEPS)
 
     def _note_blocked(self, request: Request) -> None:
         free = self._kv_cache.num_free_blocks

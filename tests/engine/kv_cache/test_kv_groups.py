@@ -115,7 +115,7 @@ def test_groups_with_other_block_sizes_meet_where_both_have_whole_blocks() -> No
     manager.confirm(first, 30)
     _, count = manager.get_computed_blocks(make_request(list(range(30)), "b"), 29)
     assert count == 24
-    assert manager.num_blocks_for(13) == 4 + 3
+    assert manager.num_blocks_more(13) == 4 + 3
     assert manager.capacity(manager.get_blocks("a")) == 30
 
 

@@ -230,6 +230,11 @@ def test_a_long_prompt_takes_blocks_of_windows_for_its_next_steps_alone() -> Non
     assert not machine.start(list(range(length)))
 
 
+def test_running_requests_need_no_room_for_windows_to_roll_on() -> None:
+    """They give back as many blocks as they take."""
+    assert Machine(60).manager.num_blocks_more(32) == 4 + 2
+
+
 def test_what_no_hit_can_see_is_the_first_to_be_taken_again() -> None:
     """Windows that rolled over leave the cache to what can be found: their two blocks, and two of
     overlapping rows, at each multiple of 16."""
