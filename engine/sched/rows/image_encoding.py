@@ -82,6 +82,10 @@ class ImageEncoding:
         for digest in list(self._of_request.get(request_id, ())):
             self._give_up(request_id, digest)
 
+    def holds(self, request_id: str) -> bool:
+        """Returns whether embeddings are kept for a request."""
+        return request_id in self._of_request
+
     def take_work(self) -> EncoderWork | None:
         """Returns what the step that goes out does with images, and begins the next."""
         self._left = self._budget

@@ -309,14 +309,13 @@ class RunningRows:
     def prefills_in_order(
         self, key: Callable[[Row], SortKey] | None = None
     ) -> deque[tuple[SortKey, Row]]:
-        """Returns the rows inside their prefill by `key`, or oldest first."""
+        """Returns the rows inside their prefill by `key`, or oldest first. One of the idle class
+        that is inside an image goes on: others may wait for the room of its embeddings."""
         rows = self._prefilling
         if self.holds_idle:
-            rows = [row for row in rows if not row.is_idle]
+            rows = [row for row in rows if not row.is_idle or self.images.holds(row.request_id)]
         keyed = [(row.key if key is None else key(row), row) for row in rows]
-        if len(keyed) > 1:
-            keyed.sort(key=itemgetter(0))
-        return deque(keyed)
+        return deque(sorted(keyed, key=itemgetter(0)))
 
     def continue_prefills(
         self,

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.outputs import ImageStats
 from engine.contracts.request import Request
-from engine.contracts.request_spec import RequestSpec
+from engine.contracts.request_spec import IDLE_PRIORITY, RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import EncodingOutput, SchedulerOutput
 from engine.images.image_config import ImageConfig
@@ -42,7 +42,7 @@ VISION = VisionSpec(
 
 
 def config_of(
-    *, has_encoder: bool = True, budget: int = 24, cache: int = 0, **scheduler: int
+    *, has_encoder: bool = True, budget: int = 24, cache: int = 0, **scheduler: float
 ) -> EngineConfig:
     config = make_config(**{"max_num_batched_tokens": 32, "max_num_seqs": 6, **scheduler})
     images = ImageConfig(
@@ -186,6 +186,27 @@ def test_nobody_keeps_an_image_for_when_it_comes_again() -> None:
     machine = StepMachine(config, 60, depth=2)
     for name, image in (("r", A), ("s", B)):
         machine.add(request_of(name, image, C, image))
+    machine.finish()
+    machine.check_all_done()
+
+
+@pytest.mark.parametrize("others_decode", [False, True])
+def test_the_idle_class_keeps_no_image_from_others(others_decode: bool) -> None:
+    """Its chunk ended inside an image: it goes on to the end of that, beside a prompt of others
+    that waits for room."""
+    config = config_of(cache=24, long_prefill_token_threshold=6, itl_objective_ms=1e-6)
+    machine = StepMachine(config, 60)
+    if others_decode:
+        machine.add(request_of("decode", max_tokens=60))
+        machine.step()
+    batch = request_of("batch", C)
+    batch.spec = msgspec.structs.replace(batch.spec, priority=IDLE_PRIORITY)
+    machine.add(batch)
+    machine.step()
+    client = machine.add(request_of("prompt", A))
+    for _ in range(12):
+        machine.step()
+    assert client.tokens
     machine.finish()
     machine.check_all_done()
 
