@@ -13,7 +13,7 @@ from engine.images.video_spec import VideoSpec
 
 Fit = Literal["area", "longest", "square", "patches", "fill"]
 """How an image's size becomes that of a grid of tokens; see `decode_node.images.fit`."""
-Merger = Literal["joined", "gated", "strided", "pooled", "scaled"]
+Merger = Literal["joined", "gated", "strided", "pooled", "scaled", "twice"]
 """How patches become tokens; see `engine.models.vision.mergers`."""
 
 
@@ -131,10 +131,11 @@ class PatchRope(msgspec.Struct, frozen=True, kw_only=True):
             the same frequencies. "shared": so, and rows and columns take frequencies in turn.
             "adjacent": elements 2i and 2i + 1 are a pair, and pairs turn by the column and the row
             in turn. "apart": the first half of a head turns by the column and the second by the
-            row, each as a head of its own.
+            row, each as a head of its own. "thirds": as "halves", and a third of the pairs before
+            them turns by time, which an image has none of; what is left over stays.
     """
 
-    pairs: Literal["halves", "shared", "adjacent", "apart"] = "halves"
+    pairs: Literal["halves", "shared", "adjacent", "apart", "thirds"] = "halves"
     theta: float = 10_000.0
 
 

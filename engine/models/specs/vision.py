@@ -15,6 +15,7 @@ from engine.models.specs.towers.fields import TextSizes, TowerFile
 from engine.models.specs.towers.gemma4 import gemma4
 from engine.models.specs.towers.glm import glm4v, glm4v_dense
 from engine.models.specs.towers.kimi import moonvit
+from engine.models.specs.towers.minimax import minimax_m3
 from engine.models.specs.towers.pixtral import pixtral
 from engine.models.specs.towers.qwen import qwen2_5_vl, qwen3_5, qwen3_vl
 from engine.models.specs.towers.siglip import siglip
@@ -27,6 +28,7 @@ TOWERS: dict[str, Callable[[TowerFile], VisionSpec]] = {
     "Glm4vMoeForConditionalGeneration": glm4v,
     "KimiK25ForConditionalGeneration": moonvit,
     "Kimi_K25ForConditionalGeneration": moonvit,
+    "MiniMaxM3SparseForConditionalGeneration": minimax_m3,
     "Mistral3ForConditionalGeneration": pixtral,
     "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": qwen3_vl,

@@ -5,6 +5,7 @@
     gated      one convolution ─ linear ─ norm, GELU ─ gate·up ─ down                     GLM-V
     pooled     mean of a token's patches ─ norm ─ linear                                  Gemma 3
     scaled     the same, scaled, perhaps shifted, before the norm                         Gemma 4
+    twice      linear ─ GELU ─ linear ─ patches side by side ─ linear ─ GELU ─ linear     MiniMax-M3
 
 All take [patches, H] and give [tokens, out].
 """
@@ -165,10 +166,29 @@ class ScaledMerger(nn.Module):
         return found
 
 
+class TwiceMerger(nn.Module):
+    """MiniMax-M3's: each patch gets the text part's width, then a token's together."""
+
+    def __init__(self, spec: VisionSpec, shard: Shard) -> None:
+        super().__init__()
+        self.unit, out, inner = spec.pixels.merge_size**2, spec.out_hidden_size, spec.merger_size
+        self.first = Dense(spec.hidden_size, inner, shard)
+        self.second = Dense(inner, out, shard)
+        self.third = Dense(out * self.unit, inner, shard)
+        self.fourth = Dense(inner, out, shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.second(F.gelu(self.first(x)))
+        tokens = patches.view(-1, self.unit * patches.shape[1])
+        found: Tensor = self.fourth(F.gelu(self.third(tokens)))
+        return found
+
+
 MERGERS: dict[Merger, Callable[[VisionSpec, Shard], nn.Module]] = {
     "joined": JoinedMerger,
     "strided": StridedMerger,
     "gated": GatedMerger,
     "pooled": PooledMerger,
     "scaled": ScaledMerger,
+    "twice": TwiceMerger,
 }

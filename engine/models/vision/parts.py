@@ -225,10 +225,13 @@ def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
 
 
 def _rotated(x: Tensor, rope: Tensor) -> Tensor:
-    """Turns element i of each head of `x` [n, heads, D] with element i + D / 2, in float32."""
-    first, second = x.float().chunk(2, dim=-1)
+    """Turns element i of each head of `x` [n, heads, D] with element i + pairs, in float32; those
+    behind all pairs stay."""
     cos, sin = rope
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    pairs = cos.shape[-1]
+    first, second, rest = x.float().split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def _rotated_neighbours(x: Tensor, rope: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ def changed(folder: Path, target: Path, **vision: Any) -> Path:
         ("kimi", "merge_kernel_size", [1, 2]),
         ("kimi", "pos_emb_width", 6),
         ("gemma3", "image_size", 169),
+        ("minimax_m3", "hidden_act", "silu"),
         ("gemma4", "head_dim", 8),
         ("gemma4", "num_key_value_heads", 1),
         ("gemma3", "num_attention_heads", 0),
@@ -102,6 +103,17 @@ def test_of_towers_of_another_kind_the_text_part_is_served(
         ImageSettings().image_config(model, None)
     assert model.vision is None
     assert ImageSettings(max_images=0).image_config(model, None) == ImageConfig()
+
+
+def test_sizes_that_minimax_lists_are_the_familys(tmp_path: Path) -> None:
+    """Its preprocessor_config.json has [672, 672] where others have names, and nothing reads it."""
+    family = FAMILIES["minimax_m3"]
+    config = family.make_config()
+    config.architectures = [family.model.__name__]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": [672, 672]}))
+    vision = load_model_config(tmp_path, load_format="dummy").vision
+    assert vision is not None and vision.pixels.max_tokens == 576
 
 
 KIMI_PUBLISHED = {

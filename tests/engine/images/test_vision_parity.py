@@ -42,6 +42,7 @@ CASES: list[tuple[str, dict[str, int]]] = [
     ("glm4v", {"budget": 24, "encoder_budget": 54}),
     ("glm46v", {"budget": 24, "encoder_budget": 54}),
     ("kimi", {"budget": 24, "encoder_budget": 54}),
+    ("minimax_m3", {"budget": 24, "encoder_budget": 54}),
     ("gemma4", {}),
     ("gemma4", {"budget": 40}),
     ("gemma4_small", {"budget": 24, "encoder_budget": 54}),

@@ -18,6 +18,8 @@ from transformers import (
     Glm4vMoeForConditionalGeneration,
     Glm46VConfig,
     Glm46VForConditionalGeneration,
+    MiniMaxM3SparseForConditionalGeneration,
+    MiniMaxM3VLConfig,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PretrainedConfig,
@@ -35,6 +37,7 @@ from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25ForConditionalGeneration
 
 from tests.engine.models.family import LATENT, SIZES
+from tests.engine.models.sparse_families import SPARSE_FAMILIES
 
 VOCAB = 128
 IMAGE, START, END, VIDEO, ROW_END, LAST_ROW_END = 120, 121, 122, 123, 124, 125
@@ -287,6 +290,14 @@ FAMILIES = {
             (r"^model\.mm_projector\.", "mm_projector."),
         ),
         shades=_GREY,
+    ),
+    "minimax_m3": VisionFamily(
+        MiniMaxM3SparseForConditionalGeneration,
+        MiniMaxM3VLConfig,
+        {**_TEXT, **SPARSE_FAMILIES["minimax_m3"].changes},
+        {**_SIZES, "patch_size": 14, "num_attention_heads": 1},
+        _in_frames,
+        whole={"image_token_index": IMAGE, "video_token_index": VIDEO, "projector_hidden_size": 40},
     ),
     "gemma4": VisionFamily(
         Gemma4ForConditionalGeneration,

@@ -40,13 +40,14 @@ class Processor(msgspec.Struct):
     """How images are prepared. None: as the family has it.
 
     Attributes:
+        size: MiniMax-M3's lists two numbers, which nothing reads.
         media_proc_cfg: All of it, in Kimi's own form.
     """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     max_patches: int | None = None
-    size: Size = Size()
+    size: Size | list[int] = Size()
     rescale_factor: float = _SHADE
     image_mean: tuple[float, float, float] | None = None
     image_std: tuple[float, float, float] | None = None
@@ -54,6 +55,12 @@ class Processor(msgspec.Struct):
     do_pan_and_scan: bool | None = None
     max_soft_tokens: int | None = None
     pooling_kernel_size: int | None = None
+
+    @property
+    def sides(self) -> Size:
+        """Returns `size` where it has names."""
+        return self.size if isinstance(self.size, Size) else Size()
+
     media_proc_cfg: dict[str, Any] = {}
 
 

@@ -107,13 +107,13 @@ def _pixels(file: TowerFile, tower: _Tower) -> PixelSpec:
     """Returns how images are prepared: its processor counts the pixels of all frames that an image
     stands for."""
     said, frames = file.processor(), tower.temporal_patch_size
-    least = said.size.shortest_edge or 112 * 112
+    least = said.sides.shortest_edge or 112 * 112
     found = PixelSpec(
         patch_size=tower.patch_size,
         merge_size=tower.spatial_merge_size,
         temporal_patch_size=frames,
         min_pixels=math.ceil(least / frames),
-        max_pixels=(said.size.longest_edge or 28 * 28 * 15_000) // frames,
+        max_pixels=(said.sides.longest_edge or 28 * 28 * 15_000) // frames,
         keeps_token=True,
     )
     return file.shades(said, found)

@@ -109,7 +109,7 @@ def _pixels(file: TowerFile, tower: _Tower) -> PixelSpec:
         temporal_patch_size=1,
         fit="patches",
         max_patches=said.max_patches or media.in_patch_limit,
-        longest_edge=(said.size.max_height or media.patch_limit_on_one_side) * tower.patch_size,
+        longest_edge=(said.sides.max_height or media.patch_limit_on_one_side) * tower.patch_size,
         mean=media.image_mean,
         std=media.image_std,
     )

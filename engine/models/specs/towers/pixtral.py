@@ -93,7 +93,7 @@ def pixtral(file: TowerFile) -> VisionSpec:
 
 def _pixels(file: TowerFile, tower: _Tower) -> PixelSpec:
     said = file.processor()
-    size = said.size
+    size = said.sides
     if size.height != size.width:
         raise UnsupportedField("size", f"images in {size.height} x {size.width} pixels")
     found = PixelSpec(

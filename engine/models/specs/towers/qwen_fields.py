@@ -67,7 +67,7 @@ def _pixels(file: TowerFile, tower: QwenTower, patch_size: int) -> PixelSpec:
         plain,
         merge_size=tower.spatial_merge_size,
         temporal_patch_size=tower.temporal_patch_size,
-        min_pixels=said.min_pixels or said.size.shortest_edge or plain.min_pixels,
-        max_pixels=said.max_pixels or said.size.longest_edge or plain.max_pixels,
+        min_pixels=said.min_pixels or said.sides.shortest_edge or plain.min_pixels,
+        max_pixels=said.max_pixels or said.sides.longest_edge or plain.max_pixels,
     )
     return file.shades(said, found)

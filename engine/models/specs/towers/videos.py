@@ -75,8 +75,8 @@ def with_glm_videos(vision: VisionSpec, file: TowerFile, *, is_dense: bool) -> V
 
 def _pixels(said: VideoProcessor, least: int, most: int) -> tuple[int, int]:
     return (
-        said.min_pixels or said.size.shortest_edge or least,
-        said.max_pixels or said.size.longest_edge or most,
+        said.min_pixels or said.sides.shortest_edge or least,
+        said.max_pixels or said.sides.longest_edge or most,
     )
 
 
