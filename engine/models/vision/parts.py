@@ -229,7 +229,8 @@ def _rotated(x: Tensor, rope: Tensor) -> Tensor:
     behind all pairs stay."""
     cos, sin = rope
     pairs = cos.shape[-1]
-    first, second, rest = x.float().split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
+    wide = x.float()
+    first, second, rest = wide[..., :pairs], wide[..., pairs : 2 * pairs], wide[..., 2 * pairs :]
     turned = (first * cos - second * sin, second * cos + first * sin, rest)
     return torch.cat(turned, dim=-1).to(x.dtype)
 
