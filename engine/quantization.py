@@ -87,7 +87,7 @@ class Mxfp4Scheme(msgspec.Struct, frozen=True, tag="mxfp4"):
         layout: Whose names; gpt-oss has the tensors of all experts in one.
     """
 
-    layout: Literal["gpt-oss", "compressed-tensors", "modelopt"] = "gpt-oss"
+    layout: Literal["gpt-oss", "compressed-tensors", "modelopt", "deepseek"] = "gpt-oss"
 
 
 class Nvfp4Scheme(msgspec.Struct, frozen=True, kw_only=True, tag="nvfp4"):

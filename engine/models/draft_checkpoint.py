@@ -93,6 +93,12 @@ def read_draft(
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(folder, "is no folder", "name the folder of the drafter's checkpoint")
+    if spec.residual_streams is not None and method in ("eagle3", "mtp"):
+        raise CheckpointError(
+            target.path,
+            f"has several residual streams, and drafters of the method {method} read one",
+            "choose ngram or draft_model",
+        )
     try:
         return readers[method](path, target, spec)
     except UnsupportedField as refusal:

@@ -26,8 +26,10 @@ DIFFERENCES = {
     "cohere2": (_LLAMA, _PARALLEL),
     "cohere2_moe": ("Qwen3MoeForCausalLM", _PARALLEL),
     "dbrx": ("MixtralForCausalLM", "norms that subtract the mean, and experts as one tensor"),
-    "deepseek_v4": (_DEEPSEEK, "compressed sparse attention and several residual streams"),
-    "deepseek_v41": (_DEEPSEEK, "compressed sparse attention and several residual streams"),
+    "deepseek_v41": (
+        "DeepseekV4ForCausalLM",
+        "an n-gram memory (engram), an index of two levels, rows in FP4, layers that share rows",
+    ),
     "dots3_note": (
         "Dots1ForCausalLM",
         "windows, and an indexer that chooses which tokens are attended",

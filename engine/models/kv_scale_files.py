@@ -82,6 +82,11 @@ def choose_kv_scales(
                 "--kv-cache-scales are for an FP8 cache; choose --kv-cache-dtype fp8"
             )
         return None
+    if any(kv.compress_ratio > 1 for kv in model.kv_layers):
+        raise KVCacheDtypeError(
+            f"an FP8 KV cache, but {model.path} keeps rows that stand for several tokens, which "
+            "tandem has in the model's dtype alone; choose --kv-cache-dtype bfloat16"
+        )
     if file is not None:
         return _from_file(model, file)
     if model.load_format == "dummy":

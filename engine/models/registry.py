@@ -23,6 +23,7 @@ from engine.models.specs.deepseek import (
     Glm4MoeLiteSpec,
 )
 from engine.models.specs.deepseek_sparse import DeepseekV32Spec, GlmMoeDsaSpec
+from engine.models.specs.deepseek_v4 import DeepseekV4Spec
 from engine.models.specs.dots import Dots1Spec
 from engine.models.specs.ernie import Ernie45MoeSpec, Ernie45Spec
 from engine.models.specs.exaone import Exaone4Spec
@@ -67,6 +68,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "DeepseekV2ForCausalLM": DeepseekV2Spec,
     "DeepseekV3ForCausalLM": DeepseekV3Spec,
     "DeepseekV32ForCausalLM": DeepseekV32Spec,
+    "DeepseekV4ForCausalLM": DeepseekV4Spec,
     "Dots1ForCausalLM": Dots1Spec,
     "Ernie4_5ForCausalLM": Ernie45Spec,
     "Ernie4_5_MoeForCausalLM": Ernie45MoeSpec,

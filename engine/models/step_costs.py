@@ -14,6 +14,7 @@ from engine.contracts.step_work import AttentionCost, ExpertCost, ModelCost
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.experts import ExpertSpec
+from engine.models.specs.token_rows import TokenRowsSpec
 from engine.quantization import (
     Fp8Scheme,
     Int4Scheme,
@@ -109,7 +110,9 @@ class _Costs:
                 yield _Linear(f"{block}.shared_expert_gate", hidden, 1, is_shared=False)
 
     def _attention_linears(self, index: int) -> Iterator[_Linear]:
-        if self._spec.latent is not None:
+        if (rows := self._spec.rows_of_tokens) is not None:
+            yield from self._rows(f"model.layers.{index}.attn", rows, index)
+        elif self._spec.latent is not None:
             yield from self._latent(f"model.layers.{index}.self_attn")
             yield from self._indexer(f"model.layers.{index}.self_attn.indexer", index)
         else:
@@ -144,6 +147,22 @@ class _Costs:
         yield _Linear(f"{name}.kv_a_proj_with_mqa", hidden, latent, is_shared=False)
         yield _Linear(f"{name}.kv_b_proj", sizes.kv_rank, heads * (sizes.nope + sizes.value))
         yield _Linear(f"{name}.o_proj", heads * sizes.value, hidden)
+
+    def _rows(self, name: str, rows: TokenRowsSpec, layer: int) -> Iterator[_Linear]:
+        hidden, queries = self._spec.hidden_size, self._model.num_heads * rows.head_dim
+        middle = rows.groups * rows.group_rank
+        yield _Linear(f"{name}.wq_a", hidden, rows.q_rank, is_shared=False)
+        yield _Linear(f"{name}.wkv", hidden, rows.head_dim, is_shared=False)
+        yield _Linear(f"{name}.wq_b", rows.q_rank, queries)
+        yield _Linear(f"{name}.wo_a", queries // rows.groups, middle)
+        yield _Linear(f"{name}.wo_b", middle, hidden)
+        if rows.ratio_of(layer):
+            width = rows.left_by_token(layer)
+            yield _Linear(f"{name}.compressor.wkv", hidden, width, is_shared=False)
+        if rows.chooses(layer):
+            of = rows.indexer
+            yield _Linear(f"{name}.indexer.wq_b", rows.q_rank, of.heads * of.dim, is_shared=False)
+            yield _Linear(f"{name}.indexer.weights_proj", hidden, of.heads, is_shared=False)
 
     def _indexer(self, name: str, layer: int) -> Iterator[_Linear]:
         sizes, latent = self._spec.indexer_of(layer), self._spec.latent
@@ -186,34 +205,39 @@ class _Costs:
         layout = self._config.kv_layout
         sources = {layer: self._spec.kv_source(layer) for layer in range(self._model.num_layers)}
         for group in layout.groups:
-            if group.is_state:
+            if group.is_state or group.is_open:
                 continue
             others = [one for one, of in sources.items() if one != of and of in group.layers]
             for chooses in (False, True):
                 attending = [
                     layer
                     for layer in (*group.layers, *others)
-                    if self._spec.attends_to_chosen(layer) == chooses
+                    if self._chooses(layer, group) == chooses
                 ]
                 if attending:
                     window = self._spec.dense_tokens if chooses else group.window
                     yield self._attended(group, attending, window)
             yield from self._index(group)
 
+    def _chooses(self, layer: int, group: KVGroup) -> bool:
+        """Returns whether a layer attends to chosen tokens, or rows, of a group."""
+        is_window = self._spec.rows_of_tokens is not None and group.compress_ratio == 1
+        return self._spec.attends_to_chosen(layer) and not is_window
+
     def _attended(self, group: KVGroup, attending: list[int], window: int | None) -> AttentionCost:
         pairs = [self._pair_flops(layer) for layer in attending]
         prompts, decodes = (sum(flops) for flops in zip(*pairs, strict=True))
         return AttentionCost(
             window=window,
-            flops_of_prompts=prompts / self._ranks,
-            flops_of_decodes=decodes / self._ranks,
+            flops_of_prompts=prompts / self._ranks / group.compress_ratio,
+            flops_of_decodes=decodes / self._ranks / group.compress_ratio,
             kv_bytes=self._row_bytes(group, of_index=False) * len(attending),
         )
 
     def _index(self, group: KVGroup) -> Iterator[AttentionCost]:
         """Yields the choice of what is attended, in every context: of tokens every rank makes the
         whole, of blocks that of its own heads."""
-        found = [self._index_flops(layer) for layer in group.layers]
+        found = [self._index_flops(layer, group) for layer in group.layers]
         if any(found):
             yield AttentionCost(
                 window=None,
@@ -222,28 +246,33 @@ class _Costs:
                 kv_bytes=self._row_bytes(group, of_index=True) * sum(map(bool, found)),
             )
 
-    def _index_flops(self, layer: int) -> float:
+    def _index_flops(self, layer: int, group: KVGroup) -> float:
         """Returns FLOPs of a pair in one layer's indexer; 0: it has none."""
+        rows = self._spec.rows_of_tokens
+        if rows is not None and rows.chooses(layer) and group.compress_ratio > 1:
+            return 2 * rows.indexer.heads * rows.indexer.dim / group.compress_ratio
         if (of_tokens := self._spec.indexer_of(layer)) is not None:
             return 2 * of_tokens.heads * of_tokens.dim
         if (of_blocks := self._spec.block_indexer_of(layer)) is not None:
             return 2 * max(of_blocks.heads, self._ranks) * of_blocks.dim / self._ranks
         return 0.0
 
-    def _row_bytes(self, group: KVGroup, *, of_index: bool) -> int:
+    def _row_bytes(self, group: KVGroup, *, of_index: bool) -> float:
         """Returns the bytes of a token in one layer: of its index key, or of all else."""
-        return sum(
+        of_row = sum(
             plane.heads_of_rank(0, self._ranks).count * plane.row_bytes
             for plane in group.planes
             if (plane.name in (INDEX_PLANE, INDEX_SCALE_PLANE)) == of_index
         )
+        return of_row / group.compress_ratio
 
     def _pair_flops(self, layer: int) -> tuple[int, int]:
         """Returns FLOPs of a pair in one layer, of all heads: scores, and the sum of values."""
         sizes, latent = self._model.heads_of(layer), self._spec.latent
-        heads = sizes.num_heads
+        heads, rows = sizes.num_heads, self._spec.rows_of_tokens
         if latent is None:
-            flops = 2 * heads * (sizes.head_dim + sizes.v_head_dim)
+            width = sizes.head_dim + sizes.v_head_dim if rows is None else 2 * rows.head_dim
+            flops = 2 * heads * width
             return flops, flops
         expanded = latent.nope + latent.rope + latent.value
         absorbed = 2 * latent.kv_rank + latent.rope

@@ -9,6 +9,7 @@ number times the scale of its group of inputs, times a factor of the whole matri
 | NVFP4 of compressed-tensors | weight_packed | weight_scale | 1 / weight_global_scale |
 | MXFP4 of ModelOpt and Quark | weight [out, in / 2] | weight_scale [out, in / 32] e8m0 | |
 | MXFP4 of compressed-tensors | weight_packed | weight_scale | |
+| MXFP4 of DeepSeek-V4 | weight | weight_scale_inv | |
 
 Sources: NVIDIA, Pretraining with NVFP4 (arXiv 2509.25149); OCP Microscaling Formats 1.0, with
 Rouhani et al. (arXiv 2310.10537).
@@ -30,7 +31,7 @@ from engine.quantization import Mxfp4Scheme, Nvfp4Scheme
 from tandem_kernels.gemm.fp4_tiles import GROUP
 from tandem_kernels.reference.mxfp4 import e2m1_numbers, e8m0_powers
 
-BYTES = frozenset({"U8"})
+BYTES = frozenset({"U8", "I8"})
 E8M0 = frozenset({"U8", "F8_E8M0"})
 _OF_INPUTS = "input_scale", "input_global_scale", "input_scale_2"
 """Scales of activations, which stay in the model's dtype here."""
@@ -81,6 +82,9 @@ class Fp4Format(WeightFormat):
     def __init__(self, scheme: Nvfp4Scheme | Mxfp4Scheme) -> None:
         self.scheme = scheme
         self.group = scheme.group_size if isinstance(scheme, Nvfp4Scheme) else GROUP
+        self._scale_name = "weight_scale"
+        if scheme.layout == "deepseek":
+            self._scale_name = "weight_scale_inv"
         self.is_smoothed = isinstance(scheme, Nvfp4Scheme) and scheme.smoothed
 
     def matrix(self, part: LinearPart, num_outputs: int, num_inputs: int) -> StoredMatrix:
@@ -120,7 +124,7 @@ class Fp4Format(WeightFormat):
                 BYTES,
             ),
             TensorSlice(
-                f"{part.prefix}.weight_scale",
+                f"{part.prefix}.{self._scale_name}",
                 (outputs, -(-inputs // self.group)),
                 dim,
                 first,
@@ -144,7 +148,7 @@ class Fp4Format(WeightFormat):
                 factor = 1 / factor
             # Layers that lack it give no tensor.
             smoothing = others[1].view(-1) if len(others) > 1 else None
-            return Fp4Matrix(packed, scales, factor, smoothing)
+            return Fp4Matrix(packed.view(torch.uint8), scales, factor, smoothing)
 
         return tuple(slices), read
 

@@ -15,7 +15,7 @@ from engine.quantization import (
 
 LM_HEAD = "lm_head"
 """Never quantised by these methods, listed or not."""
-_EXPERTS = "mlp.experts"
+_EXPERTS, _OWN_EXPERTS = "mlp.experts", "ffn.experts"
 
 ONLINE = Quantization(
     method="fp8",
@@ -27,7 +27,7 @@ ONLINE = Quantization(
 def read_fp8(fields: Fields) -> Quantization:
     fields.expect("fmt", "e4m3")
     fields.expect("is_checkpoint_fp8_serialized", True)
-    fields.expect("expert_dtype", "fp8")
+    has_fp4 = fields.choice("expert_dtype", "fp8", "fp4") == "fp4"
     choices: tuple[Activations, Activations] = ("dynamic", "static")
     activations = fields.choice("activation_scheme", *choices)
     # What the scales of activations are rounded to when a model is trained.
@@ -46,6 +46,9 @@ def read_fp8(fields: Fields) -> Quantization:
     )
     listed = fields.names("modules_to_not_convert") + fields.names("ignored_layers")
     rules: tuple[SchemeRule, ...] = (SchemeRule(("Linear",), scheme),)
+    if has_fp4:
+        # DeepSeek-V4, whose experts of all tokens are in FP8 as the rest.
+        rules = (SchemeRule((_OWN_EXPERTS,), Mxfp4Scheme("deepseek")), *rules)
     if fields.choice("store_dtype", "", "mxfp4"):
         # MiMo-V2.6: experts alone.
         fields.expect("mxfp4_block_size", 32)

@@ -86,5 +86,5 @@ def faults_of(file: ConfigFile) -> Iterator[UnsupportedField]:
         size = number_of(file, name)
         if rope < 2 or rope % 2 or size < rope or size & (size - 1):
             yield UnsupportedField(name, f"{size} numbers, of which {rope} rotate")
-    if number_of(file, "sliding_window") < 1:
-        yield UnsupportedField("sliding_window", "a size below 1")
+    if (count := file.hc_mult) < 1 or count & (count - 1):
+        yield UnsupportedField("hc_mult", f"{count} residual streams")

@@ -30,8 +30,8 @@ def check_one_stage(model: ModelConfig, parallel: ParallelConfig) -> None:
     if parallel.pipeline_parallel_size > 1:
         raise CheckpointError(
             model.path,
-            "has layers that attend to keys of others, or embeddings of their own, which stages of "
-            "a pipeline would not have",
+            "has layers that attend to keys of others, embeddings of their own, or several "
+            "residual streams, which stages of a pipeline would not have",
             "start it with pipeline_parallel_size 1",
         )
 

@@ -41,6 +41,13 @@ class TokenRowsSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the tokens of a row; layers behind the last have a window alone."""
         return self.ratios[layer] if layer < len(self.ratios) else 0
 
+    def left_by_token(self, layer: int) -> int:
+        """Returns the numbers that a token of a layer with rows leaves for them: values and gates,
+        of its own rows and of index keys."""
+        if self.chooses(layer):
+            return 4 * (self.head_dim + self.indexer.dim)
+        return 2 * self.head_dim
+
     def kv_layers(self, model: ModelConfig, window: int | None) -> tuple[KVLayers, ...]:
         """Returns for each ratio its layers' windows, their rows, and what tokens leave for a row
         that is open. Layers without rows are with the fewest."""
@@ -57,14 +64,13 @@ class TokenRowsSpec(msgspec.Struct, frozen=True, kw_only=True):
         for kind, layers in of_kind.items():
             chooses = kind == self.chosen_ratio
             planes: tuple[Plane, ...] = (kept,)
-            series, width = 1, self.head_dim
             if chooses:
-                series, width = 2, self.head_dim + self.indexer.dim
                 planes = (kept, *self.indexer.planes(model.dtype))
-            left = Plane("open", 1, 2 * series * width * DTYPE_BYTES[ROW_DTYPE], replicated=True)
+            width = self.left_by_token(layers[0]) * DTYPE_BYTES[ROW_DTYPE]
+            left = Plane("open", 1, width, replicated=True)
             groups.append(_group(layers, planes, compress_ratio=kind))
             # A token is needed until its row, or the row behind it, is closed.
-            seen = (series - 1) * kind + 1
+            seen = kind + 1 if chooses else 1
             groups.append(_group(layers, (left,), window=seen, window_align=kind, dtype=ROW_DTYPE))
         return tuple(groups)
 

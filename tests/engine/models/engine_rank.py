@@ -144,8 +144,11 @@ def greedy(
     engine.run({"warm": prompts()[3]}, max_tokens=1)
     asked = {str(index): prompt for index, prompt in enumerate(prompts())}
     found = engine.run(asked, NUM_GREEDY)
-    has_states = any(group.is_state for group in config.kv_layout.groups)
-    cached = WITH_CACHED_PREFIX
+    groups = config.kv_layout.groups
+    has_states = any(group.is_state for group in groups)
+    # Blocks of rows that stand for several tokens are longer than these prompts.
+    has_rows = any(group.compress_ratio > 1 for group in groups)
+    cached = {} if has_rows else WITH_CACHED_PREFIX
     if has_states:
         cached = WITH_KEPT_STATE if mode == "chunked" else {}
     for request_id in asked:

@@ -57,7 +57,9 @@ class PagedModel:
         self._groups = layout.groups
         sizes = {group.block_size for group in layout.groups if not group.is_state}
         assert BLOCK_SIZE in sizes
-        self._largest_block = max(sizes)
+        # Rows of several tokens are shared by the token: the leader goes on with none of them.
+        whole = [g.block_size for g in layout.groups if not g.is_state and g.compress_ratio == 1]
+        self._largest_block = max(whole)
         memory = torch.empty(_NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
         self.kv_caches = layer_views(memory, layout)
         for layer in self.kv_caches:

@@ -4,6 +4,8 @@ than prompts have."""
 from __future__ import annotations
 
 from transformers import (
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     GlmMoeDsaConfig,
@@ -25,6 +27,19 @@ _BLOCKS = {
     "sparse_topk_blocks": 2, "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1],
     "sparse_init_block": 0, "sparse_score_type": "max", "sparse_disable_index_value": [0, 1, 1],
 }  # fmt: skip
+V4 = {
+    "num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 8,
+    "q_lora_rank": 20, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "o_groups": 2, "o_lora_rank": 12, "hc_sinkhorn_iters": 8, "sliding_window": 17,
+    "layer_types": [
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        "compressed_sparse_attention", "heavily_compressed_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6, "num_hash_layers": 1,
+    "swiglu_limit": 0.4, "num_nextn_predict_layers": 0, "rope_parameters": dict(YARN),
+}  # fmt: skip
+"""DeepSeek-V4 with rows of 4 tokens, of which a token sees six, and of 16."""
 M3_TOWER = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "patch_size": 14,
@@ -40,6 +55,7 @@ SPARSE_FAMILIES = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "deepseek_v4": Family(DeepseekV4ForCausalLM, DeepseekV4Config, V4),
     "minimax_m3": Family(
         MiniMaxM3SparseForConditionalGeneration,
         MiniMaxM3VLConfig,

@@ -86,6 +86,7 @@ def answers(node: GroupedNode) -> dict[str, list[int]]:
     ("family", "parallel"),
     [
         ("deepseek_v2", DP2),
+        ("deepseek_v4", DP2),
         ("mixtral", ParallelConfig(data_parallel_size=2)),
         ("mixtral", ParallelConfig(data_parallel_size=4, enable_expert_parallel=True)),
         (
@@ -100,12 +101,13 @@ def answers(node: GroupedNode) -> dict[str, list[int]]:
 def test_groups_answer_as_one_rank_does(
     family: str, parallel: ParallelConfig, checkpoints: Path
 ) -> None:
-    """Experts as a whole and in slices, four groups, groups of two ranks, and a model without
-    experts."""
+    """Experts as a whole and in slices, of ids of tokens, four groups, groups of two ranks, and a
+    model without experts."""
     folder = checkpoints / family
-    with node_of(folder, ParallelConfig()) as alone:
+    more = {"cache": CacheConfig(block_size=16, num_blocks=120)} if family == "deepseek_v4" else {}
+    with node_of(folder, ParallelConfig(), **more) as alone:
         expected = answers(alone)
-    with node_of(folder, parallel) as groups:
+    with node_of(folder, parallel, **more) as groups:
         assert answers(groups) == expected
         assert isinstance(groups.executor, ThreadExecutor)
         steps = [step for step in groups.executor.steps if isinstance(step, GroupStep)]

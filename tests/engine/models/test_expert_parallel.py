@@ -102,7 +102,7 @@ def answers_of(
         engine_id=f"experts-{folder.name}",
         epoch=1,
         model=load_model_config(folder),
-        cache=CacheConfig(block_size=16, num_blocks=60),
+        cache=CacheConfig(block_size=16, num_blocks=120),
         parallel=parallel,
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=48),
     )
@@ -114,11 +114,15 @@ def answers_of(
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [("mixtral", 2), ("qwen2_moe", 2), ("deepseek_v3_yarn", 4), ("gpt_oss", 4)]
-)
+    ("family", "size"),
+    [
+        ("mixtral", 2), ("qwen2_moe", 2), ("deepseek_v3_yarn", 4), ("gpt_oss", 4),
+        ("deepseek_v4", 2),
+    ],
+)  # fmt: skip
 def test_ranks_answer_as_one_does(family: str, size: int, checkpoints: Path) -> None:
-    """Biases, stacked tensors, shared experts with and without a gate, groups of experts; 6 experts
-    are not the same number on 4 ranks."""
+    """Biases, stacked tensors, experts of token ids, shared experts with and without a gate, groups
+    of experts; 6 experts are not the same number on 4 ranks."""
     folder, rendezvous = checkpoints / family, f"127.0.0.1:{free_ports(1)[0]}"
     parallel = ParallelConfig(tensor_parallel_size=size, enable_expert_parallel=True)
     with ThreadPoolExecutor(size) as ranks:

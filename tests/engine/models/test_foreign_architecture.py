@@ -37,9 +37,9 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
         (LLAMA4, "LlamaForCausalLM", "attention within chunks"),
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "LlamaForCausalLM", "gate"),
         (
-            {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"},
-            "DeepseekV3ForCausalLM",
-            "compressed sparse attention",
+            {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"},
+            "DeepseekV4ForCausalLM",
+            "n-gram memory",
         ),
         ({"architectures": ["Qwen3MoeModel"], "model_type": "x"}, "Qwen3MoeForCausalLM", ""),
         ({"architectures": ["Mistrall4ForCausalLM"], "model_type": "mistrall4"}, "", ""),

@@ -27,7 +27,7 @@ NGRAMS = parse_speculative_config(
 )
 DRAFTED = frozenset(
     {"mimo_v2", "gemma4", "gemma4_experts", "gemma4_shared", "laguna", "ministral3", "mistral4"}
-    | {"step3p7", "glm_moe_dsa"}
+    | {"step3p7", "glm_moe_dsa", "deepseek_v4"}
 )
 """Families whose decode nodes draft."""
 
@@ -47,6 +47,7 @@ DRAFTED = frozenset(
         ("deepseek_v2", "cuda_ipc,stream", 1, (32, 16)),
         ("deepseek_v32", "stream", 2, (16, 64)),
         ("glm_moe_dsa", "cuda_ipc,stream", 1, (32, 16)),
+        ("deepseek_v4", "cuda_ipc,stream", 2, (16, 32)),
         ("glm4_moe", "cuda_ipc,stream", 1, (16, 16)),
         ("ministral3", "stream", 1, (16, 32)),
         ("qwen3_5_moe_images", "cuda_ipc,stream", 1, (2, 16)),

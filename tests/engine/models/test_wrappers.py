@@ -213,9 +213,9 @@ def test_a_text_part_that_is_not_here(tmp_path: Path) -> None:
     config = {
         "architectures": ["Mistral3ForConditionalGeneration"],
         "model_type": "mistral3",
-        "text_config": {"model_type": "deepseek_v4"},
+        "text_config": {"model_type": "deepseek_v41"},
     }
-    with pytest.raises(CheckpointError, match="nearest that it has is DeepseekV3ForCausalLM"):
+    with pytest.raises(CheckpointError, match="nearest that it has is DeepseekV4ForCausalLM"):
         read(tmp_path, config)
 
 
