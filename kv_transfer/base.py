@@ -111,9 +111,9 @@ class HostTier(ABC):
         """Returns whether the store behind it can be asked now."""
 
     @abstractmethod
-    def ask_store(self, names: Sequence[bytes]) -> int:
-        """Asks how many of these blocks, from the first on, the store has. Returns the question's
-        number (`KVConnectorOutput.store_found`)."""
+    def ask_store(self, names: Sequence[bytes], *, is_chain: bool = True) -> int:
+        """Asks which of these blocks the store has. Returns the question's number
+        (`KVConnectorOutput.store_found`). `is_chain`: those behind a gap do not count."""
 
     @abstractmethod
     def num_with_room(self, names: Sequence[bytes]) -> int:

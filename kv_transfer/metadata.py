@@ -285,7 +285,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     stats: for each finished transfer, summed bytes and streams, earliest and latest byte.
     host_jobs: of the host tier, by job that is done everywhere: whether all of it is right.
     host_begun: loads of the host tier whose first layers are there.
-    store_found: questions to the store, by job: how many blocks are there, from the first on.
+    store_found: questions to the store, by job: which of the blocks are there, by their places.
     """
 
     finished_sending: list[str] = []
@@ -298,7 +298,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     stats: dict[str, TransferStats] = {}
     host_jobs: dict[int, bool] = {}
     host_begun: list[int] = []
-    store_found: dict[int, int] = {}
+    store_found: dict[int, list[int]] = {}
 
 
 def is_transfer_id(text: str) -> bool:

@@ -119,11 +119,12 @@ class PutMeta(msgspec.Struct, frozen=True, tag="put", array_like=True):
 
 
 class AskMeta(msgspec.Struct, frozen=True, tag="ask", array_like=True):
-    """Either side: how many of these blocks, from the first on, has the store? Answered by a
-    StoreFound."""
+    """Either side: which of these blocks has the store? Answered by a StoreFound. `is_chain`: those
+    behind the first that it lacks are of no use, and not looked for."""
 
     job: int
     names: list[bytes]
+    is_chain: bool = True
 
 
 class ForgetMeta(msgspec.Struct, frozen=True, tag="forget", array_like=True):
@@ -154,11 +155,12 @@ class HostTierEvent(msgspec.Struct, frozen=True, tag="host_tier", array_like=Tru
 
 
 class StoreFound(msgspec.Struct, frozen=True, tag="store_found", array_like=True):
-    """A transfer process says what the store has of its share of blocks that it was asked for."""
+    """A transfer process says what the store has of its share of blocks that it was asked for:
+    `found`, by their places among the names."""
 
     job: int
     process: int
-    num_blocks: int
+    found: list[int]
 
 
 class LoadBegun(msgspec.Struct, frozen=True, tag="load_begun", array_like=True):

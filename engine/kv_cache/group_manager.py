@@ -69,6 +69,7 @@ class GroupManager:
         self.block_size = group.block_size
         self.is_state = group.is_state
         self.sees_all = not group.is_state and group.window is None
+        self.has_window = group.window is not None
         self._group = group
         self._pool = pool
         kept_as = f"{group.dtype}:{group.scales}".encode() if group.scales else b""
@@ -113,6 +114,11 @@ class GroupManager:
         """Returns the names of the blocks from the `first` on that must come for a prefix of
         `num_tokens` tokens."""
         return self.names(request, num_tokens)[first:]
+
+    def names_wanted(self, request: Request, num_before: int, num_tokens: int) -> list[BlockHash]:
+        """Returns the names of all blocks that may be needed for prefixes of more than `num_before`
+        and at most `num_tokens` tokens."""
+        return self.names(request, num_tokens)[num_before // self.block_size :]
 
     def first_to_fill(self, blocks: RequestBlocks, num_before: int, num_tokens: int) -> int:
         """Returns the first block that must be filled for the first `num_tokens` tokens of a
@@ -213,6 +219,9 @@ class WindowGroupManager(GroupManager):
             stop = index  # All that end behind the gap see it, or end at it.
         return stop * self.block_size
 
+    def names_wanted(self, request: Request, num_before: int, num_tokens: int) -> list[BlockHash]:
+        return self.names(request, num_tokens)[self._group.first_block_seen(num_before) :]
+
     def first_to_fill(self, blocks: RequestBlocks, num_before: int, num_tokens: int) -> int:
         first = self._group.first_block_seen(num_tokens)
         return max(first, super().first_to_fill(blocks, num_before, num_tokens))
@@ -284,6 +293,10 @@ class StateGroupManager(GroupManager):
             if is_behind(self._name(request, count * self._stride)):
                 return count * self._stride
         return 0
+
+    def names_wanted(self, request: Request, num_before: int, num_tokens: int) -> list[BlockHash]:
+        places = range(num_before // self._stride + 1, num_tokens // self._stride + 1)
+        return [self._name(request, place * self._stride) for place in places]
 
     def first_to_fill(self, blocks: RequestBlocks, num_before: int, num_tokens: int) -> int:
         return 0

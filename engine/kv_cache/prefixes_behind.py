@@ -53,12 +53,28 @@ class PrefixesBehind:
             coming += group.names_behind(request, len(table), num_tokens)
         return held, coming
 
-    def tables(self, request: Request, cached: BlockTables, num_tokens: int) -> BlockTables:
+    def wanted(self, request: Request, num_before: int, num_tokens: int) -> list[BlockHash]:
+        """Returns the names of all blocks that may have to come for a prefix of more than
+        `num_before` and at most `num_tokens` tokens, the most needed first."""
+        groups = self._by_need
+        return [
+            name for one in groups for name in one.names_wanted(request, num_before, num_tokens)
+        ]
+
+    def tables(
+        self, request: Request, cached: BlockTables, num_tokens: int, *, is_certain: bool
+    ) -> BlockTables:
         """Returns the tables of a request that has `cached` and whose first `num_tokens` tokens
-        come: what each group has of them, from the first block that is seen on without a gap."""
+        come: what each group has of them, from the first block that is seen on without a gap. Not
+        `is_certain`: fewer may come, whose next token sees earlier blocks of windows."""
         if self.is_chain:
             return cached
-        return [group.run_in_cache(request, num_tokens) for group in self._groups]
+        return [
+            table
+            if group.has_window and not is_certain
+            else group.run_in_cache(request, num_tokens)
+            for group, table in zip(self._groups, cached, strict=True)
+        ]
 
     def blocks(
         self, request: Request, num_before: int, num_tokens: int

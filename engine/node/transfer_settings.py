@@ -251,8 +251,11 @@ class TransferSettings(SecuritySettings):
             _check_sees_all("--kv-share-prefixes", layout)
         if not size or config.kv_transfer is None:
             return
-        if self.kv_store:
-            _check_sees_all("--kv-store", layout)
+        if self.kv_store and any(group.is_open for group in layout.groups):
+            raise SettingsError(
+                "--kv-store is not for models whose rows stand for several tokens; "
+                "--kv-host-memory-bytes and --kv-disk-bytes are"
+            )
         if size < layout.block_bytes:
             raise SettingsError(
                 f"--kv-host-memory-bytes {size} is less than one block of KV, which takes "

@@ -265,7 +265,9 @@ class Admission:
         source, num_coming = coming
         stop = num_cached + num_coming
         if not num_received:
-            cached = self._kv_cache.behind.tables(request, cached, stop)
+            cached = self._kv_cache.behind.tables(
+                request, cached, stop, is_certain=source.finds_certainly
+            )
         # The next token's KV is computed here: of a first one that comes from a peer, too.
         need = max(num_known, min(num_known + 1, self._limits.max_len(request) - 1))
         if not self._kv_cache.can_allocate(need, cached, self._headroom()):

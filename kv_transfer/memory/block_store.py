@@ -143,20 +143,23 @@ class BlockStore:
             self._idle.put(client)
         self._clients = clients
 
-    def find(self, names: Sequence[bytes]) -> int:
-        """Returns how many blocks, from the first on, are there without a gap."""
-        count = 0
-        for some in _batches(names):
+    def find(self, names: Sequence[bytes], *, is_chain: bool = True) -> list[int]:
+        """Returns the places among `names` of blocks that are there; of a chain, up to the first
+        gap."""
+        found = list[int]()
+        for first in range(0, len(names), _MOST_AT_ONCE):
+            some = names[first : first + _MOST_AT_ONCE]
             keys = [part.key(name) for name in some for part in self._parts]
-            found = self._connected().batch_is_exist(keys)
-            for start in range(0, len(keys), len(self._parts)):
-                of_block = found[start : start + len(self._parts)]
+            exist = self._connected().batch_is_exist(keys)
+            for place in range(len(some)):
+                of_block = exist[place * len(self._parts) :][: len(self._parts)]
                 if min(of_block) < 0:
                     raise StoreAway(f"{self._address.master} answers {min(of_block)}")
-                if not min(of_block):
-                    return count
-                count += 1
-        return count
+                if min(of_block):
+                    found.append(first + place)
+                elif is_chain:
+                    return found
+        return found
 
     def get(self, some: Sequence[tuple[bytes, int]]) -> Brought:
         """Reads blocks, by hash, into slots, of one of `pieces`. `check` must follow."""

@@ -289,8 +289,8 @@ class HostPool:
 
     async def _ask(self, meta: AskMeta) -> None:
         store = self._store_calls
-        count = await store.find(meta.names) if store is not None else 0
-        self._emit(StoreFound(meta.job, self._config.process, count))
+        found = [] if store is None else await store.find(meta.names, is_chain=meta.is_chain)
+        self._emit(StoreFound(meta.job, self._config.process, found))
 
     def _forget(self, meta: ForgetMeta) -> None:
         files, thread = self._files, self._threads["files"]

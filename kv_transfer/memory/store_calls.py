@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -59,9 +60,10 @@ class StoreCalls:
                 logger.info("the store tier is connected")
                 return
 
-    async def find(self, names: Sequence[bytes]) -> int:
-        """Returns 0 where the store cannot be asked."""
-        return await self._or(0, self._reads, self._store.find, names)
+    async def find(self, names: Sequence[bytes], *, is_chain: bool) -> list[int]:
+        """Returns nothing where the store cannot be asked."""
+        find = partial(self._store.find, names, is_chain=is_chain)
+        return await self._or(list[int](), self._reads, find)
 
     async def read(
         self, names: Sequence[bytes], slots: Sequence[int]

@@ -166,10 +166,10 @@ class PooledHostTier(HostTier):
 
     # Jobs -------------------------------------------------------------------------------------
 
-    def ask_store(self, names: Sequence[bytes]) -> int:
+    def ask_store(self, names: Sequence[bytes], *, is_chain: bool = True) -> int:
         assert self.store_index is not None
         job = self._jobs.new_number()
-        self.store_index.ask(job, list(names))
+        self.store_index.ask(job, list(names), is_chain=is_chain)
         return job
 
     def store(self, named: Sequence[tuple[bytes, int]]) -> tuple[int, int] | None:

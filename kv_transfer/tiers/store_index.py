@@ -36,8 +36,8 @@ class StoreIndex:
         self._due: OrderedDict[bytes, None] = OrderedDict()
         self._given: OrderedDict[bytes, None] = OrderedDict()
         self._asked: dict[int, set[int]] = {}
-        self._counts: dict[int, int] = {}
-        self._found: dict[int, int] = {}
+        self._common: dict[int, set[int]] = {}
+        self._found: dict[int, list[int]] = {}
 
     @property
     def counters(self) -> dict[str, float]:
@@ -96,31 +96,32 @@ class StoreIndex:
 
     # Questions --------------------------------------------------------------------------------
 
-    def ask(self, job: int, names: list[bytes]) -> None:
+    def ask(self, job: int, names: list[bytes], *, is_chain: bool) -> None:
         """Asks every process for its share of these blocks."""
-        self._asked[job], self._counts[job] = set(range(self._num_processes)), len(names)
+        self._asked[job] = set(range(self._num_processes))
+        self._common[job] = set(range(len(names)))
         for process in range(self._num_processes):
-            if not self._send(process, AskMeta(job, names)):
-                self._answer(job, process, 0)
+            if not self._send(process, AskMeta(job, names, is_chain)):
+                self._answer(job, process, ())
 
     def answered(self, event: StoreFound) -> None:
-        self._answer(event.job, event.process, event.num_blocks)
+        self._answer(event.job, event.process, event.found)
 
     def process_is_gone(self, process: int) -> None:
         for job in list(self._asked):
-            self._answer(job, process, 0)
+            self._answer(job, process, ())
 
-    def _answer(self, job: int, process: int, num_blocks: int) -> None:
+    def _answer(self, job: int, process: int, found: Iterable[int]) -> None:
         left = self._asked.get(job)
         if left is None or process not in left:
             return
         left.discard(process)
-        self._counts[job] = min(self._counts[job], num_blocks)
+        self._common[job].intersection_update(found)
         if not left:
             del self._asked[job]
-            self._found[job] = self._counts.pop(job)
+            self._found[job] = sorted(self._common.pop(job))
 
-    def take_found(self) -> dict[int, int]:
-        """Returns questions that were answered: how many blocks are there, from the first on."""
+    def take_found(self) -> dict[int, list[int]]:
+        """Returns questions that were answered: which blocks every process has its share of."""
         found, self._found = self._found, {}
         return found

@@ -102,7 +102,7 @@ class Node:
     def ask(self, *names: bytes) -> int:
         job = self.tier.ask_store(names)
         self.poll_until(lambda: job in self._output.store_found)
-        return self._output.store_found[job]
+        return len(self._output.store_found[job])
 
     def load(self, *names: bytes) -> bool:
         """Loads them to blocks 5, 6, ..."""

@@ -97,12 +97,14 @@ class KVArrival:
     Attributes:
         num_before: Leading tokens whose KV was here when the source began.
         num_coming: Tokens that come from the source, behind those.
+        goes_on: Another source has brought the KV of those before.
     """
 
     request: Request
     source: KVSource[Any]
     num_before: int = 0
     num_coming: int = 0
+    goes_on: bool = False
     state: ArrivalState = ArrivalState.QUEUED
 
 
@@ -125,6 +127,9 @@ class KVSource(Protocol[A_contra]):
     2. `begin`   blocks for the request's whole need are allocated; ask for KV
     3. `stop`    before it is here: the request ended, or goes on without the source
     """
+
+    finds_certainly: bool
+    """What `find` says is here: it comes, or nothing does."""
 
     def find(self, request: Request, num_computed_tokens: int) -> int:
         """Returns the number of tokens behind the first `num_computed_tokens` that may come from

@@ -129,6 +129,11 @@ class Arrivals:
         """Goes on behind KV of a prompt's beginning that is complete, with the next source for
         what is lacking, or READY: what came may be a part, or nothing."""
         request = arrival.request
+        nothing_came = num_computed_tokens <= arrival.num_before and not arrival.goes_on
+        if nothing_came and not self._kv_cache.behind.is_chain:
+            # States of what is cached are copied where a request begins, which it does anew.
+            self.compute_all(arrival)
+            return
         request.num_computed_tokens = num_computed_tokens
         if arrival.state is ArrivalState.COMING:
             is_all = num_computed_tokens >= arrival.num_before + arrival.num_coming
@@ -138,6 +143,7 @@ class Arrivals:
             if count := source.find(request, num_computed_tokens):
                 self.move(arrival, ArrivalState.ENDED)
                 source.begin(request, num_computed_tokens, count)
+                self._of_request[request.request_id].goes_on = True
                 return
         self.move(arrival, ArrivalState.READY)
 

@@ -58,6 +58,8 @@ class HostSource:
     """Without a tier it never has anything. `preempt` takes a running request's row; set once,
     before the first step."""
 
+    finds_certainly = True
+
     def __init__(
         self,
         arrivals: Arrivals,

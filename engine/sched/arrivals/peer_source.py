@@ -66,6 +66,8 @@ class PeerCounters:
 class PeerSource:
     """The prefix caches of the peers that requests name."""
 
+    finds_certainly = False
+
     def __init__(
         self,
         arrivals: Arrivals,

@@ -48,6 +48,8 @@ class Pull(TransferArrival):
 class PrefillSource:
     """The KV of whole prompts, from the nodes that their `kv_transfer_params` name."""
 
+    finds_certainly = False
+
     def __init__(
         self,
         arrivals: Arrivals,

@@ -14,9 +14,10 @@ again when it has answered what it was asked before.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.contracts.request import Request
+from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.arrivals.arrival import ArrivalState, KVArrival, WriterKey
 from engine.sched.arrivals.arrivals import Arrivals
@@ -37,10 +38,12 @@ _FEWEST_BLOCKS = 2
 
 @dataclass(slots=True, eq=False)
 class StoreLoad(KVArrival):
-    """Has the question's number in `job` while ASKED, then the load's. `is_first`: the request was
+    """Has the question's number in `job` while ASKED, of which `names` are asked, then the load's.
+    `is_first`: the request was
     not preempted before."""
 
     job: int = -1
+    names: list[BlockHash] = field(default_factory=list)
     is_first: bool = True
     asked_at: float = 0.0
     began_at: float = 0.0
@@ -49,6 +52,8 @@ class StoreLoad(KVArrival):
 
 class StoreSource:
     """Without a store it never has anything."""
+
+    finds_certainly = False
 
     def __init__(
         self,
@@ -84,7 +89,8 @@ class StoreSource:
         if tier is None or not tier.has_store or request.asks_store is False:
             return 0
         block_size = self._kv_cache.least_block_size
-        count = (request.num_tokens - 1) // block_size * block_size - num_computed_tokens
+        most = self._kv_cache.behind.find(request, request.num_tokens - 1, lambda name: True)
+        count = most - num_computed_tokens
         if request.needs_prompt_logprobs or count < _FEWEST_BLOCKS * block_size:
             return 0
         if not tier.may_ask_store or len(self._given_up) >= _MOST_UNANSWERED:
@@ -106,9 +112,9 @@ class StoreSource:
         self._arrivals.add(load)
         self._arrivals.begin(load, num_computed_tokens, num_tokens, ArrivalState.ASKED)
         request.num_computed_tokens = num_computed_tokens
-        block_size = self._kv_cache.least_block_size
-        names = self._kv_cache.block_names(request, num_computed_tokens + num_tokens)
-        load.job = self._tier.ask_store(names[num_computed_tokens // block_size :])
+        behind, stop = self._kv_cache.behind, num_computed_tokens + num_tokens
+        load.names = behind.wanted(request, num_computed_tokens, stop)
+        load.job = self._tier.ask_store(load.names, is_chain=behind.is_chain)
         self._asked[load.job] = load
 
     def stop(self, arrival: StoreLoad) -> WriterKey | None:
@@ -117,31 +123,44 @@ class StoreSource:
 
     # What the tier says -----------------------------------------------------------------------
 
-    def found(self, counts: dict[int, int]) -> None:
-        """Goes on after answers of the store, by question: blocks that it has."""
-        for job, num_blocks in counts.items():
+    def found(self, answers: dict[int, list[int]]) -> None:
+        """Goes on after answers of the store, by question: places of blocks that it has."""
+        for job, places in answers.items():
             self._given_up.discard(job)
             load = self._asked.pop(job, None)
             if load is not None:
                 self._rate.ask_s = time.monotonic() - load.asked_at
-                self._take(load, num_blocks)
+                self._take(load, {load.names[place] for place in places})
 
-    def _take(self, load: StoreLoad, num_blocks: int) -> None:
+    def _take(self, load: StoreLoad, has: set[BlockHash]) -> None:
         assert self._tier is not None
-        request, block_size = load.request, self._kv_cache.least_block_size
-        first = load.num_before // block_size
-        stop = first + num_blocks
-        names = self._kv_cache.block_names(request, stop * block_size)[first:]
-        names = names[: self._tier.num_with_room(names)]
-        if not names:
-            self._go_on(load, load.num_before)
+        request, before = load.request, load.num_before
+        stop = self._end_of(load, has)
+        if stop <= before:
+            self._go_on(load, before)
             return
-        blocks = self._kv_cache.get_block_ids(request.request_id)[0][first : first + len(names)]
-        num_tokens = len(names) * block_size
+        names, blocks = self._kv_cache.behind.blocks(request, before, stop)
+        num_tokens = stop - before
         self._arrivals.begin(load, load.num_before, num_tokens, ArrivalState.COMING)
         load.began_at = time.monotonic()
         load.job = self._tier.load(names, blocks, Tier.STORE)
         self._loads[load.job] = load
+
+    def _end_of(self, load: StoreLoad, has: set[BlockHash]) -> int:
+        """Returns the tokens of the longest prefix of which the store `has` all blocks that the
+        request lacks, as far as host memory has room for a part."""
+        assert self._tier is not None
+        before, behind = load.num_before, self._kv_cache.behind
+        if behind.is_chain:
+            found = load.names[: len(has)]
+            return before + self._tier.num_with_room(found) * self._kv_cache.least_block_size
+        stop = behind.find(load.request, before + load.num_coming, has.__contains__)
+        if stop <= before:
+            return before
+        names, _ = behind.blocks(load.request, before, stop)
+        # The cache may have blocks now that it had not when the request got its own.
+        comes = has.issuperset(names) and self._tier.num_with_room(names) == len(names)
+        return stop if comes else before
 
     def jobs_done(self, jobs: dict[int, bool]) -> None:
         """Goes on after jobs of the tier, of which nothing is on its way any more. By job: whether

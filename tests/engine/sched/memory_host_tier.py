@@ -181,9 +181,10 @@ class MemoryHostTier:
         has = self._stored(process)
         if may_fail and has and self._rng.random() < 0.2:
             has.pop(self._rng.choice(list(has)))
-        lacking = (i for i, name in enumerate(command.names) if name not in has)
-        count = next(lacking, len(command.names))
-        self.tier.apply(StoreFound(command.job, process, count))
+        found = [i for i, name in enumerate(command.names) if name in has]
+        if command.is_chain:
+            found = [i for count, i in enumerate(found) if i == count]
+        self.tier.apply(StoreFound(command.job, process, found))
 
     def _forget(self, process: int, command: ForgetMeta) -> None:
         files = self._files[process]

@@ -23,6 +23,7 @@ from tests.engine.sched.factories import (
     remote_prefill,
     with_states,
 )
+from tests.engine.sched.memory_host_tier import new_store
 from tests.engine.sched.returning_traffic import ReturningTraffic
 from tests.engine.sched.step_machine import StepMachine
 from tests.engine.sched.test_random_steps import Traffic
@@ -325,6 +326,7 @@ def test_random_traffic_with_tiers(
         seed=seed,
         num_host_slots=rng.choice([6, 12, 40]),
         num_files=rng.choice([0, 20, 60]),
+        store=new_store() if block_size == 4 and rng.random() < 0.5 else None,
     )
     ReturningTraffic(machine, seed, kinds).run()
 
@@ -357,6 +359,25 @@ def test_the_tiers_are_used(
         totals.update({name: int(n) for name, n in machine.host.tier.counters.items()})
     used = "loaded", "spilled", "fetched", "damaged", "lost"
     assert all(totals[f"host_tier_{name}_blocks"] > 0 for name in used), totals
+
+
+def test_another_node_s_states_come_from_a_store() -> None:
+    store, prompt = new_store(), list(range(1, 31))
+    for number, name in enumerate(("first", "other")):
+        machine = StepMachine(hybrid(), 60, seed=number, num_host_slots=64, store=store)
+        found = caching(machine, name, [*prompt, *range(40, 40 + 10 * number)], max_tokens=2)
+        assert found == machine.scheduler.stats().prompt_tokens_from_store == 28 * number
+        assert machine.scheduler.stats().prompt_tokens_computed == 30 + 10 * number - found
+
+
+def test_a_store_that_lacks_a_state_is_asked_in_vain() -> None:
+    """What the cache has is used as without: its states are copied where the request begins."""
+    machine = StepMachine(hybrid(), 60, num_host_slots=64, store=new_store())
+    prompt = list(range(1, 31))
+    assert caching(machine, "first", prompt, max_tokens=2) == 0
+    assert caching(machine, "longer", [*prompt, *range(40, 60)], max_tokens=2) == 28
+    stats = machine.scheduler.stats()
+    assert (stats.prompt_tokens_from_store, stats.prompt_tokens_computed) == (0, 30 + 22)
 
 
 @settings(max_examples=80, deadline=None)

@@ -54,6 +54,8 @@ def test_each_source_uses_its_own_states(monkeypatch: pytest.MonkeyPatch) -> Non
 class Store:
     """A source that is only this: KV by name, which comes when the test says so."""
 
+    finds_certainly = False
+
     def __init__(self, machine: StepMachine, num_tokens: int) -> None:
         self.arrivals = machine.scheduler.remote.arrivals
         self.machine = machine
