@@ -210,18 +210,21 @@ def test_a_request_that_needs_all_blocks_does_without_kept_states() -> None:
     assert caching(machine, "large", [*prompt, *range(1, 67)], max_tokens=2) == 0
 
 
-def test_a_pull_finds_tokens_wherever_they_end_and_brings_its_states() -> None:
+@pytest.mark.parametrize("num_shared", [5, 25])
+def test_a_pull_finds_tokens_wherever_they_end_and_brings_its_states(num_shared: int) -> None:
+    """One block is enough."""
     machine = StepMachine(hybrid(), 60)
     prompt = list(range(1, 31))
     caching(machine, "first", prompt)
-    client = machine.add(make_request("a", [*prompt[:25], *range(40, 50)], kv=remote_prefill("t")))
+    prompt = [*prompt[:num_shared], *range(40, 50)]
+    client = machine.add(make_request("a", prompt, kv=remote_prefill("t")))
     machine.step()
     machine.connector.finish("t")
     machine.poll_connector()
     machine.supply_first_token("a")
     machine.finish()
-    assert client.num_cached_tokens == 24
-    assert machine.scheduler.stats().prompt_tokens_transferred == 35 - 24
+    assert client.num_cached_tokens == num_shared - 1
+    assert machine.scheduler.stats().prompt_tokens_transferred == len(prompt) - (num_shared - 1)
     machine.check_all_done()
 
 
