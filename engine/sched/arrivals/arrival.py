@@ -129,7 +129,7 @@ class KVSource(Protocol[A_contra]):
     """
 
     finds_certainly: bool
-    """What `find` says is here: it comes, or nothing does."""
+    """All that `find` has found comes, or nothing does."""
 
     def find(self, request: Request, num_computed_tokens: int) -> int:
         """Returns the number of tokens behind the first `num_computed_tokens` that may come from
