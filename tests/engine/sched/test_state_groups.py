@@ -212,7 +212,7 @@ def test_a_request_that_needs_all_blocks_does_without_kept_states() -> None:
 
 @pytest.mark.parametrize("num_shared", [5, 25])
 def test_a_pull_finds_tokens_wherever_they_end_and_brings_its_states(num_shared: int) -> None:
-    """One block is enough."""
+    """It does so behind a single block, too."""
     machine = StepMachine(hybrid(), 60)
     prompt = list(range(1, 31))
     caching(machine, "first", prompt)
@@ -374,7 +374,7 @@ def test_another_node_s_states_come_from_a_store() -> None:
 
 
 def test_a_store_that_lacks_a_state_is_asked_in_vain() -> None:
-    """What the cache has is used as without: its states are copied where the request begins."""
+    """The request begins with copies of the states that the cache has, as without a store."""
     machine = StepMachine(hybrid(), 60, num_host_slots=64, store=new_store())
     prompt = list(range(1, 31))
     assert caching(machine, "first", prompt, max_tokens=2) == 0
