@@ -1,5 +1,5 @@
 """Tests which layers of AWQ checkpoints are plain: those that the writers of such checkpoints, and
-transformers, take for it."""
+transformers, take for it; and that families list them by names of their own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from engine.models.quantization.reader import read_quantization
 from engine.quantization import Quantization
+from tests.engine.models.fp4_checkpoints import modelopt
 from tests.engine.models.int4_checkpoints import awq, write_awq
 from tests.engine.models.loaded_parameters import parameters
-from tests.engine.models.quantised_checkpoints import quantise_checkpoint
+from tests.engine.models.quantised_checkpoints import quantise_checkpoint, write_fp8_tensors
 
 _GEMMS = [
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -96,3 +97,35 @@ def test_what_is_left_plain_by_parts_of_names_is_loaded(checkpoints: Path, tmp_p
     quantise_checkpoint(checkpoints / "llama", quantised, plain, write_awq(32), config, left)
     ours, expected = (parameters(folder, 0, 1) for folder in (quantised, plain))
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "listed", "left"),
+    [
+        (
+            "nemotron_h",
+            [
+                "backbone.layers.0.mixer.in_proj",
+                "backbone.layers.2.mixer*",
+                "*gate",
+                "*latent_proj",
+            ],
+            ("layers.0.mixer.in_proj", "layers.2.mixer", "gate.", "latent"),
+        ),
+        (
+            "lfm2",
+            ["model.layers.1.feed_forward.w2", "re:.*out_proj"],
+            ("layers.1.feed_forward.w2", "out_proj"),
+        ),
+    ],
+)
+def test_layers_are_listed_by_the_checkpoint_s_own_names(
+    family: str, listed: list[str], left: tuple[str, ...], checkpoints: Path, tmp_path: Path
+) -> None:
+    quantised, plain = tmp_path / "quantised", tmp_path / "plain"
+    config = modelopt("FP8", exclude_modules=[*listed, "lm_head"])
+    quantise_checkpoint(checkpoints / family, quantised, plain, write_fp8_tensors, config, left)
+    ours, expected = (parameters(folder, 0, 1) for folder in (quantised, plain))
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor)
