@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 from kv_transfer.layout import STATE_SPAN, KVGroup
 
@@ -16,20 +17,35 @@ def windows_roll(groups: Sequence[KVGroup]) -> bool:
     return any(group.compress_ratio > 1 for group in groups)
 
 
-def blocks_at_once(group: KVGroup, num_tokens: int, step_tokens: int) -> int:
+def hit_stride(groups: Sequence[KVGroup]) -> int:
+    """Returns the tokens at whose multiples a prefix can be found: where the blocks of all groups
+    end, and no window reaches further back than to the one before."""
+    end = lcm(*(group.block_size for group in groups if not group.is_state))
+    reach = max((group.window or 1) + group.window_align - 2 for group in groups)
+    return end * max(1, -(-reach // end))
+
+
+def blocks_at_once(group: KVGroup, num_tokens: int, step_tokens: int, stride: int) -> int:
     """Returns the most blocks of a window that a request of `num_tokens` tokens has at once, whose
-    steps compute up to `step_tokens` of them each."""
-    reach = (group.window or 1) + group.window_align - 2
-    span = -(-(reach + _STEPS_AHEAD * step_tokens) // group.block_size) + 1
-    return min(group.num_blocks_for(num_tokens), span)
+    steps compute up to `step_tokens` of them each. What is left for open rows is kept at the end of
+    a step, and where a prefix can be found: at multiples of `stride`."""
+    size, overlap = group.block_size, (group.window or 1) - 1
+    reach = overlap + group.window_align - 1
+    most = min(
+        group.num_blocks_for(num_tokens), -(-(reach + _STEPS_AHEAD * step_tokens) // size) + 1
+    )
+    if not group.is_open:
+        return most
+    at_end, found = -(-reach // size) + 1, -(-overlap // size) + (overlap > 0)
+    return min(most, _STEPS_AHEAD * (at_end + (step_tokens // stride + 1) * found))
 
 
 def blocks_besides(groups: Sequence[KVGroup], step_tokens: int) -> int:
     """Returns the blocks that each request takes whatever its length: of states, and of windows
     that roll with steps of `step_tokens`."""
-    rolls = windows_roll(groups)
+    rolls, stride = windows_roll(groups), hit_stride(groups)
     return sum(
-        blocks_at_once(group, STATE_SPAN, step_tokens) if not group.is_state else 1
+        blocks_at_once(group, STATE_SPAN, step_tokens, stride) if not group.is_state else 1
         for group in groups
         if group.is_state or (rolls and group.window is not None)
     )
@@ -45,14 +61,19 @@ def blocks_a_token(groups: Sequence[KVGroup]) -> float:
     )
 
 
+def num_entries(groups: Sequence[KVGroup], num_tokens: int) -> int:
+    """Returns the entries that tables of `num_tokens` tokens have, over all groups."""
+    return sum(group.num_blocks_for(num_tokens) for group in groups)
+
+
 def num_blocks_for(
     groups: Sequence[KVGroup], num_tokens: int, step_tokens: int = STATE_SPAN
 ) -> int:
     """Returns the blocks of `num_tokens` tokens, over all groups; of windows that roll, those for
     steps of up to `step_tokens`."""
-    rolls = windows_roll(groups)
+    rolls, stride = windows_roll(groups), hit_stride(groups)
     return sum(
-        blocks_at_once(group, num_tokens, step_tokens)
+        blocks_at_once(group, num_tokens, step_tokens, stride)
         if rolls and group.window is not None
         else group.num_blocks_for(num_tokens)
         for group in groups

@@ -255,7 +255,7 @@ class WindowGroupManager(GroupManager):
         while start > 0 and table[start - 1] is not NULL_BLOCK:
             start -= 1
         if start < stop:
-            self._pool.free_blocks(reversed(table[start:stop]))
+            self._pool.free_blocks(reversed(self.held(table[start:stop])))
             table[start:stop] = [NULL_BLOCK] * (stop - start)
 
 

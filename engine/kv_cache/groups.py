@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.capacity import windows_roll
+from engine.kv_cache.capacity import hit_stride, windows_roll
 from engine.kv_cache.group_manager import GroupManager, StateGroupManager, WindowGroupManager
-from engine.kv_cache.rolling_windows import RollingWindowManager, hit_stride
+from engine.kv_cache.rolling_windows import OpenRowsManager, RollingWindowManager
 from kv_transfer.layout import KVGroup
 
 
@@ -24,7 +24,8 @@ def create_group_managers(
         if group.window is None:
             return GroupManager(index, group, pool)
         if rolls:
-            return RollingWindowManager(index, group, pool, end, step_tokens)
+            kind = OpenRowsManager if group.is_open else RollingWindowManager
+            return kind(index, group, pool, end, step_tokens)
         return WindowGroupManager(index, group, pool)
 
     return [create(index, group) for index, group in enumerate(groups)]

@@ -29,12 +29,12 @@ from engine.contracts.request import Request
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.capacity import num_blocks_for
+from engine.kv_cache.capacity import num_entries
 from engine.kv_cache.group_manager import BlockTables, RequestBlocks, StateGroupManager
 from engine.kv_cache.groups import create_group_managers, state_stride
 from engine.kv_cache.kept_states import BlockCopy, KeptStates
 from engine.kv_cache.prefixes_behind import PrefixesBehind
-from engine.kv_cache.rolling_windows import RollingWindowManager
+from engine.kv_cache.rolling_windows import UNWRITTEN, RollingWindowManager
 from engine.kv_cache.sampled_pool import SampledBlockPool
 from kv_transfer.layout import STATE_SPAN, BlockIds, KVGroup
 
@@ -59,8 +59,8 @@ class KVCacheManager:
         self._shapes = groups
         self._groups = create_group_managers(groups, self.block_pool, step_tokens)
         self._rolling = [one for one in self._groups if isinstance(one, RollingWindowManager)]
-        self._rolls = [group.index for group in self._rolling]
-        self._staying = [index for index in range(len(groups)) if index not in self._rolls]
+        rolling = {group.index for group in self._rolling}
+        self._staying = [index for index in range(len(groups)) if index not in rolling]
         self.states = KeptStates(self._groups, self.block_pool, state_stride(groups))
         self._num_promised = 0
         """Free blocks that requests will take in steps to come."""
@@ -198,9 +198,9 @@ class KVCacheManager:
             grown = self.grow(blocks, num_tokens)
             assert grown is not None
             return blocks
-        for count, groups in ((num_tokens, self._staying), (num_filled, self._rolls)):
-            grown = self._grow_groups(blocks.tables, count, groups)
-            assert grown is not None
+        grown = self._grow_groups(blocks.tables, num_tokens, self._staying)
+        rolled = self._roll_on(blocks.tables, num_filled)
+        assert grown is not None and rolled is not None
         blocks.num_prompt_tokens = num_tokens
         self._settle_promise(blocks)
         return blocks
@@ -212,8 +212,21 @@ class KVCacheManager:
             return []
         own, blocks.num_promised = blocks.num_promised, 0
         self._num_promised -= own
-        grown = self._grow_groups(blocks.tables, num_tokens, self._rolls)
+        grown = self._roll_on(blocks.tables, num_tokens)
         self._settle_promise(blocks)
+        return grown
+
+    def _roll_on(self, tables: BlockTables, num_tokens: int) -> list[tuple[int, list[int]]] | None:
+        wanted = [one.entries_for(tables[one.index], num_tokens) for one in self._rolling]
+        if sum(map(sum, wanted)) > self.num_free_blocks:
+            return None
+        grown: list[tuple[int, list[int]]] = []
+        for group, entries in zip(self._rolling, wanted, strict=True):
+            blocks = iter(self.block_pool.get_new_blocks(sum(entries)))
+            more = [next(blocks) if is_block else UNWRITTEN for is_block in entries]
+            tables[group.index] += more
+            if more:
+                grown.append((group.index, [block.block_id for block in more]))
         return grown
 
     def _settle_promise(self, blocks: RequestBlocks) -> None:
@@ -227,7 +240,7 @@ class KVCacheManager:
         num_wanted = headroom
         for prompt, request in pairs:
             num_shared = (prompt.num_prompt_tokens // group.block_size for group in self._shapes)
-            num_wanted += num_blocks_for(self._shapes, request.num_tokens) - sum(num_shared)
+            num_wanted += num_entries(self._shapes, request.num_tokens) - sum(num_shared)
         return num_wanted <= self.num_free_blocks
 
     def fork(
@@ -252,7 +265,7 @@ class KVCacheManager:
             group.num_blocks_for(num_tokens) if takes_all else num_tokens // group.block_size
             for group in self._shapes
         ]
-        num_wanted = num_blocks_for(self._shapes, request.num_tokens) - sum(stops)
+        num_wanted = num_entries(self._shapes, request.num_tokens) - sum(stops)
         if num_wanted + headroom > self.num_free_blocks:
             return None
         tables = [table[:stop] for table, stop in zip(source.tables, stops, strict=True)]

@@ -10,12 +10,15 @@ promised as many blocks as it has at once:
 
 Others find a prefix at multiples of `stride` alone, where every group has whole blocks. What is
 seen there keeps its content when it is given back; all else is the first to be taken again.
+
+A step has what its own tokens leave for open rows at hand, so these go to the cache only where a
+later step reads them:
+
+    open      [null][    ][    ][ b1 ][    ][    ][ b2 ]   b1: a prefix may be found behind it
+                     the step's tokens                     b2: the next step reads it
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from math import lcm
 
 from engine.contracts.request import Request
 from engine.kv_cache.block import KVCacheBlock
@@ -34,6 +37,11 @@ from engine.kv_cache.group_manager import (
     WindowGroupManager,
 )
 from kv_transfer.layout import KVGroup
+
+UNWRITTEN = KVCacheBlock(-1)
+"""Stands where a table never has a block: slots in it are negative, so nothing is written there."""
+UNWRITTEN.ref_cnt = 1
+UNWRITTEN.block_hash = b""
 
 
 class RollingWindowManager(WindowGroupManager):
@@ -90,10 +98,8 @@ class RollingWindowManager(WindowGroupManager):
 
     def num_wanted(self, num_tokens: int, table: list[KVCacheBlock]) -> int:
         num_null = num_leading_nulls(table)
-        most = min(
-            blocks_at_once(self._group, num_tokens, self._step_tokens),
-            self._group.num_blocks_for(num_tokens) - num_null,
-        )
+        num_left = self._group.num_blocks_for(num_tokens) - num_null
+        most = min(self._num_at_once(num_tokens), num_left)
         return most - sum(block.ref_cnt > 0 for block in table[num_null:])
 
     def num_promised(self, blocks: RequestBlocks) -> int:
@@ -102,8 +108,16 @@ class RollingWindowManager(WindowGroupManager):
         num_missing = self._group.num_blocks_for(num_tokens) - len(table)
         if num_missing <= 0:
             return 0
-        most = blocks_at_once(self._group, num_tokens, self._step_tokens)
-        return max(0, min(num_missing, most - len(table) + num_leading_nulls(table)))
+        num_held = len(self.held(table[num_leading_nulls(table) :]))
+        return max(0, min(num_missing, self._num_at_once(num_tokens) - num_held))
+
+    def entries_for(self, table: list[KVCacheBlock], num_tokens: int) -> list[bool]:
+        """Returns for each entry that a table lacks for a step up to `num_tokens` tokens whether it
+        is a block."""
+        return [True] * (self._group.num_blocks_for(num_tokens) - len(table))
+
+    def _num_at_once(self, num_tokens: int) -> int:
+        return blocks_at_once(self._group, num_tokens, self._step_tokens, self._stride)
 
     def confirm(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
         self._publish(request, blocks, num_tokens)
@@ -123,6 +137,23 @@ class RollingWindowManager(WindowGroupManager):
         blocks.num_published[self.index] = published
 
 
+class OpenRowsManager(RollingWindowManager):
+    """Keeps tables whose blocks are only where a later step reads."""
+
+    def held(self, table: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        return [block for block in super().held(table) if block is not UNWRITTEN]
+
+    def entries_for(self, table: list[KVCacheBlock], num_tokens: int) -> list[bool]:
+        first, stop = len(table), self._group.num_blocks_for(num_tokens)
+        read = set(range(self._group.first_block_seen(num_tokens), stop))
+        if self._pool.enable_caching:
+            begin = first * self.block_size // self._stride * self._stride
+            for length in range(begin, num_tokens + 1, self._stride):
+                seen = self._group.first_block_seen(length), length // self.block_size
+                read.update(range(*seen))
+        return [index in read for index in range(first, stop)]
+
+
 def num_leading_nulls(table: list[KVCacheBlock]) -> int:
     """Returns how many entries of a table stand before its first block. They are many, and blocks
     are few."""
@@ -130,11 +161,3 @@ def num_leading_nulls(table: list[KVCacheBlock]) -> int:
     while first > 0 and table[first - 1] is not NULL_BLOCK:
         first -= 1
     return first
-
-
-def hit_stride(groups: Sequence[KVGroup]) -> int:
-    """Returns the tokens at whose multiples a prefix can be found: where the blocks of all groups
-    end, and no window reaches further back than to the one before."""
-    end = lcm(*(group.block_size for group in groups if not group.is_state))
-    reach = max((group.window or 1) + group.window_align - 2 for group in groups)
-    return end * max(1, -(-reach // end))

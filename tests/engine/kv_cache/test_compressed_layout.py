@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.kv_cache.capacity import blocks_a_token
-from engine.kv_cache.rolling_windows import hit_stride
+from engine.kv_cache.capacity import blocks_a_token, blocks_besides, hit_stride
 from kv_transfer.control.sizing import pull_bytes_per_token
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.group_sizes import in_fp8, share_page_size, with_draft_layers
@@ -63,6 +62,14 @@ def test_what_a_token_of_v4_flash_takes(block_size: int) -> None:
     assert hits == 32 * block_size
     for group in shape.groups:
         assert hits % group.block_size == 0
+
+
+def test_what_an_answer_and_a_prompt_of_v4_flash_take_besides() -> None:
+    """Steps do not keep what their tokens leave for open rows, but for what is read later: for 2048
+    tokens of two steps that would be 1,200 blocks more."""
+    shape = flash(64)
+    assert blocks_besides(shape.groups, 1) == 2 * 4 + 4 + 10
+    assert blocks_besides(shape.groups, 2048) == 2 * 67 + 14 + 18
 
 
 def test_layers_of_a_drafter_join_the_smallest_group_that_is_alike() -> None:

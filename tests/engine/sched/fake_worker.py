@@ -103,7 +103,8 @@ class PagedMemory:
             if (position + 1) % group.compress_ratio:
                 continue
             logical, offset = _place(group, position)
-            self.slots[table[logical]][offset] = (index, state)
+            if table[logical] >= 0:
+                self.slots[table[logical]][offset] = (index, state)
 
     def check(self, block_ids: BlockIds, states: list[int], num_tokens: int, seen_by: int) -> None:
         """Checks that, of the first `num_tokens` tokens, those that token `seen_by` sees have their
