@@ -156,7 +156,7 @@ def test_conversations_come_back_from_behind_the_cache(
     folder: Path, answers: GreedyAnswers, tmp_path: Path
 ) -> None:
     """Host memory holds fewer blocks than they have, the disk the rest, and what a killed transfer
-    process and a node of before have left is used."""
+    process and a node of before have left is used. The engine drafts behind what it loaded."""
     model = load_model_config(folder)
     plain = engine_config(model, block_size=8, num_blocks=30, chunk=64)
     block_bytes = plain.kv_layout.block_bytes
@@ -168,7 +168,7 @@ def test_conversations_come_back_from_behind_the_cache(
         disk_tier_bytes=200 * block_bytes,
         disk_tier_path=str(tmp_path / "disk"),
     )
-    config = replace(plain, kv_transfer=tiers)
+    config = replace(plain, kv_transfer=tiers, decode_query_len=4, speculative=_NGRAMS)
     for life in range(2):
         with ExitStack() as stack:
             node = GroupedNode.start(config)
