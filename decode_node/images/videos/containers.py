@@ -5,7 +5,8 @@
     pictures of their own   `data:video/jpeg;base64,...,...`, as vLLM's clients send them
 
 A file's first bytes say its format, and the library reads it as that one: of those that it would
-find, some read other files, or other hosts.
+find, some read other files, or other hosts. Of its decoders none but those that are named here are
+opened, not even to look at a stream that nobody asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _ANIMATED = ("GIF", "WEBP", "PNG")
 _ANIMATED_HEADS = (b"GIF8", b"RIFF", b"\x89PNG")
 _MATROSKA = b"\x1aE\xdf\xa3"
 _BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide"})
-_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libaom-av1", "mpeg4"})
+_JPEG = b"\xff\xd8\xff"
+_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libaom-av1", "mpeg4")
+_OPTIONS = {"protocol_whitelist": "none", "codec_whitelist": ",".join(_CODECS)}
 _DEFAULT_DELAY_MS = 100
 """Time of a picture of an animation that has none."""
 _LEAST_DELAY_MS = 10
@@ -54,10 +57,10 @@ class Video(Protocol):
 def opened(data: Sequence[bytes], max_pixels: int, rate: float) -> Iterator[Video]:
     """Opens a video of one file, or of pictures, of which a second has `rate`. Raises
     `ImageError`."""
-    if len(data) > 1:
+    file = data[0]
+    if len(data) > 1 or file.startswith(_JPEG):
         yield _Pictures(data, max_pixels, rate)
         return
-    file = data[0]
     try:
         if file.startswith(_ANIMATED_HEADS):
             with Image.open(io.BytesIO(file), formats=_ANIMATED) as image:
@@ -184,7 +187,7 @@ def _ffmpeg(file: bytes) -> Iterator[tuple[Any, Any]]:
         ) from None
     form = "matroska" if file.startswith(_MATROSKA) else "mp4"
     try:
-        with av.open(io.BytesIO(file), format=form, options={"protocol_whitelist": "none"}) as box:
+        with av.open(io.BytesIO(file), format=form, options=_OPTIONS) as box:
             if not box.streams.video:
                 raise ImageError("has no pictures")
             yield box, box.streams.video[0]

@@ -104,11 +104,27 @@ def test_a_film_that_breaks_off_goes_on_with_its_last_frame() -> None:
     assert len(cut.pairs) == len(whole.pairs)
 
 
+def test_decoders_that_are_not_named_are_never_opened() -> None:
+    """The library looks at all streams when it opens a file, also at those that nobody wants."""
+    av = pytest.importorskip("av")
+    other = film("matroska", "ffv1", [Image.new("RGB", (64, 48))] * 3)
+    level = av.logging.get_level()
+    av.logging.set_level(av.logging.ERROR)
+    try:
+        with av.logging.Capture() as lines, pytest.raises(ImageError, match="not decoded here"):
+            preprocess_video([other], SPEC, VIDEO, MOST)
+    finally:
+        av.logging.set_level(level)
+    assert any("not on whitelist" in line for *_, line in lines)
+
+
 def test_pictures_of_their_own_are_all_taken() -> None:
     data = [encode(frame, "JPEG") for frame in FRAMES[:3]]
     found = preprocess_video(data, SPEC, VIDEO, MOST)
     assert found.times == (0.25, 1.0) and len(found.pairs) == 2
     assert len(found.pairs[1].patches) == 3 * 3 * 2 * 28 * 28  # the last one again
+    alone = preprocess_video(data[:1], SPEC, VIDEO, MOST)
+    assert alone.pairs == preprocess_video(data[:1] * 2, SPEC, VIDEO, MOST).pairs
 
 
 @pytest.mark.parametrize(
