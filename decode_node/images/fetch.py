@@ -24,6 +24,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from decode_node.images.encoded_room import Hold
 from decode_node.images.preprocess import ImageError
 
 _MAX_REDIRECTS = 3
@@ -81,12 +82,13 @@ class ImageFetcher:
         self._resolve = resolve or _resolve
         self._is_allowed_address = is_allowed_address or is_public
 
-    async def fetch(self, url: str) -> bytes:
-        """Returns what the URL has. Raises `ImageError`."""
+    async def fetch(self, url: str, hold: Hold) -> bytes:
+        """Returns what the URL has, whose bytes `hold` counts. Raises `ImageError`,
+        `Overloaded`."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 for _ in range(_MAX_REDIRECTS + 1):
-                    found = await self._get(url)
+                    found = await self._get(url, hold)
                     if isinstance(found, bytes):
                         return found
                     if url[:6].lower() == "https:" and found[:6].lower() != "https:":
@@ -120,7 +122,7 @@ class ImageFetcher:
             raise ImageError("is on a host or a port that images may not come from here")
         return parts, host, port
 
-    async def _get(self, url: str) -> bytes | str:
+    async def _get(self, url: str, hold: Hold) -> bytes | str:
         """Returns the content, or where it is said to be."""
         _, host, port = self.checked(url)
         addresses = await self._resolve(host, port)
@@ -139,9 +141,9 @@ class ImageFetcher:
                 return urljoin(url, target)
             if answer.status != 200:
                 raise ImageError("is not what its host answers with")
-            return await self._content(answer)
+            return await self._content(answer, hold)
 
-    async def _content(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def _content(self, answer: aiohttp.ClientResponse, hold: Hold) -> bytes:
         if answer.headers.get("content-encoding", "identity").lower() != "identity":
             raise ImageError("is sent compressed by its host")
         found = bytearray()
@@ -149,6 +151,7 @@ class ImageFetcher:
             found += part
             if len(found) > self._max_bytes:
                 raise ImageError(f"has more than {self._max_bytes} bytes")
+            hold(len(part))
         return bytes(found)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from decode_node.images.encoded_room import EncodedRoom, Hold
 from decode_node.images.image_child import ImageTask
 from decode_node.images.image_parts import ImagePlace
 from decode_node.images.image_pool import ImagePool
@@ -34,8 +35,9 @@ _MAX_PICTURES = 4096
 class Fetcher(Protocol):
     """Gets an image from a host."""
 
-    async def fetch(self, url: str) -> bytes:
-        """Returns what the URL has. Raises `ImageError`."""
+    async def fetch(self, url: str, hold: Hold) -> bytes:
+        """Returns what the URL has. `hold` is called with the number of bytes that came, as they
+        do. Raises `ImageError`, and what that does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class ImageReader:
     ) -> None:
         self._pool = pool
         self._limits = images, videos or ReadLimits(0, 0)
+        self._room = EncodedRoom()
 
     async def read(self, places: Sequence[ImagePlace]) -> list[ImagePixels | VideoPixels]:
         """Returns the images and videos at all `places`. Raises `BadRequest`, `Overloaded`,
@@ -69,7 +72,7 @@ class ImageReader:
             return []
         self._check_counts(places)
         assert self._pool is not None
-        line = ImageLine()
+        line = ImageLine(has_videos=any(place.is_video for place in places))
         tasks = [asyncio.create_task(self._read(self._pool, place, line)) for place in places]
         try:
             images = list(await asyncio.gather(*tasks))
@@ -106,19 +109,23 @@ class ImageReader:
         self, pool: ImagePool, place: ImagePlace, line: ImageLine
     ) -> ImagePixels | VideoPixels:
         try:
-            data = await self._encoded(place)
-            return await pool.process(ImageTask(data, place.is_video), line)
+            with self._room.held() as hold:
+                data = await self._encoded(place, hold)
+                return await pool.process(ImageTask(data, place.is_video), line)
         except ImageError as error:
             name = _kind(place.is_video)
             raise BadRequest(
                 f"{place.param}: the {name} {error}", param=place.param, code=f"invalid_{name}"
             ) from None
 
-    async def _encoded(self, place: ImagePlace) -> list[bytes]:
-        """Returns the encoded image or video. Raises `ImageError`."""
+    async def _encoded(self, place: ImagePlace, hold: Hold) -> list[bytes]:
+        """Returns the encoded image or video, for whose bytes there is room. Raises `ImageError`,
+        `Overloaded`."""
         url, limits = place.url, self._limits[place.is_video]
         if url[:5].lower() == "data:":
-            return _of_data_url(url, limits.max_bytes, place.is_video)
+            data = _of_data_url(url, limits.max_bytes, place.is_video)
+            hold(sum(map(len, data)))
+            return data
         if url[:7].lower() != "http://" and url[:8].lower() != "https://":
             example = "video/mp4" if place.is_video else "image/png"
             raise ImageError(f"must be a data: URL, such as data:{example};base64,...")
@@ -127,7 +134,7 @@ class ImageReader:
                 "must be a data: URL; hosts that images may come from are named by the operator "
                 "(--image-url-hosts)"
             )
-        return [await limits.fetcher.fetch(url)]
+        return [await limits.fetcher.fetch(url, hold)]
 
 
 def _kind(is_video: bool) -> str:

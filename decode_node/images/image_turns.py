@@ -21,8 +21,10 @@ _QUICK_S = 0.3
 
 @dataclass(eq=False, slots=True)
 class ImageLine:
-    """Holds what of one request waits. `slowest_s`: None until an image of it is done."""
+    """Holds what of one request waits. `slowest_s`: None until an image of it is done.
+    `has_videos`: some of its images are videos."""
 
+    has_videos: bool = False
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     num_running: int = 0
     num_given: int = 0
@@ -38,6 +40,7 @@ class ImageTurns:
     def __init__(self, size: int) -> None:
         self._size = size
         self._num_free = size
+        self._num_for_videos = 0
         self._lines: list[ImageLine] = []
 
     async def wait(self, line: ImageLine) -> Callable[[], None]:
@@ -64,6 +67,7 @@ class ImageTurns:
     def _end(self, line: ImageLine) -> None:
         self._num_free += 1
         line.num_running -= 1
+        self._num_for_videos -= line.has_videos
         self._give()
 
     def _give(self) -> None:
@@ -80,9 +84,12 @@ class ImageTurns:
             line = min(able, key=lambda line: line.num_given)
             self._num_free -= 1
             line.num_running += 1
+            self._num_for_videos += line.has_videos
             line.num_given += 1
             line.waiting.popleft().set_result(None)
 
     def _may_have_one(self, line: ImageLine) -> bool:
+        if line.has_videos and self._num_for_videos >= self._size - 1 > 0:
+            return False
         is_last = line.num_running >= self._size - 1 > 0
         return line.is_quick() or not is_last

@@ -6,7 +6,7 @@
 
 A file's first bytes say its format, and the library reads it as that one: of those that it would
 find, some read other files, or other hosts. Of its decoders none but those that are named here are
-opened, not even to look at a stream that nobody asked for.
+opened, not even to look at a stream that is not decoded.
 """
 
 from __future__ import annotations

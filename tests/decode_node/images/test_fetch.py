@@ -12,11 +12,19 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from decode_node.errors import Overloaded
+from decode_node.images.encoded_room import EncodedRoom
 from decode_node.images.fetch import AllowedHosts, ImageFetcher, is_public
 from decode_node.images.preprocess import ImageError
 
 HOSTS = AllowedHosts.of("img.example.com, *.cdn.example.com, odd.example.com:8443")
 PUBLIC = "93.184.216.34"
+
+
+def uncounted(num_bytes: int) -> None:
+    """Has room for any number of bytes."""
+
+
 CONTENT = b"the image" * 1000
 
 REFUSED_URLS = [
@@ -95,7 +103,7 @@ async def test_refused_before_anything_is_resolved(url: str) -> None:
         raise AssertionError(f"resolved {host}")
 
     with pytest.raises(ImageError) as caught:
-        await fetcher_of(resolve=resolve).fetch(url)
+        await fetcher_of(resolve=resolve).fetch(url, uncounted)
     assert "127.0.0.1" not in str(caught.value)
 
 
@@ -118,7 +126,7 @@ async def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(address)
     for addresses in ((address,), (PUBLIC, address)):
         with pytest.raises(ImageError, match="not on the public network") as caught:
-            await fetcher_of(*addresses).fetch("http://img.example.com/a.png")
+            await fetcher_of(*addresses).fetch("http://img.example.com/a.png", uncounted)
         assert address not in str(caught.value)
 
 
@@ -173,8 +181,8 @@ def local_fetcher(port: int, **changes: object) -> ImageFetcher:
 async def test_what_a_host_has_under_its_own_name(port: int) -> None:
     fetcher = local_fetcher(port)
     base = f"http://odd.example.com:{port}"
-    assert await fetcher.fetch(f"{base}/a.png") == CONTENT
-    assert await fetcher.fetch(f"{base}/to/there?url=/a.png") == CONTENT
+    assert await fetcher.fetch(f"{base}/a.png", uncounted) == CONTENT
+    assert await fetcher.fetch(f"{base}/to/there?url=/a.png", uncounted) == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -191,13 +199,27 @@ async def test_what_a_host_has_under_its_own_name(port: int) -> None:
 )
 async def test_what_a_host_may_not_do(port: int, path: str, words: str) -> None:
     with pytest.raises(ImageError, match=words) as caught:
-        await local_fetcher(port).fetch(f"http://odd.example.com:{port}{path}")
+        await local_fetcher(port).fetch(f"http://odd.example.com:{port}{path}", uncounted)
     assert "secret is" not in str(caught.value) and "127.0.0.1" not in str(caught.value)
+
+
+async def test_bytes_count_as_they_come_and_until_they_are_decoded(port: int) -> None:
+    room, url = EncodedRoom(100_000), f"http://odd.example.com:{port}"
+    fetcher = local_fetcher(port, max_bytes=1 << 30)
+    with room.held() as hold:
+        await fetcher.fetch(f"{url}/a.png", hold)
+        assert room.num_bytes == len(CONTENT)
+        with pytest.raises(Overloaded, match="too many images and videos"), room.held() as other:
+            await fetcher.fetch(f"{url}/endless", other)
+        assert room.num_bytes == len(CONTENT)
+    assert room.num_bytes == 0
 
 
 async def test_time_is_limited(port: int) -> None:
     with pytest.raises(ImageError, match=r"within 0\.2 s"):
-        await local_fetcher(port, timeout_s=0.2).fetch(f"http://odd.example.com:{port}/slow")
+        await local_fetcher(port, timeout_s=0.2).fetch(
+            f"http://odd.example.com:{port}/slow", uncounted
+        )
 
 
 async def test_the_address_that_was_checked_is_dialled(port: int) -> None:
@@ -209,7 +231,7 @@ async def test_the_address_that_was_checked_is_dialled(port: int) -> None:
         return ["127.0.0.1"] if len(asked) == 1 else ["10.0.0.1"]
 
     fetcher = local_fetcher(port, resolve=resolve)
-    assert await fetcher.fetch(f"http://odd.example.com:{port}/a.png") == CONTENT
+    assert await fetcher.fetch(f"http://odd.example.com:{port}/a.png", uncounted) == CONTENT
     assert asked == ["odd.example.com"]
 
 
@@ -276,7 +298,7 @@ async def test_names_that_lead_into_the_network_are_refused_and_nobody_is_dialle
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", server.getaddrinfo)
     with pytest.raises(ImageError, match="not on the public network"):
         await ImageFetcher(HOSTS, max_bytes=1000, timeout_s=5.0).fetch(
-            "http://img.example.com/a.png"
+            "http://img.example.com/a.png", uncounted
         )
     assert (server.asked, dialled) == (["img.example.com"], [])
 
@@ -290,7 +312,7 @@ async def test_a_name_that_is_another_at_the_second_question_is_asked_for_once(
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", server.getaddrinfo)
     with pytest.raises(ImageError, match="cannot be fetched"):
         await ImageFetcher(HOSTS, max_bytes=1000, timeout_s=5.0).fetch(
-            "http://img.example.com/a.png"
+            "http://img.example.com/a.png", uncounted
         )
     assert server.asked == ["img.example.com"]
     assert dialled == [(PUBLIC, 80)]
@@ -316,7 +338,7 @@ async def test_each_step_of_a_redirect_is_looked_up_and_checked_anew(
         is_allowed_address=is_allowed,
     )
     with pytest.raises(ImageError, match="not on the public network"):
-        await fetcher.fetch(f"http://{name}:{port}/to/x?url=/to/y?url=/a.png")
+        await fetcher.fetch(f"http://{name}:{port}/to/x?url=/to/y?url=/a.png", uncounted)
     assert seen == [LOOPBACK, LOOPBACK, METADATA] and server.asked == [name] * 3
 
 
@@ -330,4 +352,4 @@ async def test_each_step_of_a_redirect_is_looked_up_and_checked_anew(
 async def test_redirects_to_other_places_are_not_followed(port: int, target: str) -> None:
     url = f"http://odd.example.com:{port}/to/x?url={quote(target, safe='')}"
     with pytest.raises(ImageError):
-        await local_fetcher(port).fetch(url)
+        await local_fetcher(port).fetch(url, uncounted)

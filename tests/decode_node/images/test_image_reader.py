@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from decode_node.errors import Unavailable
+from decode_node.errors import Overloaded, Unavailable
 from decode_node.images import image_pool
+from decode_node.images.encoded_room import EncodedRoom
 from decode_node.images.image_parts import ImagePlace, expanded
 from decode_node.images.image_pool import ImagePool
 from decode_node.images.image_reader import ImageReader, ReadLimits
@@ -60,6 +61,15 @@ async def test_images_come_back_in_order(reader: ImageReader) -> None:
     assert [(one.rows, one.columns) for one in found] == [(2, 3), (3, 2), (2, 3)]
     assert found[0] == found[2] != found[1]
     assert await reader.read([]) == []
+    assert reader._room.num_bytes == 0
+
+
+async def test_images_that_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = reader_of()
+    monkeypatch.setattr(reader, "_room", EncodedRoom(len(GOOD)))
+    with pytest.raises(Overloaded):
+        await reader.read(places(url(GOOD), url(GOOD)))
+    await asyncio.to_thread(reader.close)
 
 
 async def test_its_process_logs_as_the_node_does(

@@ -14,9 +14,11 @@ from decode_node.images.image_turns import ImageLine, ImageTurns
 class Request:
     """Has images that go on until they are let end."""
 
-    def __init__(self, turns: ImageTurns, done: list[str], name: str, num_images: int) -> None:
+    def __init__(
+        self, turns: ImageTurns, done: list[str], name: str, num_images: int, videos: bool = False
+    ) -> None:
         self.turns, self.done, self.name = turns, done, name
-        self.line = ImageLine()
+        self.line = ImageLine(has_videos=videos)
         self.running: list[Callable[[], None]] = []
         self.tasks = [asyncio.create_task(self._image()) for _ in range(num_images)]
 
@@ -58,6 +60,24 @@ async def test_slow_images_leave_a_decoder_to_others(monkeypatch: pytest.MonkeyP
     assert begun[-1] == "again" and turns._num_free == 1
     again.end_one()
     assert turns._num_free == 2
+
+
+async def test_videos_of_all_requests_leave_a_decoder_to_images() -> None:
+    turns, begun = ImageTurns(3), list[str]()
+    videos = [Request(turns, begun, "video", 1, videos=True) for _ in range(4)]
+    await settled()
+    assert begun == ["video"] * 2
+    image = Request(turns, begun, "image", 1)
+    await settled()
+    assert begun[2:] == ["image"]
+    image.end_one()
+    videos[0].end_one()
+    await settled()
+    assert begun[3:] == ["video"]
+    alone, begun = ImageTurns(1), list[str]()
+    Request(alone, begun, "video", 1, videos=True)
+    await settled()
+    assert begun == ["video"]
 
 
 async def test_quick_images_have_all_decoders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_a_film_that_breaks_off_goes_on_with_its_last_frame() -> None:
 
 
 def test_decoders_that_are_not_named_are_never_opened() -> None:
-    """The library looks at all streams when it opens a file, also at those that nobody wants."""
+    """The library looks at all streams when it opens a file, also at those that are not decoded."""
     av = pytest.importorskip("av")
     other = film("matroska", "ffv1", [Image.new("RGB", (64, 48))] * 3)
     level = av.logging.get_level()
