@@ -20,6 +20,7 @@ from tandem_kernels import ops
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
+from tandem_kernels.attention.token_rows import TokenRowForm
 
 OnKernel = Callable[[ops.Op[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 LIBRARY = "library"
@@ -227,8 +228,21 @@ def _index_queries(
     return torch.empty_like(q, dtype=pages.keys.dtype), head_weights
 
 
-def _chosen(q: Tensor, head_weights: Tensor, pages: Any, metadata: Any, top_k: int) -> Tensor:
+def _chosen(
+    q: Tensor, head_weights: Tensor, pages: Any, metadata: Any, top_k: int, *rest: Any
+) -> Tensor:
     return q.new_empty((len(q), top_k), dtype=torch.int32)
+
+
+def _queries_for_rows(
+    q: Tensor, keys: Tensor, head_weights: Tensor, positions: Tensor, table: Tensor,
+    pages: IndexPages, *rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(q, dtype=pages.keys.dtype), head_weights
+
+
+def _closed_rows(x: Tensor, rows: Any, form: TokenRowForm, *rest: Any) -> Tensor:
+    return x.new_empty((len(x), form.dim))
 
 
 def _chosen_blocks(q: Tensor, pages: Any, metadata: Any, choice: BlockChoice) -> Tensor:
@@ -249,6 +263,12 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "sparse_latent_attention": _like_first,
     "index_rope_and_cache": _index_queries,
     "index_topk": _chosen,
+    "index_rows": _queries_for_rows,
+    "close_rows": _closed_rows,
+    "keep_open_tokens": _nothing,
+    "cache_rows": _nothing,
+    "shared_rope_and_cache": _nothing,
+    "window_rows_attention": _like_first,
     "choose_blocks": _chosen_blocks,
     "block_sparse_attention": _attended,
     "rope_and_cache": _like_first,
