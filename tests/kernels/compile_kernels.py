@@ -1749,7 +1749,7 @@ def stream_cases(capability: int) -> Iterator[Case]:
             f"outputs={outputs}",
             types,
             {
-                "OUTPUTS": outputs, "LANES": lanes, "ROWS": 16, "DEPTH": 128, "SPLITS": 8,
+                "OUTPUTS": outputs, "LANES": lanes, "ROWS": 16, "DEPTH": 128,
                 "PRECISION": "tf32",
             },
             {"num_warps": 4, "num_stages": 3},
@@ -1759,7 +1759,7 @@ def stream_cases(capability: int) -> Iterator[Case]:
             f"outputs={outputs}",
             types,
             {
-                "COUNT": 4, "OUTPUTS": outputs, "ITERATIONS": 20, "SPLITS": 8, "BLOCK": 1024,
+                "COUNT": 4, "OUTPUTS": outputs, "ITERATIONS": 20, "BLOCK": 1024,
                 **({} if outputs > 4 else {"post": None, "comb": None}),
             },
         )  # fmt: skip

@@ -22,7 +22,7 @@ _ROWS, _DEPTH, _BLOCK = 16, 128, 1024
 _MOST_SPLITS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "splits"])
 def stream_logits_kernel(
     x: tl.tensor,
     fn: tl.tensor,
@@ -30,11 +30,11 @@ def stream_logits_kernel(
     squares: tl.tensor,
     num_tokens: tl.tensor,
     inner: tl.tensor,
+    splits: tl.tensor,
     OUTPUTS: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Multiplies, in program (i, s), part s of the numbers of ROWS tokens."""
@@ -45,7 +45,7 @@ def stream_logits_kernel(
     real, is_output = token < num_tokens, output < OUTPUTS
     acc = tl.zeros([ROWS, LANES], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    part = tl.cdiv(tl.cdiv(inner, DEPTH), SPLITS) * DEPTH
+    part = tl.cdiv(tl.cdiv(inner, DEPTH), splits) * DEPTH
     rows = x + token.to(tl.int64)[:, None] * inner
     for start in range(split * part, tl.minimum((split + 1) * part, inner), DEPTH):
         at = start + depth
@@ -69,15 +69,15 @@ def _sigmoid(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _sum_of_parts(
-    parts: tl.tensor, place: tl.tensor, step: tl.tensor, SPLITS: tl.constexpr
+    parts: tl.tensor, place: tl.tensor, step: tl.tensor, splits: tl.tensor
 ) -> tl.tensor:
     found = tl.load(parts + place)
-    for split in tl.static_range(1, SPLITS):
+    for split in range(1, splits):
         found += tl.load(parts + place + split * step)
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "splits"])
 def read_streams_kernel(
     x: tl.tensor,
     logits: tl.tensor,
@@ -91,10 +91,10 @@ def read_streams_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     norm_eps: tl.tensor,
+    splits: tl.tensor,
     COUNT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ITERATIONS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Finds the weights of token t in program t, and sums up its streams.
@@ -104,17 +104,17 @@ def read_streams_kernel(
     token = tl.program_id(0).to(tl.int64)
     one = tl.arange(0, COUNT)
     step = num_tokens * OUTPUTS
-    square = _sum_of_parts(squares, token, num_tokens, SPLITS)
+    square = _sum_of_parts(squares, token, num_tokens, splits)
     length = 1.0 / tl.sqrt_rn(square / (COUNT * width) + norm_eps)
     at = token * OUTPUTS
-    given = _sum_of_parts(logits, at + one, step, SPLITS) * length
+    given = _sum_of_parts(logits, at + one, step, splits) * length
     pre = _sigmoid(given * tl.load(scale) + tl.load(base + one)) + eps
     if OUTPUTS > COUNT:
-        given = _sum_of_parts(logits, at + COUNT + one, step, SPLITS) * length
+        given = _sum_of_parts(logits, at + COUNT + one, step, splits) * length
         given = given * tl.load(scale + 1) + tl.load(base + COUNT + one)
         tl.store(post + token * COUNT + one, 2.0 * _sigmoid(given))
         pair = one[:, None] * COUNT + one[None, :]
-        given = _sum_of_parts(logits, at + 2 * COUNT + pair, step, SPLITS) * length
+        given = _sum_of_parts(logits, at + 2 * COUNT + pair, step, splits) * length
         given = given * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
         mixed = tl.exp(given - tl.max(given, axis=1)[:, None])
         mixed = mixed / tl.sum(mixed, axis=1)[:, None] + eps
@@ -207,11 +207,11 @@ def _read(
         squares,
         num_tokens,
         count * width,
+        splits,
         OUTPUTS=outputs,
         LANES=max(16, triton.next_power_of_2(outputs)),
         ROWS=_ROWS,
         DEPTH=_DEPTH,
-        SPLITS=splits,
         PRECISION="ieee" if streams.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=3,
@@ -229,10 +229,10 @@ def _read(
         width,
         form.eps,
         form.norm_eps,
+        splits,
         COUNT=count,
         OUTPUTS=outputs,
         ITERATIONS=form.iterations,
-        SPLITS=splits,
         BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
         num_warps=4,
     )
