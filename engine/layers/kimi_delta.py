@@ -5,8 +5,9 @@
        ├─ f_a ─ f_b ─ how much of a channel to keep ─────┴─ update and read the state ─ norm ─(×)─ o
        └─ g_a ─ g_b ─ sigmoid ────────────────────────────────────────────────────────────┘
 
-Heads are split over ranks; what f_a and g_a give is narrow, and every rank has it whole. Source:
-Kimi Linear (arXiv 2510.26692), and transformers' `modeling_kimi_linear`.
+Heads are split over ranks; what f_a and g_a give is narrow, and every rank has it whole. Ling 3 has
+one projection, f or g, in place of two. Sources: Kimi Linear (arXiv 2510.26692), and transformers'
+`modeling_kimi_linear` and `modeling_bailing_hybrid`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 
 _PROJECTIONS = "q_proj", "k_proj", "v_proj"
 _NARROW = "f_a_proj", "g_a_proj", "b_proj"
+_WIDE = "f_proj", "g_proj", "b_proj"
 
 
 class KimiDeltaAttention(DeltaAttention):
@@ -31,7 +33,7 @@ class KimiDeltaAttention(DeltaAttention):
     `DeltaAttention`.
 
     Args:
-        rank: Numbers that f_a and g_a give.
+        rank: Numbers that f_a and g_a give; 0: there is one projection in place of two.
     """
 
     has_sigmoid: ClassVar[bool] = True
@@ -58,31 +60,37 @@ class KimiDeltaAttention(DeltaAttention):
         first = self.first_value * decays
         channels = ColumnPart(first, self.value_heads * decays, sizes.value_heads * decays)
         self.in_proj = MergedColumnParallelLinear(hidden_size, parts, shard, names=_PROJECTIONS)
-        self.narrow_proj = MergedColumnParallelLinear(
-            hidden_size, (narrow, narrow, heads), shard, names=_NARROW
+        gates, names = (
+            ((narrow, narrow, heads), _NARROW) if rank else ((channels, values, heads), _WIDE)
         )
-        self.decay_proj = MergedColumnParallelLinear(rank, (channels,), shard.at("f_b_proj"))
-        self.output_proj = MergedColumnParallelLinear(rank, (values,), shard.at("g_b_proj"))
+        self.gate_proj = MergedColumnParallelLinear(hidden_size, gates, shard, names=names)
+        self.widths = [part.count for part in gates]
+        self.decay_proj: MergedColumnParallelLinear | None = None
+        self.output_proj: MergedColumnParallelLinear | None = None
+        if rank:
+            self.decay_proj = MergedColumnParallelLinear(rank, (channels,), shard.at("f_b_proj"))
+            self.output_proj = MergedColumnParallelLinear(rank, (values,), shard.at("g_b_proj"))
 
     def project(self, x: Tensor) -> tuple[Tensor, DeltaGates]:
-        decays, outputs, rates = self.narrow_proj(x).split(
-            [self.rank, self.rank, self.value_heads], dim=1
-        )
-        gates = DeltaGates(rates, self.decay_proj(decays), self.output_proj(outputs))
-        return self.in_proj(x), gates
+        decays, outputs, rates = self.gate_proj(x).split(self.widths, dim=1)
+        if self.decay_proj is not None and self.output_proj is not None:
+            decays, outputs = self.decay_proj(decays), self.output_proj(outputs)
+        return self.in_proj(x), DeltaGates(rates, decays, outputs)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors."""
         for layer, names in (
             (self.in_proj, _PROJECTIONS),
-            (self.narrow_proj, _NARROW),
+            (self.gate_proj, _NARROW if self.rank else _WIDE),
             (self.decay_proj, ("f_b_proj",)),
             (self.output_proj, ("g_b_proj",)),
         ):
-            yield from layer.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
+            if layer is not None:
+                yield from layer.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         heads, channels = self.sizes.value_heads, self.sizes.key_dim
-        target = self.a_log.view(1, 1, -1, 1)
-        yield CheckpointWeight(f"{prefix}.A_log", target, (1, 1, heads, 1), 2, self.first_value)
+        shape: tuple[int, ...] = (1, 1, heads, 1) if self.rank else (heads,)
+        target, place = self.a_log.view(*(n if n == 1 else -1 for n in shape)), shape.index(heads)
+        yield CheckpointWeight(f"{prefix}.A_log", target, shape, place, self.first_value)
         shape, first = (heads * channels,), self.first_value * channels
         yield CheckpointWeight(f"{prefix}.dt_bias", self.dt_bias, shape, 0, first)
         yield from self.own_weights(prefix, "o_norm", is_apart=True)

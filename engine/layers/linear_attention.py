@@ -43,7 +43,7 @@ class DeltaSizes:
 
     Attributes:
         kernel: Inputs that each channel is convolved over, its own included.
-        rate_scale: See `ops.gated_delta_rule`.
+        rate_scale, decay_floor: See `ops.gated_delta_rule`.
     """
 
     key_heads: int
@@ -52,6 +52,7 @@ class DeltaSizes:
     value_dim: int
     kernel: int
     rate_scale: float = 1.0
+    decay_floor: float = 0.0
 
 
 class DeltaGates(NamedTuple):
@@ -142,6 +143,7 @@ class DeltaAttention(nn.Module):
             None if kept is None else kept.gates,
             decays=gates.decays,
             rate_scale=self.sizes.rate_scale,
+            decay_floor=self.sizes.decay_floor,
         )
         normed = ops.gated_rms_norm(
             read, gates.output, self.norm_weight, self.eps, self.has_sigmoid

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.block_indexer import BlockIndexerSizes
@@ -69,6 +71,7 @@ def attention_block(
             norm=norm,
             kv_scales=layer_scales(config.cache.kv_scales, index, 1, shard),
             indexer=_indexer_sizes(spec, index, latent.rope),
+            gated=latent.gated,
         )
     options = AttentionOptions(
         bias=spec.attention_bias,
@@ -162,9 +165,10 @@ def state_block(
     if (conv := spec.conv) is not None:
         return ShortConv(hidden_size, conv.kernel, shard, norm=norm, drafting=kept)
     if (kda := spec.kda) is not None:
-        delta = _delta_sizes(kda)
+        delta = replace(_delta_sizes(kda), decay_floor=kda.floor)
+        rank = kda.key_dim if kda.is_narrow else 0
         return KimiDeltaAttention(
-            hidden_size, delta, eps, shard, rank=kda.key_dim, norm=norm, drafting=kept
+            hidden_size, delta, eps, shard, rank=rank, norm=norm, drafting=kept
         )
     linear = spec.linear
     assert linear is not None

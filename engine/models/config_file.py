@@ -265,6 +265,16 @@ class ConfigFile(msgspec.Struct):
     linear_head_dim: int | None = None
     linear_attn_config: LinearAttentionFields | None = None
     model_max_length: int | None = None
+    layer_group_size: int | None = None
+    """Ling 3's name of `full_attention_interval`; so are those down to the limits."""
+    short_conv_kernel_size: int | None = None
+    no_kda_lora: bool = True
+    kda_safe_gate: bool = True
+    kda_lower_bound: float = -5.0
+    linear_attention: str = "kda"
+    gated_attention_proj_granularity_type: str = "head_wise"
+    expert_swiglu_limit_list: list[float | None] | None = None
+    share_expert_swiglu_limit_list: list[float | None] | None = None
     mla_use_nope: bool | None = None
     num_experts_per_token: int | None = None
     moe_renormalize: bool | None = None

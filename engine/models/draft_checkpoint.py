@@ -236,6 +236,12 @@ def _medusa(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
 
 
 def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec, num_drafts: int) -> DraftModel:
+    if spec.kda is not None:
+        raise CheckpointError(
+            target.path,
+            "has layers that predict ahead in a form that tandem does not read",
+            "choose another method than mtp",
+        )
     names, first = _names(folder, target), target.num_layers if spec.ahead.counts_on else 0
     layers = [spec.ahead.projection.format(first + i) for i in range(spec.num_extra_layers)]
     found = [target.load_format == "dummy" or f"{name}.weight" in names for name in layers]

@@ -18,7 +18,7 @@ _OLD_DECODER = "learned or other positions, norms that subtract the mean, and no
 DIFFERENCES = {
     "apertus": (_LLAMA, "a feed-forward block without a gate (xIELU)"),
     "arcee": (_LLAMA, "a feed-forward block without a gate (squared ReLU)"),
-    "bailing_hybrid": ("BailingMoeV2ForCausalLM", "latent attention, and layers with a state"),
+    "bailing_hybrid": ("BailingMoeV3ForCausalLM", "lightning attention, which keeps a state"),
     "bailing_moe": ("BailingMoeV2ForCausalLM", "softmax scores of experts"),
     "bert": ("", _ENCODER),
     "bloom": (_LLAMA, _OLD_DECODER),

@@ -38,6 +38,7 @@ from engine.models.specs.kimi_linear import KimiLinearSpec
 from engine.models.specs.laguna import LagunaSpec
 from engine.models.specs.lfm import Lfm2MoeSpec, Lfm2Spec
 from engine.models.specs.lfm3 import Lfm3Spec
+from engine.models.specs.ling import BailingMoeV3Spec
 from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec, TeleChat3Spec
 from engine.models.specs.mimo import MiMoV2Spec, MiMoV25Spec
 from engine.models.specs.minimax import MiniMaxM2Spec
@@ -62,7 +63,9 @@ from engine.models.wrappers import WRAPPERS, text_architecture
 
 MODELS: dict[str, type[ModelSpec]] = {
     "AfmoeForCausalLM": AfmoeSpec,
+    "BailingHybridForCausalLM": BailingMoeV3Spec,
     "BailingMoeV2ForCausalLM": BailingMoeV2Spec,
+    "BailingMoeV3ForCausalLM": BailingMoeV3Spec,
     "BambaForCausalLM": BambaSpec,
     "BeamForCausalLM": BeamSpec,
     "DeepseekV2ForCausalLM": DeepseekV2Spec,

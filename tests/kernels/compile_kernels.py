@@ -1291,7 +1291,7 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
         part, warps = {"VALUES": decode.values, **overlap}, {"num_warps": decode.num_warps}
         part["PENDING"] = pending
         for by_channel in (False, True):
-            part["BY_CHANNEL"] = by_channel
+            part |= {"BY_CHANNEL": by_channel, "FLOOR": -5.0 * by_channel}
             name = f"{count}" + f", {pending} pending" * (pending > 0) + ", channels" * by_channel
             yield Case(delta_rule.delta_rule_kernel, name, types, {**shape, **part}, warps)
     chunk = {**shape, "CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
@@ -1319,7 +1319,7 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
 def kda_prompt_cases(types: dict[str, str], shape: dict[str, Any]) -> Iterator[Case]:
     types = {**types, **named("*fp32", "lower", "kept"), **named("*bf16", "scores", "solved")}
     chunk = {"CHUNK": delta_chunks.CHUNK, "PART": delta_chunks.PART, "SOLVER": "tf32x3"}
-    chunk |= {**shape, "CHANNELS": kda_chunks.CHANNELS, "PRECISION": "tf32"}
+    chunk |= {**shape, "CHANNELS": kda_chunks.CHANNELS, "PRECISION": "tf32", "FLOOR": 0.0}
     walk = delta_tuning.walk_tuning()
     chunk["VALUES"] = walk.values
     warps = {"num_warps": delta_tuning.CHUNK_WARPS}

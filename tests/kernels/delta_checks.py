@@ -32,6 +32,7 @@ class Sizes:
     by_channel: bool = False
     """Each key channel decays by itself."""
     rate_scale: float = 1.0
+    decay_floor: float = 0.0
 
     @property
     def channels(self) -> int:
@@ -141,6 +142,7 @@ class Layer:
     states: Tensor
     decays: Tensor | None = None
     rate_scale: float = 1.0
+    decay_floor: float = 0.0
 
     @classmethod
     def random(cls, batch: Batch, sizes: Sizes, dtype: torch.dtype, device: str) -> Layer:
@@ -163,12 +165,14 @@ class Layer:
             decays = (2 * randn(num_tokens, each + 8)).to(dtype)[:, :each]
             decays[:: max(1, num_tokens // 3), 0] = 90.0
             numbers = torch.linspace(-6.0, 2.5, heads, device=device), randn(each)
-        return cls(batch, metadata, mixed, gates, *numbers, states, decays, sizes.rate_scale)
+        more = decays, sizes.rate_scale, sizes.decay_floor
+        return cls(batch, metadata, mixed, gates, *numbers, states, *more)
 
     @property
     def how(self) -> dict[str, Any]:
         """Returns what kinds of layers differ in."""
-        return {"decays": self.decays, "rate_scale": self.rate_scale}
+        numbers = {"rate_scale": self.rate_scale, "decay_floor": self.decay_floor}
+        return {"decays": self.decays, **numbers}
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Returns what every token reads [T, Hv, V], and the states."""
@@ -183,7 +187,10 @@ class Layer:
         b = self.gates[:, :num_values].double()
         a = self.gates[:, num_values:] if self.decays is None else self.decays
         a = (a.double() + self.dt_bias.double()).unflatten(1, (num_values, -1))
-        decay = (-self.a_log.double().exp()[:, None] * a.exp().log1p()).exp()
+        scale = self.a_log.double().exp()[:, None]
+        decay = (-scale * a.exp().log1p()).exp()
+        if self.decay_floor:
+            decay = (self.decay_floor * (scale * a).sigmoid()).exp()
         rate = self.rate_scale / (1 + (-b).exp())
         read = torch.full(values.shape, math.nan, dtype=torch.float64, device=wide.device)
         states = self.states.double()

@@ -321,6 +321,8 @@ def test_delta_rule_with_a_decay_for_each_channel(dtype: torch.dtype) -> None:
     pending_checks.kda_drafts(
         ops.causal_conv.kernel, op, dtype, sizes=delta_checks.Sizes(2, 2, 4, 6), most=3
     )
+    bounded = delta_checks.Sizes(1, 1, 16, 8, by_channel=True, decay_floor=-5.0)
+    delta_checks.gated_delta_rule(op, batch, bounded, dtype)
     doubled = delta_checks.Sizes(1, 2, 8, 12, rate_scale=2.0)
     delta_checks.gated_delta_rule(op, batch, doubled, dtype)
 

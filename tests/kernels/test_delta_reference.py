@@ -35,6 +35,7 @@ def test_gated_delta_rule(dtype: torch.dtype, batch: check.Batch) -> None:
     for sizes in (
         check.Sizes(),
         check.Sizes(key_heads=4, by_channel=True),
+        check.Sizes(key_heads=4, by_channel=True, decay_floor=-5.0),
         check.Sizes(rate_scale=2.0),
     ):
         check.gated_delta_rule(ops.gated_delta_rule, batch, sizes, dtype)

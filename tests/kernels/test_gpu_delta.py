@@ -21,7 +21,9 @@ SIZES = [
     check.Sizes(key_heads=1, value_heads=2, key_dim=128, value_dim=128),
     check.Sizes(key_heads=2, value_heads=2, key_dim=64, value_dim=96, kernel=3),
     check.Sizes(key_heads=2, value_heads=2, key_dim=128, value_dim=128, by_channel=True),
-    check.Sizes(key_heads=2, value_heads=2, key_dim=24, value_dim=12, by_channel=True),
+    check.Sizes(
+        key_heads=2, value_heads=2, key_dim=24, value_dim=12, by_channel=True, decay_floor=-5.0
+    ),
     check.Sizes(key_heads=2, value_heads=2, key_dim=96, value_dim=192, rate_scale=2.0),
 ]
 

@@ -68,6 +68,7 @@ class LatentAttentionBlock(nn.Module):
         norm: Of what is added; None: none.
         kv_scales: See `AttentionSpec`; one for latents and keys.
         indexer: Chooses what is attended; None: all is, or what the layer before attends to.
+        gated: What a head attends to is multiplied by the sigmoid of a gate (`g_proj`).
     """
 
     q_a_norm: RMSNorm | None
@@ -82,6 +83,7 @@ class LatentAttentionBlock(nn.Module):
         norm: RMSNorm | None = None,
         kv_scales: KVScales | None = None,
         indexer: IndexerSizes | None = None,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         self.sizes = sizes
@@ -113,6 +115,10 @@ class LatentAttentionBlock(nn.Module):
         if indexer is not None:
             at = shard.at("indexer")
             self.indexer = Indexer(hidden_size, sizes.q_rank, indexer, at)
+        self.gate_proj: MergedColumnParallelLinear | None = None
+        if gated:
+            heads = ColumnPart(self.first_head, self.num_heads, num_heads)
+            self.gate_proj = MergedColumnParallelLinear(hidden_size, (heads,), shard.at("g_proj"))
         self.kv_b_format = format_of(shard.scheme("kv_b_proj"), shard.prefix)
         self.kv_b = shard.parameter(self.num_heads, sizes.value + sizes.nope, sizes.kv_rank)
         fixed_order = shard.gemms.deterministic
@@ -121,8 +127,10 @@ class LatentAttentionBlock(nn.Module):
 
     @property
     def input_form(self) -> RowForm | None:
-        """Returns how inputs are best given; see `LinearMethod`. An indexer reads them plain."""
-        return None if self.indexer is not None else self.input_proj.input_form
+        """Returns how inputs are best given; see `LinearMethod`. An indexer reads them plain, and
+        so does a gate."""
+        is_plain = self.indexer is not None or self.gate_proj is not None
+        return None if is_plain else self.input_proj.input_form
 
     def forward(
         self,
@@ -159,7 +167,10 @@ class LatentAttentionBlock(nn.Module):
         )
         inputs.scale_queries(heads)
         attended = self.forms.attend(heads, cache, inputs, inputs.choice.chosen)
-        self.o_proj.add_to(stream, attended.flatten(1), self.norm)
+        attended = attended.flatten(1)
+        if self.gate_proj is not None:
+            attended = ops.sigmoid_and_mul(attended, self.gate_proj(x))
+        self.o_proj.add_to(stream, attended, self.norm)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         sizes = self.sizes
@@ -169,6 +180,8 @@ class LatentAttentionBlock(nn.Module):
             yield from self.q_b_proj.checkpoint_weights(f"{prefix}.q_b_proj")
         if self.indexer is not None:
             yield from self.indexer.checkpoint_weights(f"{prefix}.indexer")
+        if self.gate_proj is not None:
+            yield from self.gate_proj.checkpoint_weights(f"{prefix}.g_proj")
         yield from self.kv_a_norm.checkpoint_weights(f"{prefix}.kv_a_layernorm")
         head = sizes.nope + sizes.value
         shape = self.total_heads * head, sizes.kv_rank

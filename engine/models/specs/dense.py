@@ -14,9 +14,10 @@ from engine.models.specs.conv import ConvSpec
 from engine.models.specs.experts import ExpertSpec, first_layers
 from engine.models.specs.facts import rare_facts
 from engine.models.specs.faults import head_faults, number_faults, rope_faults, size_faults
+from engine.models.specs.kimi_delta import KimiDeltaSpec
 from engine.models.specs.kv_planes import layers_alike
 from engine.models.specs.latent import LatentSpec
-from engine.models.specs.linear import KimiDeltaSpec, LinearSpec
+from engine.models.specs.linear import LinearSpec
 from engine.models.specs.mamba import MambaSpec
 from engine.models.specs.parallel_checks import (
     check_counts,

@@ -15,7 +15,8 @@ from engine.models.config_parts import LinearAttentionFields
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.deepseek import DeepseekV3Spec
 from engine.models.specs.experts import SHARED_EXPERTS
-from engine.models.specs.linear import KimiDeltaSpec, check_delta
+from engine.models.specs.kimi_delta import KimiDeltaSpec
+from engine.models.specs.linear import check_delta
 from engine.models.specs.states import LINEAR_KINDS, state_layers, state_number
 
 _KINDS = LINEAR_KINDS | {"full_attention"}

@@ -5,8 +5,13 @@ from __future__ import annotations
 import msgspec
 
 
-class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of latent attention; see `engine.layers.attention.latent_block.LatentSizes`."""
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """The sizes of latent attention; see `engine.layers.attention.latent_block.LatentSizes`. Nodes
+    compare its repr, which a new field must not change.
+
+    Attributes:
+        gated: What a head attends to is multiplied by a gate.
+    """
 
     q_rank: int
     kv_rank: int
@@ -14,3 +19,4 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope: int
     value: int
     scale: float
+    gated: bool = False

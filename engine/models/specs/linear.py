@@ -73,20 +73,6 @@ class LinearSpec(DeltaSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
         yield "out_proj", values, hidden_size
 
 
-class KimiDeltaSpec(DeltaSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """Kimi Delta Attention: key channels decay each by itself."""
-
-    module: ClassVar[str] = "self_attn"
-
-    def projections(self, hidden_size: int) -> Iterator[tuple[str, int, int]]:
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        yield "q_proj", hidden_size, 2 * keys + values
-        yield "f_a_proj", hidden_size, 2 * self.key_dim + self.value_heads
-        yield "f_b_proj", self.key_dim, self.value_heads * self.key_dim
-        yield "g_b_proj", self.key_dim, values
-        yield "o_proj", values, hidden_size
-
-
 def read_linear(file: ConfigFile, *, is_split: bool, **more: Any) -> LinearSpec:
     """Returns the layers with a state, with `more` fields. Raises `UnsupportedField`."""
     every = file.full_attention_interval or _FULL_LAYER_EVERY

@@ -17,11 +17,15 @@ def unit_length(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def log_decay(a: tl.tensor, a_log: tl.tensor) -> tl.tensor:
-    """Returns g of a gate with its bias: negative, or 0."""
-    # The softplus of a large number is that number.
-    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    return -tl.exp(a_log) * soft
+def log_decay(a: tl.tensor, a_log: tl.tensor, FLOOR: tl.constexpr) -> tl.tensor:
+    """Returns g of a gate with its bias: negative, or 0, and not below `FLOOR` unless that is 0."""
+    if FLOOR < 0.0:
+        found = FLOOR / (1.0 + tl.exp(-tl.exp(a_log) * a))
+    else:
+        # The softplus of a large number is that number.
+        soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+        found = -tl.exp(a_log) * soft
+    return found
 
 
 @triton.jit
@@ -42,7 +46,7 @@ def decay_and_rate(
     """Returns (g, beta) of a value head; `gates` points at rows of b and a."""
     b = tl.load(gates + head).to(tl.float32)
     a = tl.load(gates + NUM_VALUES + head).to(tl.float32) + tl.load(dt_bias + head)
-    return log_decay(a, tl.load(a_log + head)), rate_of(b, rate_scale)
+    return log_decay(a, tl.load(a_log + head), 0.0), rate_of(b, rate_scale)
 
 
 @triton.jit
@@ -55,6 +59,7 @@ def channel_decays(
     inside: tl.tensor,
     channel: tl.tensor,
     DIM: tl.constexpr,
+    FLOOR: tl.constexpr,
 ) -> tl.tensor:
     """Returns g of a head's key channels, [tokens, channels]; 0 where `inside` denies the token.
     `decays` and `dt_bias` point at the head's first channel, `a_log` at the head."""
@@ -62,4 +67,4 @@ def channel_decays(
     place = decays + token.to(tl.int64)[:, None] * stride + channel[None, :]
     bias = tl.load(dt_bias + channel, mask=channel < DIM, other=0.0)
     a = tl.load(place, mask=real, other=0.0).to(tl.float32) + bias[None, :]
-    return tl.where(real, log_decay(a, tl.load(a_log)), 0.0)
+    return tl.where(real, log_decay(a, tl.load(a_log), FLOOR), 0.0)

@@ -26,6 +26,7 @@ class _How(TypedDict):
 
     decays: Tensor | None
     rate_scale: float
+    decay_floor: float
 
 
 @triton.jit
@@ -45,6 +46,7 @@ def _take_in(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    FLOOR: tl.constexpr,
 ) -> tl.tensor:
     """Returns columns of a state with the token whose queries, keys and values begin at `line`, and
     whose gates at `rate` and at `decay`."""
@@ -58,10 +60,10 @@ def _take_in(
         channel = head * KEY_DIM + row
         a = tl.load(decay + channel, mask=row < KEY_DIM, other=0.0).to(tl.float32)
         a += tl.load(dt_bias + channel, mask=row < KEY_DIM, other=0.0)
-        state *= tl.exp(log_decay(a, tl.load(a_log + head)))[:, None]
+        state *= tl.exp(log_decay(a, tl.load(a_log + head), FLOOR))[:, None]
     else:
         a = tl.load(decay + head).to(tl.float32) + tl.load(dt_bias + head)
-        state *= tl.exp(log_decay(a, tl.load(a_log + head)))
+        state *= tl.exp(log_decay(a, tl.load(a_log + head), FLOOR))
     known = tl.sum(state * key[:, None], axis=0)
     state += key[:, None] * ((value - known) * beta)[None, :]
     return state
@@ -118,6 +120,7 @@ def delta_rule_kernel(
     BLOCK_KEY: tl.constexpr,
     VALUES: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    FLOOR: tl.constexpr,
     PENDING: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -154,7 +157,7 @@ def delta_rule_kernel(
             old = kept + (first - count + i) % (2 * PENDING) * WIDTH
             state = _take_in(
                 state, line, old, old + NUM_VALUES, a_log, dt_bias, rate_scale, head, row, column,
-                NUM_KEYS, NUM_VALUES, KEY_DIM, VALUE_DIM, BY_CHANNEL,
+                NUM_KEYS, NUM_VALUES, KEY_DIM, VALUE_DIM, BY_CHANNEL, FLOOR,
             )  # fmt: skip
             line += mixed_stride
         if count > 0:
@@ -167,7 +170,7 @@ def delta_rule_kernel(
     for i in range(stop - start):
         state = _take_in(
             state, line, rate, decay, a_log, dt_bias, rate_scale, head, row, column,
-            NUM_KEYS, NUM_VALUES, KEY_DIM, VALUE_DIM, BY_CHANNEL,
+            NUM_KEYS, NUM_VALUES, KEY_DIM, VALUE_DIM, BY_CHANNEL, FLOOR,
         )  # fmt: skip
         query = tl.load(line + query_head + row, mask=in_key, other=0.0)
         query = unit_length(query.to(tl.float32), 0) * scale
@@ -196,6 +199,7 @@ def gated_delta_rule(
     *,
     decays: Tensor | None = None,
     rate_scale: float = 1.0,
+    decay_floor: float = 0.0,
 ) -> Tensor:
     """See `reference.delta_rule.gated_delta_rule`. Rows of padding are anything."""
     _, num_values, _, value_dim = states.shape
@@ -204,7 +208,7 @@ def gated_delta_rule(
     num_reqs, num_decodes = metadata.seq_lens.shape[0], metadata.num_decodes
     given = gates, a_log, dt_bias, states, metadata, out
     tuning = FIXED if fixed_order else None
-    how: _How = {"decays": decays, "rate_scale": rate_scale}
+    how: _How = {"decays": decays, "rate_scale": rate_scale, "decay_floor": decay_floor}
     # Rows of tokens that nothing is pending in front of: their numbers are those of the step.
     plain = mixed[metadata.num_pending_rows :]
     drafting = num_decodes if metadata.pending is not None else 0
@@ -217,7 +221,8 @@ def gated_delta_rule(
         if decays is None:
             delta_chunks(plain, *given, rate_scale=rate_scale)
         else:
-            kda_chunks(plain, gates, decays, *given[1:], rate_scale=rate_scale)
+            own = plain, gates, decays, *given[1:]
+            kda_chunks(*own, rate_scale=rate_scale, decay_floor=decay_floor)
     return out
 
 
@@ -235,6 +240,7 @@ def delta_tokens(
     *,
     decays: Tensor | None = None,
     rate_scale: float = 1.0,
+    decay_floor: float = 0.0,
 ) -> None:
     """Computes `requests` of `metadata` token by token; arguments as those of
     `reference.delta_rule.gated_delta_rule`.
@@ -278,6 +284,7 @@ def delta_tokens(
         BLOCK_KEY=triton.next_power_of_2(key_dim),
         VALUES=tuning.values,
         BY_CHANNEL=decays is not None,
+        FLOOR=decay_floor,
         PENDING=0 if pending is None else pending.most,
         num_warps=tuning.num_warps,
         enable_fp_fusion=tuning.fuses,

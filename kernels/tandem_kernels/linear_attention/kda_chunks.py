@@ -69,6 +69,7 @@ def kda_factors_kernel(
     BLOCK_KEY: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
+    FLOOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Computes, in program (i, h, j), channels j * CHANNELS and on of chunk i and value head h: U;
@@ -101,11 +102,11 @@ def kda_factors_kernel(
     tl.store(to, change.to(kind), mask=(channel < VALUE_DIM)[None, :])
 
     decay = channel_decays(
-        decays, decays_stride, a_log + head, dt_bias, token, inside, channel, KEY_DIM
+        decays, decays_stride, a_log + head, dt_bias, token, inside, channel, KEY_DIM, FLOOR
     )
     behind = channel_decays(
         decays, decays_stride, a_log + head, dt_bias,
-        token + 1, (token + 1 < stop) & (lane + 1 < CHUNK), channel, KEY_DIM,
+        token + 1, (token + 1 < stop) & (lane + 1 < CHUNK), channel, KEY_DIM, FLOOR,
     )  # fmt: skip
     since = tl.exp(tl.cumsum(decay, axis=0))
     key = part_rows(keys, token, inside, mixed_stride, channel, KEY_DIM) * key_scale[:, None]
@@ -203,6 +204,7 @@ def kda_chunks(
     tuning: DeltaTuning | None = None,
     *,
     rate_scale: float = 1.0,
+    decay_floor: float = 0.0,
 ) -> None:
     """Computes the requests of `metadata` behind its decodes; arguments as those of
     `reference.delta_rule.gated_delta_rule`.
@@ -235,6 +237,7 @@ def kda_chunks(
     of_keys = {
         "NUM_KEYS": (mixed.shape[1] - num_values * value_dim) // (2 * key_dim),
         "CHANNELS": CHANNELS,
+        "FLOOR": decay_floor,
         "num_warps": CHUNK_WARPS,
     }
     kda_scores_kernel[(most, num_values, CHUNK // PART)](

@@ -86,6 +86,7 @@ def kda_scores_kernel(
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
+    FLOOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Computes, in program (i, h, p), rows p * PART and on of A and P of chunk i and value head h.
@@ -116,7 +117,7 @@ def kda_scores_kernel(
     for place in range(0, KEY_DIM, CHANNELS):
         channel = place + tl.arange(0, CHANNELS)
         decay = channel_decays(
-            decays, decays_stride, a_log + head, dt_bias, token, inside, channel, KEY_DIM
+            decays, decays_stride, a_log + head, dt_bias, token, inside, channel, KEY_DIM, FLOOR
         )
         query = part_rows(queries, token, inside, mixed_stride, channel, KEY_DIM)
         query *= query_scale[:, None]
@@ -125,7 +126,7 @@ def kda_scores_kernel(
         if part > 0:
             behind = channel_decays(
                 decays, decays_stride, a_log + head, dt_bias,
-                other + 1, other + 1 < begin, channel, KEY_DIM,
+                other + 1, other + 1 < begin, channel, KEY_DIM, FLOOR,
             )  # fmt: skip
             earlier = part_rows(keys, other, before, mixed_stride, channel, KEY_DIM)
             earlier *= other_scale[:, None]

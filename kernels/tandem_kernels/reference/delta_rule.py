@@ -74,6 +74,7 @@ def gated_delta_rule(
     *,
     decays: Tensor | None = None,
     rate_scale: float = 1.0,
+    decay_floor: float = 0.0,
 ) -> Tensor:
     """Take each token into its request's state, and read the state with its query.
 
@@ -82,7 +83,8 @@ def gated_delta_rule(
     where g = -exp(a_log) softplus(a + dt_bias) and beta = rate_scale sigmoid(b). Queries and keys
     have unit length, and queries are divided by the root of K. Value head i has the query and key
     of head i // (value heads per key head). In Kimi Delta Attention (Kimi Linear, arXiv 2510.26692)
-    each row of S decays by itself: there g is of a key channel, not of a head.
+    each row of S decays by itself: there g is of a key channel, not of a head. With a floor, as in
+    Ling 3, g = decay_floor sigmoid(exp(a_log) (a + dt_bias)).
 
     Args:
         mixed: [T + num_pending_rows, 2 Hk K + Hv V], queries, keys and values, as `causal_conv`
@@ -94,6 +96,7 @@ def gated_delta_rule(
         fixed_order: The result must not depend on how a request's tokens are cut into steps.
         kept: `KeptInputs.gates`, which decodes read and write; None: nothing is pending.
         decays: [T, Hv K], a of each head's key channels; None: it is in `gates`, of heads.
+        decay_floor: The least g, below 0, of channels; 0: there is none.
         rate_scale: 2 lets a token take out what it finds, and put in its opposite.
 
     Returns:
@@ -108,7 +111,7 @@ def gated_delta_rule(
     every = torch.cat([gates_of(run, gates, kept) for run in runs])
     lines = torch.cat([torch.arange(run.line, run.line + run.count) for run in runs])
     q, k, v = split_heads(mixed[lines].float(), states)
-    decay, rate = decay_and_rate(every, a_log, dt_bias)
+    decay, rate = decay_and_rate(every, a_log, dt_bias, decay_floor)
     rate = rate_scale * rate
     counts, taken_in, blocks = (
         torch.tensor([getattr(run, name) for run in runs])
@@ -152,12 +155,16 @@ def split_heads(mixed: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, _unit(k).repeat_interleave(repeats, dim=1), v
 
 
-def decay_and_rate(gates: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def decay_and_rate(
+    gates: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Returns exp(g), [T, Hv, 1] float32 or [T, Hv, K], and the sigmoid of b, [T, Hv] float32."""
     heads = len(a_log)
     b, a = gates[:, :heads].float(), gates[:, heads:].float()
-    of_heads = softplus(a + dt_bias).view(len(a), heads, -1)
-    return torch.exp(-a_log.exp()[:, None] * of_heads), sigmoid(b)
+    scale, of_heads = a_log.exp()[:, None], (a + dt_bias).view(len(a), heads, -1)
+    if floor < 0:
+        return torch.exp(floor * sigmoid(scale * of_heads)), sigmoid(b)
+    return torch.exp(-scale * softplus(of_heads)), sigmoid(b)
 
 
 def gated_rms_norm(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from transformers import (
+    BailingHybridConfig,
+    BailingHybridForCausalLM,
     BambaConfig,
     BambaForCausalLM,
     FalconH1Config,
@@ -77,6 +79,11 @@ _KIMI_PUBLISHED = {
     "layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 1,
     "linear_head_dim": 3, "linear_num_heads": 3, "linear_conv_kernel_dim": 7,
     "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "head_dim": 72,
+}  # fmt: skip
+
+_LING = {
+    **LATENT, "num_hidden_layers": 4, "layer_types": _HYBRID["layer_types"], "head_dim": 8,
+    "pad_token_id": 0, "eos_token_id": 0, "num_local_experts": 8,
 }  # fmt: skip
 
 _OLMO = {
@@ -222,6 +229,28 @@ HYBRID_FAMILIES = {
         KimiLinearConfig,
         {**_KIMI, "q_lora_rank": 20, "linear_conv_kernel_dim": 3, "n_group": 4, "topk_group": 2},
         published=_KIMI_PUBLISHED,
+        seed=22,
+    ),
+    "ling3": Family(
+        BailingHybridForCausalLM,
+        BailingHybridConfig,
+        # A chunk of transformers subtracts sums of decays, which must not be large to be exact.
+        {**_LING, "kda_lower_bound": -0.5},
+    ),
+    "ling3_published": Family(
+        BailingHybridForCausalLM,
+        BailingHybridConfig,
+        {**_LING, "q_lora_rank": 20, "kda_safe_gate": False, "num_mtp_layers": 0},
+        published={
+            "architectures": ["BailingMoeV3ForCausalLM"],
+            "layer_types": None,
+            "layer_group_size": 3,
+            "no_kda_lora": True,
+            "expert_swiglu_limit_list": [0.0] * 4,
+            "moe_shared_expert_intermediate_size": 24,
+            "score_function": "sigmoid",
+            "gated_attention_proj_granularity_type": "head_wise",
+        },
         seed=22,
     ),
     "olmo_hybrid": Family(

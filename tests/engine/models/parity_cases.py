@@ -21,7 +21,7 @@ REPLICATED_VARIANTS = frozenset(
         "iquestcoder", "mimo", "sarvam_moe", "qwen3_moe_images", "glm4_moe_images", "glm4v_images",
         "mistral4", "sarvam_mla", "telechat3", "glm_moe_dsa", "glm_moe_dsa_shared",
         "kimi_k2", "gemma3_images", "mistral3_images", "qwen2_5_images", "qwen3_images_tied",
-        "kimi_linear_published", "olmo_hybrid_rotates",
+        "kimi_linear_published", "olmo_hybrid_rotates", "ling3_published",
     }
 )  # fmt: skip
 """Families that differ from another in what every rank has whole, as rotary tables and settings of

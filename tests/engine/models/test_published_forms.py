@@ -259,12 +259,29 @@ def test_ling_is_sarvam_by_another_name(checkpoints: Path, copy: Copy) -> None:
         load_model_config(_with(folder, score_function="softmax"))
 
 
+def test_activations_of_ling_3_have_the_limits_that_its_program_leaves_out(copy: Copy) -> None:
+    """The authors' modeling code and transformers 5.24 do not read these lists of Ling-3.0-flash,
+    which it was trained with."""
+    lists = {"expert_swiglu_limit_list": [0, 0, None, 7], "share_expert_swiglu_limit_list": [0] * 4}
+    spec = spec_of(load_model_config(copy("ling3", **lists)))
+    assert isinstance(spec, DenseSpec) and spec.experts is not None
+    assert spec.experts.limits == (0.0, 0.0, 0.0, 7.0) and spec.experts.dense_limits == ()
+
+
 @pytest.mark.parametrize(
     ("family", "name", "changes"),
     [
         ("internlm3", "qkv_bias", {"qkv_bias": True}),
         ("internlm3", "bias", {"bias": True}),
         ("iquestcoder", "clip_qkv", {"clip_qkv": 8.0}),
+        ("ling3", "no_kda_lora", {"no_kda_lora": False}),
+        ("ling3", "linear_attention", {"linear_attention": "lightning"}),
+        ("kimi_linear", "mla_use_nope", {"mla_use_nope": False}),
+        (
+            "kimi_linear",
+            "linear_attn_config",
+            {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2, 3, 5]}},
+        ),
     ],
 )
 def test_what_no_release_of_a_family_has_is_refused(
