@@ -12,8 +12,11 @@ Each rounds as the reference processor of its family in transformers does.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
+
+import msgspec
 
 from engine.images.video_spec import VideoSpec
 from engine.images.vision_spec import Fit, PixelSpec
@@ -53,6 +56,10 @@ def fitted_frames(
     """Returns the height and the width that `count` frames of [height, width] become. None is
     larger than an image may be."""
     unit, per_pair = pixels.unit, pixels.temporal_patch_size
+    if video.frame_tokens:
+        tokens = min(video.frame_tokens, max(1, (video.max_tokens or sys.maxsize) // count))
+        size = _fill(height, width, msgspec.structs.replace(pixels, most_tokens=tokens))
+        return size.height, size.width
     most = pixels.max_pixels
     if video.max_tokens:
         pairs = -(-count // per_pair)

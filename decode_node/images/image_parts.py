@@ -94,14 +94,20 @@ def expanded(
     return found, tuple(spans)
 
 
+def _at(seconds: float, video: VideoSpec) -> str:
+    """Returns what stands for a pair of frames."""
+    whole = int(seconds)
+    clock = f"{whole // 60:02}:{whole % 60:02}"
+    return video.frame_text.format(time=seconds, whole=whole, clock=clock)
+
+
 def _video_tokens(
     made: VideoPixels, video: VideoSpec, encode: Encode, offset: int
 ) -> tuple[list[int], list[ImageSpan]]:
     """Returns the tokens of a video in a prompt that has it from `offset` on, and where its pairs
     of frames are."""
     if video.frame_text:
-        text = "".join(video.frame_text.format(time=s, whole=int(s)) for s in made.times)
-        written = encode(text)
+        written = encode(video.gap.join(_at(seconds, video) for seconds in made.times))
     else:
         written = [video.frame_token_id] * len(made.pairs)
     if written.count(video.frame_token_id) != len(made.pairs):

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-Sampling = Literal["even_steps", "even_ends", "seconds", "paced"]
+Sampling = Literal["even_steps", "even_ends", "seconds", "paced", "count"]
 """How frames are picked; see `decode_node.images.video_frames`."""
 
 
@@ -25,8 +25,9 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         token_id: Stands for a video where a chat template wrote one.
         frame_token_id: Stands for each token of a pair.
-        frame_text: What stands in place of `token_id` for each pair, with "{time}" and "{whole}"
-            for its seconds and `pad` where its tokens are; "": its tokens alone.
+        frame_text: What stands in place of `token_id` for each pair, with "{time}", "{whole}" or
+            "{clock}" for its seconds and `pad` where its tokens are; "": its tokens alone.
+        gap: Stands between the texts of two pairs.
         pad: The name of `frame_token_id`.
         has_mean_times: A pair's time is the mean of its frames', not the first one's.
         ticks_per_second: Positions that a second takes, where no text tells the time; 0: text does.
@@ -36,12 +37,14 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
         max_duration: "seconds": of a longer video frames are as many as of one of this length.
         min_pixels, max_pixels: Frames are resized to this many; `of_all`: those of all frames
             together.
+        frame_tokens: Each frame is made as large as this many tokens, whatever its pixels; 0: not.
         max_tokens: Frames are made so small that all have at most this many tokens; 0: any number.
     """
 
     token_id: int
     frame_token_id: int
     frame_text: str = ""
+    gap: str = ""
     pad: str = ""
     has_mean_times: bool = False
     ticks_per_second: float = 0.0
@@ -53,6 +56,7 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
     min_pixels: int
     max_pixels: int
     of_all: bool = True
+    frame_tokens: int = 0
     max_tokens: int = 0
 
     def limited(self, *, fps: float = 0.0, max_frames: int = 0, max_tokens: int = 0) -> VideoSpec:

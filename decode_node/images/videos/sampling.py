@@ -4,6 +4,7 @@ even_steps    `fps` a second, at equal steps from the first        Qwen2.5-VL
 even_ends     `fps` a second, from the first to the last           Qwen3-VL, Qwen3.5
 seconds       one for each 1 / `fps` seconds                       GLM-4.1V, 4.5V
 paced         fewer a second the longer the video is               GLM-4.6V
+count         as many of every video, at equal steps               Gemma 4
 """
 
 from __future__ import annotations
@@ -98,9 +99,15 @@ def _once(indices: Iterable[int]) -> list[int]:
     return [*found, found[-1]] if len(found) % 2 else found
 
 
+def _count(video: VideoSpec, total: int, rate: float, per_pair: int) -> list[int]:
+    count = min(video.max_frames, total)
+    return [index * total // count for index in range(count)]
+
+
 _SAMPLERS: dict[Sampling, Callable[[VideoSpec, int, float, int], list[int]]] = {
     "even_steps": _even_steps,
     "even_ends": _even_ends,
     "seconds": _seconds,
     "paced": _paced,
+    "count": _count,
 }

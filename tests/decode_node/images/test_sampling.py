@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ def spec(sampling: Sampling, least: int = 3136, most: int = 1 << 24, tokens: int
         min_pixels=least,
         max_pixels=most,
         of_all=sampling != "even_steps",
+        max_frames=32 if sampling == "count" else 768,
         max_tokens=tokens,
     )
 
@@ -43,6 +45,8 @@ def spec(sampling: Sampling, least: int = 3136, most: int = 1 << 24, tokens: int
         ("seconds", 7, 30.0, 2, [0, 0], [0, 0]),
         ("seconds", 1000, 25.0, 80, [0, 13, 25, 38, 50, 63, 75], [975, 988]),
         ("seconds", 9000, 15.0, 600, [0, 16, 31, 46, 61, 76, 91], [8985, 8999]),
+        ("count", 40, 10.0, 32, [0, 1, 2, 3, 5, 6, 7], [37, 38]),
+        ("count", 5, 10.0, 5, [0, 1, 2, 3, 4], [3, 4]),
         ("paced", 7, 30.0, 2, [0, 0], [0, 0]),
         ("paced", 40, 10.0, 24, [0, 2, 4, 5, 7, 9, 10], [37, 39]),
         ("paced", 1000, 25.0, 80, [0, 13, 25, 38, 50, 63, 75], [975, 988]),
@@ -57,7 +61,7 @@ def test_frames_are_those_of_the_reference_processor(
 
 
 @given(
-    st.sampled_from(["even_steps", "even_ends", "seconds", "paced"]),
+    st.sampled_from(["even_steps", "even_ends", "seconds", "paced", "count"]),
     st.integers(1, 3000),
     st.floats(0.01, 1000.0),
     st.integers(1, 40),
@@ -98,6 +102,17 @@ def test_sizes_are_those_of_the_reference_processor(
         for sampling, patch, least, most in cases
     ]
     assert found == sizes
+
+
+def test_frames_of_gemma_are_as_large_as_their_tokens() -> None:
+    """Sizes are those of an image of 70 tokens, as its processor has them, or of as many as are
+    left to each frame."""
+    pixels = PixelSpec(patch_size=16, merge_size=3, fit="fill", most_tokens=280)
+    video = msgspec.structs.replace(spec("count"), frame_tokens=70)
+    assert fitted_frames(120, 90, 32, pixels, video) == (432, 336)
+    assert fitted_frames(9, 300, 32, pixels, video) == (48, 2304)
+    few = video.limited(max_tokens=32 * 12)
+    assert fitted_frames(120, 90, 32, pixels, few) == (192, 144)
 
 
 @pytest.mark.parametrize("sampling", ["even_steps", "even_ends"])

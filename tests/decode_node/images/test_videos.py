@@ -239,6 +239,14 @@ def test_times_are_text_between_frames() -> None:
     ]  # fmt: skip
 
 
+def test_clocks_are_text_with_a_gap_between_frames() -> None:
+    text = "{clock} #"
+    video = msgspec.structs.replace(VIDEO, frame_text=text, gap=" ", pad="#")
+    written = {"00:00 # 01:07 #": [41, 8, 42, 43, 8]}
+    tokens, _ = expanded([5, 8, 6], [_made(0.25, 67.5)], _vision(video), written.__getitem__)
+    assert tokens == [5, 41, 8, 8, 42, 43, 8, 8, 6]
+
+
 def test_times_are_positions_where_no_text_tells_them() -> None:
     video = msgspec.structs.replace(VIDEO, ticks_per_second=2.0)
     tokens, spans = expanded([5, 8, 6], [_made(0.0, 1.2, 2.4, step_s=1.2)], _vision(video), list)

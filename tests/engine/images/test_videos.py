@@ -20,6 +20,7 @@ from tests.engine.images.video_prompts import VideoPrompt, clip, reference_greed
 from tests.engine.images.vision_checkpoints import save_checkpoint
 
 COUNT = 12
+KINDS = ["qwen2_5", "qwen3", "qwen3_5_moe", "glm4v", "glm46v", "gemma4", "gemma4_small"]
 
 
 def prompts(kind: str) -> list[VideoPrompt]:
@@ -35,7 +36,7 @@ def spec_of(asked: VideoPrompt, count: int = COUNT) -> RequestSpec:
     return RequestSpec(asked.tokens, sampling, images=asked.spans)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5", "qwen3", "qwen3_5_moe", "glm4v", "glm46v"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     folder = save_checkpoint(kind, tmp_path)
     engine = engine_of(folder, budget=24, encoder_budget=54)

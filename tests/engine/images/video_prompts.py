@@ -6,13 +6,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine.images.image_input import ImagePixels, ImageSpan, image_digest
 from tests.engine.images.vision_checkpoints import loaded
-from tests.engine.images.vision_families import END, FAMILIES, IMAGE, START, VIDEO
+from tests.engine.images.vision_families import (
+    END,
+    FAMILIES,
+    IMAGE,
+    START,
+    VIDEO,
+    VisionFamily,
+)
 
 Pair = np.ndarray
 """[patches, 3, 2, size, size] uint8."""
@@ -42,7 +50,9 @@ class VideoPrompt:
 
 def clip(kind: str, count: int, rows: int, columns: int, seed: int, tick: float = 0.0) -> Clip:
     family = FAMILIES[kind]
-    shape = (rows * columns * family.merge_size**2, 3, 2, family.patch_size, family.patch_size)
+    frames = 1 if kind.startswith("gemma") else 2
+    side = family.patch_size
+    shape = (rows * columns * family.merge_size**2, 3, frames, side, side)
     numbers = np.random.default_rng(seed)
     pairs = [numbers.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
     return Clip(pairs, rows, columns, tick)
@@ -86,6 +96,10 @@ def reference_greedy(folder: Path, kind: str, asked: VideoPrompt, count: int) ->
         ((pair.astype(np.float64) * (1 / 255)).astype(np.float32) - mean) / std for pair in pairs
     ]
     merge = family.merge_size
+    if kind.startswith("gemma"):
+        inputs = _of_gemma(family, asked)
+        inputs["mm_token_type_ids"] = torch.tensor([asked.types])
+        return _generated(model, asked, inputs, count)
     grids = [[len(one.pairs), one.rows * merge, one.columns * merge] for one in asked.clips]
     inputs = {
         "pixel_values_videos": torch.from_numpy(np.concatenate(patches)).flatten(1),
@@ -95,6 +109,30 @@ def reference_greedy(folder: Path, kind: str, asked: VideoPrompt, count: int) ->
     if any(one.tick for one in asked.clips):
         ticks = model.config.vision_config.tokens_per_second
         inputs["second_per_grid_ts"] = torch.tensor([one.tick / ticks for one in asked.clips])
+    return _generated(model, asked, inputs, count)
+
+
+def _of_gemma(family: VisionFamily, asked: VideoPrompt) -> dict[str, torch.Tensor]:
+    """Returns frames as pictures, of all videos."""
+    merge, side = family.merge_size, family.patch_size
+    frames = []
+    for one in asked.clips:
+        rows, columns = one.rows, one.columns
+        for pair in one.pairs:
+            cut = pair.reshape(rows, columns, merge, merge, 3, side, side)
+            size = rows * merge * side, columns * merge * side, 3
+            frames.append(cut.transpose(0, 2, 5, 1, 3, 6, 4).reshape(size))
+    found = family.model_inputs(frames)
+    return {
+        "pixel_values_videos": found["pixel_values"],
+        "video_position_ids": found["image_position_ids"],
+        "num_frames_per_video": torch.tensor([len(one.pairs) for one in asked.clips]),
+    }
+
+
+def _generated(
+    model: Any, asked: VideoPrompt, inputs: dict[str, torch.Tensor], count: int
+) -> list[int]:
     ids = torch.tensor([asked.tokens])
     output = model.generate(
         ids,

@@ -71,6 +71,7 @@ class VideoProcessor(Processor):
     merge_size: int | None = None
     temporal_patch_size: int | None = None
     fps: float | None = None
+    num_frames: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None
     max_duration: int | None = None

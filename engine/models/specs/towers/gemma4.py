@@ -14,6 +14,7 @@ from engine.images.vision_spec import BlockSpec, PatchPositions, PatchRope, Pixe
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.towers.fields import TowerFile
 from engine.models.specs.towers.gemma4_fields import Gemma4Tower, gemma4_tower
+from engine.models.specs.towers.videos import with_gemma4_videos
 
 _LAYER = "vision_tower.encoder.layers.{}"
 _NAMES = {
@@ -48,7 +49,7 @@ def gemma4(file: TowerFile) -> VisionSpec:
     tower, rope = gemma4_tower(file)
     text: dict[str, Any] = file.whole.get("text_config") or {}
     sees_whole = text.get("use_bidirectional_attention") == "vision"
-    return VisionSpec(
+    found = VisionSpec(
         names=_NAMES,
         renamed=_RENAMED,
         depth=tower.num_hidden_layers,
@@ -80,6 +81,7 @@ def gemma4(file: TowerFile) -> VisionSpec:
         marker=_MARKER,
         framed=_FRAMED,
     )
+    return with_gemma4_videos(found, file)
 
 
 def _pixels(file: TowerFile, tower: Gemma4Tower) -> PixelSpec:
