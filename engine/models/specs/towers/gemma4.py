@@ -14,7 +14,7 @@ from engine.images.vision_spec import BlockSpec, PatchPositions, PatchRope, Pixe
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.towers.fields import TowerFile
 from engine.models.specs.towers.gemma4_fields import Gemma4Tower, gemma4_tower
-from engine.models.specs.towers.videos import with_gemma4_videos
+from engine.models.specs.towers.gemma4_videos import with_gemma4_videos
 
 _LAYER = "vision_tower.encoder.layers.{}"
 _NAMES = {

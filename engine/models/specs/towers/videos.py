@@ -15,9 +15,8 @@ from engine.images.video_spec import VideoSpec
 from engine.images.vision_spec import VisionSpec
 from engine.models.specs.towers.fields import BICUBIC, TowerFile, VideoProcessor
 
-_QWEN, _QWEN_3_5, _GLM, _GLM_MOE, _GEMMA = 151_656, 248_057, 151_344, 151_364, 258_884
+_QWEN, _QWEN_3_5, _GLM, _GLM_MOE = 151_656, 248_057, 151_344, 151_364
 _QWEN_PAD, _GLM_PAD = "<|video_pad|>", "<|image|>"
-_GEMMA_PAD = "<|video|>"
 _QWEN_FRAME = "<{time:.1f} seconds><|vision_start|>" + _QWEN_PAD + "<|vision_end|>"
 _GLM_FRAME = "<|begin_of_image|>" + _GLM_PAD + "<|end_of_image|>"
 
@@ -73,27 +72,6 @@ def with_glm_videos(vision: VisionSpec, file: TowerFile, *, is_dense: bool) -> V
         max_pixels=most,
     )
     return _with(vision, said, video)
-
-
-def with_gemma4_videos(vision: VisionSpec, file: TowerFile) -> VisionSpec:
-    """Returns the tower with what it makes of videos. Raises `CheckpointError`."""
-    said, token = file.video_processor(), file.number("video_token_id", _GEMMA)
-    is_alike = said.patch_size in (None, vision.pixels.patch_size)
-    if not is_alike or said.pooling_kernel_size not in (None, vision.pixels.merge_size):
-        return vision
-    video = VideoSpec(
-        token_id=token,
-        frame_token_id=token,
-        frame_text="{clock} <|image>" + _GEMMA_PAD + "<image|>",
-        gap=" ",
-        pad=_GEMMA_PAD,
-        sampling="count",
-        max_frames=said.num_frames or 32,
-        frame_tokens=said.max_soft_tokens or 70,
-        min_pixels=0,
-        max_pixels=0,
-    )
-    return msgspec.structs.replace(vision, video=video)
 
 
 def _pixels(said: VideoProcessor, least: int, most: int) -> tuple[int, int]:
