@@ -131,6 +131,21 @@ def test_nodes_of_other_sizes_hand_over_windows_and_rows(
         assert nodes[1].core.stats().prompt_tokens_computed == 0
 
 
+def test_bfloat16_is_as_exact_as_transformers(tmp_path: Path) -> None:
+    """Compares with float32 on the same rounded weights; transformers in bfloat16 is the yardstick.
+    All rows are seen: near scores would be chosen otherwise by either."""
+    family = Family(LONG.model, LONG.config, LONG.changes | {"index_topk": 96})
+    save_checkpoint(family, tmp_path, torch.bfloat16)
+    exact, theirs = reference(tmp_path), reference(tmp_path, torch.bfloat16)
+    paged = make_paged_model(tmp_path, ParallelGroup(0, 1))
+    prompt = asked()["255"]
+    truth = reference_logits(exact, prompt)
+    (ours,) = paged.prefill([prompt], 100)
+    errors = [float((x.float() - truth).norm() / truth.norm())
+              for x in (ours, reference_logits(theirs, prompt))]  # fmt: skip
+    assert errors[0] < 1.5 * errors[1] < 0.15
+
+
 def published_name(name: str) -> str:
     """Returns what DeepSeek calls a tensor that transformers writes."""
     for ours, theirs in (
