@@ -274,3 +274,19 @@ async def test_the_window_of_a_drafter_s_layer_travels_with_the_model_s(
                 slot = other.groups[0].layers.index(4)
                 assert (decode.caches[0].pages[slot] == UNTOUCHED).all()
             await finish(prefill, decode, transfer_id)
+
+
+@pytest.mark.parametrize("nodes", [(2, 1, 16, 64), (1, 2, 64, 16)], ids=str)
+async def test_rows_and_windows_travel_at_every_edge(nodes: tuple[int, int, int, int]) -> None:
+    """Prompts end inside and at the edge of rows of 4 and 32 tokens and of the window, with and
+    without a beginning that is here already."""
+    lengths = [1, 3, 4, 5, 31, 32, 33, 36, WINDOW - 1, WINDOW, WINDOW + 1, 64, 127, 128, 129]
+    cases = [(stop, first) for stop in lengths for first in sorted({0, min(32, stop - 1)})]
+    for some in (cases[i : i + 3] for i in range(0, len(cases), 3)):
+        async with Loopback(*both(compressed, nodes), chunk_bytes=512) as (prefill, decode):
+            for num_tokens, first_token in some:
+                transfer_id = prefill.export_computed(num_tokens, num_tokens)
+                target = decode.pull(prefill.peer, transfer_id, num_tokens, first_token=first_token)
+                await decode.until_all(RECEIVED, transfer_id)
+                decode.check(num_tokens, range(first_token, num_tokens), target)
+                await finish(prefill, decode, transfer_id)
