@@ -153,9 +153,8 @@ class SimEngine:
         """Has sequences of the idle class sit out, or go on."""
         running = [job for _, _, job in self._running]
         num_idle = _num_idle(running)
-        is_shown = self.slack.is_blind and len(running) > num_idle > 0
         others = _num_idle(self.computing) < len(self.computing)
-        self._holds_idle = bool(self.slack.objective_s) and (is_shown or others)
+        self._holds_idle = self.slack.holds_idle(others, len(running), num_idle)
         if not self._holds_idle:
             held, self._held = self._held, []
             for num_left, job in held:

@@ -8,9 +8,8 @@ For each step, in this order:
     3. `enter`, then `add_chunk`, for each request that is admitted; with an order of prompts, 2
        and 3 take turns (`engine.sched.prompt_steps`)
 
-Rows of the idle class sit out a step in which a prompt of others is computed within an objective
-(`StepSlack`), and so do parts of their own prompts: what they would take of it is others' time to
-the first token.
+Rows of the idle class, and parts of their prompts, sit out a step in which a prompt of others is
+computed within an objective (`StepSlack`): what they would take is others' time to first tokens.
 
 A row that needs a block when none is free:
 
@@ -210,7 +209,8 @@ class RunningRows:
     def grow_decodes(self, step_id: int, slack: StepSlack) -> bool:
         """Settles who decodes in step `step_id`. False: blocks are short, admit nothing now."""
         preemptions_before = self._counters.num_preemptions
-        self.holds_idle = bool(slack.objective_s) and self._is_for_others(slack)
+        others = any(not row.is_idle for row in self._prefilling)
+        self.holds_idle = slack.holds_idle(others, self.calendar.size, self.calendar.num_idle)
         self._settle_idle()
         rows = self.calendar.due(step_id)
         if self._joining:
@@ -221,12 +221,6 @@ class RunningRows:
         for row in rows:
             self._decide(row, step_id)
         return not self._joining and self._counters.num_preemptions == preemptions_before
-
-    def _is_for_others(self, slack: StepSlack) -> bool:
-        """Returns whether the next step computes prompts of others, or shall show what their rows
-        take."""
-        is_shown = slack.is_blind and self.calendar.size > self.calendar.num_idle > 0
-        return is_shown or any(not row.is_idle for row in self._prefilling)
 
     def _settle_idle(self) -> None:
         """Has rows of the idle class sit out, or join again."""

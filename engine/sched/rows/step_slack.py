@@ -33,6 +33,8 @@ _UNIT = 64
 _WEIGHT = 0.2
 """Weight of the last step in what is measured."""
 _BLIND_AFTER = 64
+_FOR_ALL = 64
+"""One step of this many in which the idle class might sit out has all rows: none waits for ever."""
 _HALVES_IN = 700
 _FADES = 0.5 ** (1 / _HALVES_IN)
 _SIZES = tuple(_UNIT << power for power in range(8))
@@ -50,12 +52,23 @@ class StepSlack:
         """Steps with some take this long."""
         self._num_unseen = 0
         """Steps since others decoded alone, while some do."""
+        self._num_held = 0
+        """Counts steps behind each other that the idle class sat out."""
         self._each_s: dict[int, float] = {}
 
     @property
     def is_blind(self) -> bool:
         """Returns whether a step without rows of the idle class is wanted, to be measured."""
         return self._num_unseen >= _BLIND_AFTER
+
+    def holds_idle(self, has_prompts: bool, num_decodes: int, num_idle: int) -> bool:
+        """Returns whether the idle class sits out the next step, which computes prompts of others
+        (`has_prompts`), or shall show what their rows take. Is asked before each step, with the
+        rows that decode."""
+        is_shown = self.is_blind and num_decodes > num_idle > 0
+        is_wanted = self.objective_s > 0 and (has_prompts or is_shown)
+        self._num_held = self._num_held + 1 if is_wanted else 0
+        return self._num_held % _FOR_ALL > 0
 
     def limit(self, budget: int, num_decodes: int, num_idle: int = 0) -> int:
         """Returns what of `budget` prompts may take of a step in which this many rows decode, some

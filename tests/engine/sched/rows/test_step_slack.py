@@ -138,6 +138,14 @@ def test_a_step_is_wanted_that_shows_what_others_take() -> None:
     assert not slack.is_blind, "nobody else decodes"
 
 
+def test_one_of_many_steps_is_for_all() -> None:
+    slack = measured(0.020, 0.010, 1e-5)
+    held = [slack.holds_idle(True, 8, 4) for _ in range(130)]
+    assert [number for number, is_held in enumerate(held) if not is_held] == [63, 127]
+    assert not slack.holds_idle(False, 8, 4)
+    assert not measured(0.0, 0.010, 1e-5).holds_idle(True, 8, 4), "there is no objective"
+
+
 def test_the_idle_class_sits_out_while_a_prompt_of_others_is_computed() -> None:
     config = make_config(max_num_batched_tokens=512, max_model_len=1024, itl_objective_ms=1e-6)
     machine = StepMachine(config, num_blocks=400)
