@@ -884,7 +884,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
         yield Case(
             route_tokens.route_tokens_kernel,
             f"bias={has_bias}",
-            types,
+            {**types, "table": "*i32"},
             {
                 **route,
                 "SIGMOID": False,

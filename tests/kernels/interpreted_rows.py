@@ -64,6 +64,16 @@ def test_choice_of_rows(lengths: sparse_checks.Lengths, monkeypatch: pytest.Monk
     )
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_experts_by_roots_and_by_ids(listed: bool) -> None:
+    check.route_tokens(ops.route_tokens.kernel, listed=listed)
+
+
+@dtypes
+def test_capped_gates(dtype: torch.dtype) -> None:
+    check.capped_gates(ops.bounded_gate_and_mul.kernel, dtype)
+
+
 @dtypes
 def test_residual_streams(dtype: torch.dtype) -> None:
     kernels = ops.read_streams.kernel, ops.write_streams.kernel, ops.join_streams.kernel

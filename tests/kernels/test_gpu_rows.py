@@ -72,6 +72,16 @@ def test_choice_of_rows(lengths: sparse_checks.Lengths) -> None:
     )
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_experts_by_roots_and_by_ids(listed: bool) -> None:
+    check.route_tokens(ops.route_tokens, listed=listed, device="cuda")
+
+
+@halves
+def test_capped_gates(dtype: torch.dtype) -> None:
+    check.capped_gates(ops.bounded_gate_and_mul, dtype, "cuda")
+
+
 @halves
 @pytest.mark.parametrize("shape", [(1, 4, 4096), (70, 4, 7168)])
 def test_residual_streams(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:

@@ -13,6 +13,9 @@ from sparse_checks import Lengths, index_pages
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.token_rows import OpenTokens, SeenRows, TokenRowForm
+from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.reference import elementwise as plain_elementwise
+from tandem_kernels.reference import experts as plain_experts
 from tandem_kernels.reference import streams as plain_streams
 from tandem_kernels.reference import token_rows as plain
 from tandem_kernels.stream_forms import StreamForm
@@ -199,6 +202,27 @@ def _chosen(lengths: Lengths, tokens: int, top_k: int) -> torch.Tensor:
             own = sorted(torch.randperm(seen).tolist()[:top_k])
             found.append(own + [-1] * (top_k - len(own)))
     return torch.tensor(found, dtype=torch.int32)
+
+
+def route_tokens(op: Op, *, listed: bool, device: str = "cpu") -> None:
+    """Roots of softplus scores, of experts that are chosen by a bias or listed by the token's id;
+    token 3 is padding."""
+    logits = 3 * torch.randn(9, 60, device=device)
+    ids = torch.randint(40, (9,), device=device)
+    ids[3] = -1
+    bias = None if listed else 0.3 * torch.randn(60, device=device)
+    table = torch.rand(40, 60, device=device).argsort(1)[:, :6].int() if listed else None
+    how = {"root_softplus": True, "table": table, "scaling": 1.5}
+    weights, chosen = op(logits, ids, bias, 6, **how)
+    expected, experts = plain_experts.route_tokens(logits, ids, bias, 6, **how)
+    assert torch.equal(chosen, experts) and (chosen[3] == -1).all()
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+def capped_gates(op: Op, dtype: torch.dtype, device: str = "cpu") -> None:
+    x, form = torch.randn(5, 80, device=device).to(dtype), GateForm("capped", 0.4)
+    found, expected = op(x, form), plain_elementwise.bounded_gate_and_mul(x, form)
+    assert oracle.relative_error(found, expected) < ATTENTION[dtype]
 
 
 def residual_streams(
