@@ -187,7 +187,9 @@ def _ffmpeg(file: bytes) -> Iterator[tuple[Any, Any]]:
         ) from None
     form = "matroska" if file.startswith(_MATROSKA) else "mp4"
     try:
-        with av.open(io.BytesIO(file), format=form, options=_OPTIONS) as box:
+        # Titles are in any encoding; nothing reads them.
+        box = av.open(io.BytesIO(file), format=form, options=_OPTIONS, metadata_errors="replace")
+        with box:
             if not box.streams.video:
                 raise ImageError("has no pictures")
             yield box, box.streams.video[0]

@@ -43,10 +43,11 @@ def animation(form: str, frames: list[Image.Image] = FRAMES, delay_ms: int = 250
     return encode(frames[0], form, save_all=True, append_images=more, duration=delay_ms, **options)
 
 
-def film(form: str, codec: str, frames: list[Image.Image], rate: int = 4) -> bytes:
+def film(form: str, codec: str, frames: list[Image.Image], rate: int = 4, title: str = "") -> bytes:
     av = pytest.importorskip("av")
     out = io.BytesIO()
     with av.open(out, "w", format=form) as container:
+        container.metadata["title"] = title
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = *frames[0].size, "yuv420p"
         for frame in frames:
@@ -94,6 +95,14 @@ def test_films_become_pairs_of_frames(form: str, codec: str) -> None:
     found = preprocess_video([film(form, codec, grey)], SPEC, VIDEO, MOST)
     assert found.times == (0.25, 1.0)
     np.testing.assert_allclose(shades(found), [[20, 100], [140, 220]], atol=2)
+
+
+@pytest.mark.parametrize("form", ["mp4", "matroska"])
+def test_a_title_is_in_any_encoding(form: str) -> None:
+    named = film(form, "mpeg4", [Image.new("RGB", (64, 48))] * 3, title="Caf+ au lait")
+    assert b"Caf+" in named
+    latin = named.replace(b"Caf+", "Caf\xe9".encode("latin-1"))
+    assert preprocess_video([latin], SPEC, VIDEO, MOST).times[0] >= 0
 
 
 def test_a_film_that_breaks_off_goes_on_with_its_last_frame() -> None:
