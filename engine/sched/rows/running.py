@@ -210,7 +210,10 @@ class RunningRows:
         """Settles who decodes in step `step_id`. False: blocks are short, admit nothing now."""
         preemptions_before = self._counters.num_preemptions
         others = any(not row.is_idle for row in self._prefilling)
-        self.holds_idle = slack.holds_idle(others, self.calendar.size, self.calendar.num_idle)
+        idle = self.calendar.idle_rows
+        # Beams that are seated go on, so that no step shows what others take.
+        num_idle = 0 if any(row.is_seated for row in idle) else len(idle)
+        self.holds_idle = slack.holds_idle(others, self.calendar.size, num_idle)
         self._settle_idle()
         rows = self.calendar.due(step_id)
         if self._joining:

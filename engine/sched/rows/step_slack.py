@@ -64,7 +64,7 @@ class StepSlack:
     def holds_idle(self, has_prompts: bool, num_decodes: int, num_idle: int) -> bool:
         """Returns whether the idle class sits out the next step, which computes prompts of others
         (`has_prompts`), or shall show what their rows take. Is asked before each step, with the
-        rows that decode."""
+        rows that decode, and those of the idle class that could sit out."""
         is_shown = self.is_blind and num_decodes > num_idle > 0
         is_wanted = self.objective_s > 0 and (has_prompts or is_shown)
         self._num_held = self._num_held + 1 if is_wanted else 0

@@ -12,6 +12,7 @@ import pytest
 from bench.engine.scheduler import make_config
 from engine.contracts.messages import EngineCoreOutput
 from engine.contracts.request import Request
+from engine.contracts.request_spec import IDLE_PRIORITY
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from kv_transfer.connectors.no_connector import NoConnectorScheduler
@@ -59,6 +60,20 @@ def test_the_next_step_does_not_wait_for_the_choice() -> None:
     assert len(steps) <= NUM_TOKENS + 3
     assert late <= 1
     assert scheduler.check_empty() == []
+
+
+def test_the_idle_class_sits_no_step_out_that_its_beams_are_in() -> None:
+    """One step is had without it now and then, to be measured; beams that keep rows stay in it."""
+    config = make_config(8, 16)
+    scheduling = replace(config.scheduler, itl_objective_ms=1e3)
+    scheduler = Scheduler(replace(config, scheduler=scheduling), 400, NoConnectorScheduler())
+    for index, kind in enumerate(("choices", "beams", "choices")):
+        request = asked(kind, index, 2, list(range(1, 40 + index)))
+        if index:
+            request.spec = msgspec.structs.replace(request.spec, priority=IDLE_PRIORITY)
+        scheduler.add_request(Request(request))
+    steps, _ = run(scheduler)
+    assert len(steps) <= NUM_TOKENS + 3
 
 
 @pytest.mark.parametrize("at", [3, 40])
