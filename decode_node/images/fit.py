@@ -57,7 +57,8 @@ def fitted_frames(
     larger than an image may be."""
     unit, per_pair = pixels.unit, pixels.temporal_patch_size
     if video.frame_tokens:
-        tokens = min(video.frame_tokens, max(1, (video.max_tokens or sys.maxsize) // count))
+        left = max(1, (video.max_tokens or sys.maxsize) // count)
+        tokens = min(video.frame_tokens, pixels.most_tokens, left)
         size = _fill(height, width, msgspec.structs.replace(pixels, most_tokens=tokens))
         return size.height, size.width
     most = pixels.max_pixels

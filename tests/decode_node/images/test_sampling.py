@@ -106,13 +106,14 @@ def test_sizes_are_those_of_the_reference_processor(
 
 def test_frames_of_gemma_are_as_large_as_their_tokens() -> None:
     """Sizes are those of an image of 70 tokens, as its processor has them, or of as many as are
-    left to each frame."""
+    left to each frame, or as an operator allows."""
     pixels = PixelSpec(patch_size=16, merge_size=3, fit="fill", most_tokens=280)
     video = msgspec.structs.replace(spec("count"), frame_tokens=70)
     assert fitted_frames(120, 90, 32, pixels, video) == (432, 336)
     assert fitted_frames(9, 300, 32, pixels, video) == (48, 2304)
     few = video.limited(max_tokens=32 * 12)
     assert fitted_frames(120, 90, 32, pixels, few) == (192, 144)
+    assert fitted_frames(120, 90, 32, pixels.limited(12), video) == (192, 144), "as images may be"
 
 
 @pytest.mark.parametrize("sampling", ["even_steps", "even_ends"])
