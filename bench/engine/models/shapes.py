@@ -64,11 +64,12 @@ def shape_config(
     tensor_parallel_size: int = 1,
     quantization: str = "",
     kv_cache_dtype: KVCacheDtype = "auto",
+    **changes: object,
 ) -> EngineConfig:
     """Returns an engine with random weights, of `QUANTIZATIONS` or plain; the prefix cache is
-    off. `num_layers`: None for all of them."""
+    off. `num_layers`: None for all of them. `changes`: to the shape's `config.json`."""
     published = QUANTIZATIONS.get(quantization)
-    changed: dict[str, object] = {"quantization_config": published} if published else {}
+    changed = {**changes, "quantization_config": published} if published else changes
     if num_layers is not None:
         changed["num_hidden_layers"] = num_layers
     with tempfile.TemporaryDirectory() as folder:

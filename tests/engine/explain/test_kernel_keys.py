@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -22,20 +23,27 @@ from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 pytest.importorskip("triton")
 
 H200 = KNOWN_GPUS["h200"]
-FAMILIES = {
-    "dense": ("llama-3.1-8b", 1, ""),
-    "dense fp8": ("llama-3.1-8b", 2, "fp8"),
-    "experts": ("qwen3-30b-a3b", 2, "fp8"),
-    "windows": ("gpt-oss-20b", 2, ""),
-    "latents": ("deepseek-v2-lite", 2, ""),
-    "sparse latents": ("deepseek-v3.2-6-layers", 1, "fp8"),
-    "sparse blocks": ("minimax-m3-4-layers", None, ""),
-    "rows": ("deepseek-v4-flash-3-layers", None, ""),
-    "states": ("qwen3.5-35b-a3b", 4, ""),
-    "heads by layer": ("mimo-v2-flash-7-layers", None, ""),
-    "experts beside dense": ("gemma-4-26b-a4b", 6, ""),
-    "shared keys": ("gemma-4-e4b-4-layers", None, ""),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama-3.1-8b", {"num_layers": 1}),
+    "dense fp8": ("llama-3.1-8b", {"num_layers": 2, "quantization": "fp8"}),
+    "experts": ("qwen3-30b-a3b", {"num_layers": 2, "quantization": "fp8"}),
+    "windows": ("gpt-oss-20b", {"num_layers": 2}),
+    "latents": ("deepseek-v2-lite", {"num_layers": 2}),
+    "sparse latents": ("deepseek-v3.2-6-layers", {"num_layers": 1, "quantization": "fp8"}),
+    "sparse blocks": ("minimax-m3-4-layers", {}),
+    "rows": ("deepseek-v4-flash-3-layers", {}),
+    "states": ("qwen3.5-35b-a3b", {"num_layers": 2, "full_attention_interval": 2}),
+    "heads by layer": (
+        "mimo-v2-flash-7-layers",
+        {"num_layers": 4, "hybrid_layer_pattern": [0, 1, 0, 1]},
+    ),
+    "experts beside dense": (
+        "gemma-4-26b-a4b",
+        {"num_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "shared keys": ("gemma-4-e4b-4-layers", {}),
 }
+"""Layers of each kind, and of each that comes before or after another; more need the same."""
 NUM_DRAWN = 16
 
 
@@ -51,10 +59,8 @@ def launchers_forget() -> Iterator[None]:
 
 @cache
 def config_of(family: str) -> EngineConfig:
-    shape, num_layers, quantization = FAMILIES[family]
-    return shape_config(
-        shape, num_layers=num_layers, max_model_len=24_576, quantization=quantization
-    )
+    shape, changes = FAMILIES[family]
+    return shape_config(shape, max_model_len=24_576, **changes)
 
 
 def drawn(chance: random.Random, config: EngineConfig) -> Batch:
