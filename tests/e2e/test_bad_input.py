@@ -357,7 +357,7 @@ def stranger(model: Path) -> KVPeer:
 async def handshake(address: str, us: KVPeer) -> prefill_pb2.HandshakeReply:
     request = prefill_pb2.HandshakeRequest(decode=peer_to_proto(us)).SerializeToString()
     async with grpc.aio.insecure_channel(address) as channel:
-        reply = await bytes_call(channel, "Prefill/Handshake")(request, timeout=20)
+        reply = await bytes_call(channel, "Prefill/Handshake")(request, timeout=60)
     return prefill_pb2.HandshakeReply.FromString(reply)
 
 
@@ -455,16 +455,16 @@ async def test_bad_pulls(cluster: Any, bystander: Bystander, demo_checkpoint: Pa
             {"num_tokens": 0},
         ):
             request = pb.PullRequest(**{**whole, **changes}).SerializeToString()
-            call = pull(request, timeout=20)
+            call = pull(request, timeout=60)
             assert await status_of(call) not in OF_A_BUG, changes
         unknown = pull(
             pb.PullRequest(**{**whole, "transfer_id": "0" * 32}).SerializeToString(), timeout=0.5
         )
         assert await status_of(unknown) is grpc.StatusCode.DEADLINE_EXCEEDED
         foreign = {**whole, "repeat_chunks": [2**32 - 1] * 1000}
-        ended = await status_of(pull(pb.PullRequest(**foreign).SerializeToString(), timeout=20))
+        ended = await status_of(pull(pb.PullRequest(**foreign).SerializeToString(), timeout=60))
         assert ended is grpc.StatusCode.INVALID_ARGUMENT
-        assert await status_of(pull(b"\xff" * 60, timeout=20)) is not grpc.StatusCode.OK
+        assert await status_of(pull(b"\xff" * 60, timeout=60)) is not grpc.StatusCode.OK
         exported.cancel()
     await bystander.check()
 

@@ -27,7 +27,7 @@ async def test_a_node_is_called_without_it(name: str, monkeypatch: pytest.Monkey
     credentials = Credentials(SecurityConfig())
     try:
         async with credentials.channel(f"127.0.0.1:{port}", Role.PREFILL, ()) as channel:
-            answer: object = await channel.unary_unary("/t/Echo")(b"here", timeout=20)
+            answer: object = await channel.unary_unary("/t/Echo")(b"here", timeout=60)
         assert answer == b"here"
     finally:
         await server.stop(None)

@@ -117,7 +117,7 @@ class Wire:
         """Returns the names of calls in the order in which they came, until the last byte."""
         loop = asyncio.get_running_loop()
         came = b""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not came.endswith(until):
                 data = await loop.sock_recv(self.there, 1 << 20)
                 for byte in data.lstrip(b"\0"):

@@ -72,7 +72,12 @@ async def test_a_waiting_puller_gets_it_without_a_copy(
         await producer.until_empty()
 
 
-PATIENT: Any = {"num_streams": 2, "chunk_bytes": 1 << 20, "stall_timeout_s": 120.0}
+PATIENT: Any = {
+    "num_streams": 2,
+    "chunk_bytes": 1 << 20,
+    "stall_timeout_s": 120.0,
+    "lease_s": 120.0,
+}
 """A puller that the test holds up fails only if the test itself hangs."""
 
 

@@ -232,11 +232,11 @@ async def test_rolling_the_routers_fails_no_request(
 
 
 async def test_a_client_that_leaves_is_gone_from_the_node_at_once(cluster: Cluster) -> None:
-    """The best of several, because this machine may be busy."""
+    """One of several, because this machine may be busy."""
     node = await cluster.decode(handler=stream_forever(gap_s=0.005))
     router = await cluster.router(node)
-    delays = []
-    for _ in range(8):
+    delays: list[float] = []
+    while min(delays, default=1.0) >= 0.1 and sum(delays) < TIMEOUT_S:
         async with router.post({"model": "demo", "prompt": "a", "stream": True}) as response:
             await response.content.readany()
             assert node.num_open == 1

@@ -59,7 +59,7 @@ async def server_of(credentials: Credentials, host: str = "127.0.0.1"):
 
 async def call(channel: grpc.aio.Channel, credentials: Credentials, service="guarded") -> bytes:
     method = channel.unary_unary(f"/{service}/Echo")
-    return await method(b"hello", metadata=credentials.metadata(), timeout=10)
+    return await method(b"hello", metadata=credentials.metadata(), timeout=60)
 
 
 async def outcome(address: str, credentials: Credentials, service="guarded"):

@@ -109,7 +109,7 @@ async def test_stop_during_a_pause_before_a_restart_ends_at_once() -> None:
     supervisor = Supervisor([spec("node", READY, "raise SystemExit(3)")], recorder.listener())
     await supervisor.start()
     await until(lambda: supervisor.services[0].restarts >= 1)
-    await asyncio.wait_for(supervisor.stop(), 10)
+    await asyncio.wait_for(supervisor.stop(), 60)
     assert supervisor.services[0].state is ServiceState.STOPPED
 
 
@@ -121,7 +121,7 @@ async def test_stop_while_processes_are_being_made_misses_none(num_steps: int) -
     for _ in range(num_steps):
         await asyncio.sleep(0)
     starting.cancel()
-    await asyncio.wait_for(supervisor.stop(), 15)
+    await asyncio.wait_for(supervisor.stop(), 60)
     assert [s.state for s in supervisor.services] == [ServiceState.STOPPED] * 3
     assert not any(is_alive(s.pid) for s in supervisor.services if s.pid)
     with pytest.raises(asyncio.CancelledError):
@@ -145,7 +145,7 @@ async def test_kill_ends_a_stop_that_nobody_wants_to_wait_for() -> None:
     stopping = asyncio.create_task(supervisor.stop())
     assert not (await asyncio.wait({stopping}, timeout=0.3))[0]
     supervisor.kill()
-    await asyncio.wait_for(stopping, 10)
+    await asyncio.wait_for(stopping, 60)
     assert supervisor.services[0].state is ServiceState.STOPPED
 
 

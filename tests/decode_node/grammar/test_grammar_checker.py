@@ -169,7 +169,7 @@ async def test_a_checker_that_was_killed_starts_again(fresh: GrammarChecker) -> 
     assert fresh._process is not None
     process = fresh._process
     os.kill(process.pid, signal.SIGKILL)
-    assert process.wait(10)
+    assert process.wait(60)
     assert await fresh.check(of_schema({"const": 2}), "f")
     assert fresh._process.pid != process.pid
 
