@@ -134,13 +134,17 @@ def num_experts_of(file: ConfigFile) -> int:
     """Returns the number of experts; releases of transformers differ in the name. Raises
     `UnsupportedField`, also for groups that they cannot be in."""
     count = file.num_experts or file.num_local_experts or file.n_routed_experts
-    if count is None or count < number_of(file, "num_experts_per_tok"):
+    top_k = number_of(file, "num_experts_per_tok")
+    if count is None or count < top_k:
         raise UnsupportedField("num_experts", f"{count} experts")
     groups, best = file.n_group or 1, file.topk_group or 1
     if groups < 1 or count % groups:
         raise UnsupportedField("n_group", f"{groups} groups of {count} experts")
     if groups > 1 and not 1 <= best <= groups:
         raise UnsupportedField("topk_group", f"the best {best} of {groups} groups")
+    if groups > 1 and best * (count // groups) < top_k:
+        held = best * (count // groups)
+        raise UnsupportedField("topk_group", f"{top_k} of the {held} experts of the best groups")
     return count
 
 

@@ -448,6 +448,7 @@ def test_config_that_is_refused(
         ("lfm3", {"use_sandwich_norm": False}, ("use_sandwich_norm", "without norms")),
         ("nemotron_h", {"n_group": 3}, ("n_group", "3 groups of 8 experts")),
         ("nemotron_h", {"n_group": 4, "topk_group": 5}, ("topk_group", "the best 5 of 4 groups")),
+        ("nemotron_h", {"n_group": 4, "topk_group": 1}, ("topk_group", "3 of the 2 experts")),
     ],
 )
 def test_what_an_architecture_refuses(
