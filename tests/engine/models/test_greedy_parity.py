@@ -33,7 +33,7 @@ runs = pytest.mark.parametrize(
         for mode in modes_of(family, size)
     ],
 )
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 """The first test waits for all engines of all families."""
 
 
