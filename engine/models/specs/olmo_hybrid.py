@@ -20,7 +20,7 @@ _READ_EPS = 1e-5
 
 class OlmoHybridSpec(Olmo2Spec, frozen=True, kw_only=True):
     """OLMo 2, and layers with a state, whose norms stand in front of blocks. A token may take out
-    more than is there, and no head rotates unless config.json has a base."""
+    more than is there, and no head rotates where config.json says that it has no base."""
 
     default_eps: ClassVar[float] = 1e-6
     renamed_tensors: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -50,7 +50,8 @@ class OlmoHybridSpec(Olmo2Spec, frozen=True, kw_only=True):
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
         doubles = file.linear_allow_neg_eigval
-        rotates = (file.rope.rope_theta or file.rope_theta) is not None
+        says_none = file.rope_parameters is not None and file.rope_parameters.rope_theta is None
+        rotates = file.rope_theta is not None or not says_none
         return {
             "linear": read_linear(
                 file,
