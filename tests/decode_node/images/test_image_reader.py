@@ -66,9 +66,14 @@ async def test_images_come_back_in_order(reader: ImageReader) -> None:
 
 async def test_images_that_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = reader_of()
-    monkeypatch.setattr(reader, "_room", EncodedRoom(len(GOOD)))
-    with pytest.raises(Overloaded):
-        await reader.read(places(url(GOOD), url(GOOD)))
+    room = EncodedRoom(len(GOOD))
+    monkeypatch.setattr(reader, "_room", room)
+    with room.held() as hold:
+        hold(1)
+        with pytest.raises(Overloaded):
+            await reader.read(places(url(GOOD)))
+    assert room.num_bytes == 0
+    assert len(await reader.read(places(url(GOOD)))) == 1
     await asyncio.to_thread(reader.close)
 
 
