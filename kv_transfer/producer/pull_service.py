@@ -142,12 +142,12 @@ class PullService:
         await self._mark(ChunkKind.END, transfer.transfer_id, transfer.attempt, call)
 
     async def _write(self, pull: OpenPull, call: ServerCall, message: OutMessage) -> None:
-        pull.is_writing = True
+        pull.writes_since = time.monotonic()
         call.bytes_to_come = pull.bytes_left
         try:
             await call.write(message)
         finally:
-            pull.is_writing = False
+            pull.writes_since = None
 
     async def _mark(
         self, kind: ChunkKind, transfer_id: str, attempt: int, call: ServerCall

@@ -40,7 +40,8 @@ class OpenPull(ABC):
         self.grid = terms.grid
         self.num_pullers = terms.num_pullers
         self.wake = asyncio.Event()
-        self.is_writing = False
+        self.writes_since: float | None = None
+        """A message waits since then for room in the connection."""
         self._wanted = set(
             terms.grid.stripe_of(self.share, self.spec.stream, self.spec.num_streams, terms.layers)
         )
@@ -52,6 +53,10 @@ class OpenPull(ABC):
     def next_message(self) -> OutMessage | None:
         """Returns what is sent next; None: nothing more now. Raises `CorruptChunk` for a repeat of
         what cannot be repeated."""
+
+    @property
+    def is_writing(self) -> bool:
+        return self.writes_since is not None
 
     @property
     def is_complete(self) -> bool:

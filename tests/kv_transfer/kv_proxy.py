@@ -7,6 +7,7 @@ whole: only what gRPC would hand over as a good message is damaged.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from kv_transfer.metadata import KVPeer
@@ -19,11 +20,13 @@ _HEAD = 256
 
 class Proxy:
     """`damage(n)` says at which offset the n-th DATA chunk (from 0) is damaged; None: it is not.
-    `is_stalled` stops both directions; connections stay open."""
+    `is_stalled` stops both directions; connections stay open. It becomes so by itself once more
+    than `stalls_behind` bytes of a connection have gone to the puller."""
 
     def __init__(self, damage: Callable[[int], int | None] = lambda n: None) -> None:
         self.num_chunks = 0
         self.is_stalled = False
+        self.stalls_behind: float = math.inf
         self._damage = damage
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -68,12 +71,16 @@ class Proxy:
         sink: asyncio.StreamWriter,
         change: Callable[[bytes], bytes],
     ) -> None:
+        num_passed = 0
         while data := await source.read(_PIECE):
             while _ends_in_the_head_of_a_chunk(data):
                 data += await source.read(_PIECE)
             while self.is_stalled:
                 await asyncio.sleep(0.01)
             sink.write(change(data))
+            num_passed += len(data)
+            if change is not bytes and num_passed > self.stalls_behind:
+                self.is_stalled, self.stalls_behind = True, math.inf
             await sink.drain()
         sink.close()
 

@@ -615,8 +615,11 @@ async def test_only_missing_tokens_are_sent_and_written(first_token: int) -> Non
             producer.compute_all(4, 100, block_ids)
             producer.export(transfer_id, 100)
             if is_early:
+                exported = held(producer.senders[0], transfer_id)
+                assert exported is not None
                 target = consumer.pull(producer.peer, transfer_id, 100, first_token=first_token)
-                await until(lambda: producer.senders[0].num_pulls > 0)
+                # One that lacks nothing ends at once.
+                await until(lambda transfer=exported: transfer.num_pulls_seen > 0)
             producer.send(transfer_id, -1, range(100), block_ids, 100)
             if not is_early:
                 await producer.until_all(STAGED, transfer_id)

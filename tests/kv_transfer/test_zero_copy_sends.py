@@ -108,6 +108,32 @@ async def test_a_slow_puller_does_not_keep_the_blocks() -> None:
         await proxy.close()
 
 
+async def test_a_puller_that_is_slow_with_staged_kv_does_not_keep_the_blocks_of_the_rest() -> None:
+    """No chunk is on its way from the blocks: staged ones are."""
+    proxy, num_tokens = Proxy(), 64 * 1024
+    proxy.stalls_behind = 1 << 16
+    loopback = Loopback(LARGE, LARGE, **{**PATIENT, "num_streams": 1}, staging_bytes=64 << 20)
+    async with loopback as (producer, consumer):
+        peer = await proxy.start(producer.peer)
+        transfer_id, source = computed_later(producer, num_tokens)
+        first = range(num_tokens * 7 // 8)
+        producer.send(transfer_id, -1, first, source, num_tokens)
+        await until(lambda: producer.staged_bytes >= 14 << 20)
+        consumer.pull(peer, transfer_id, num_tokens)
+        await until(lambda: proxy.is_stalled)
+        (part,) = stream_of(producer.senders[0])._parts
+        await until(lambda: any(pull.is_writing for pull in part.pulls))
+        assert not part.zero_copies
+        producer.send(transfer_id, -1, range(first.stop, num_tokens), source, num_tokens)
+        await producer.until_all(STAGED, transfer_id)
+        proxy.is_stalled = False
+        await consumer.until_all(RECEIVED, transfer_id)
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
+        await producer.until_empty()
+        await proxy.close()
+
+
 @pytest.mark.parametrize("is_puller", [True, False])
 async def test_an_abort_in_the_middle_of_a_chunk(is_puller: bool, no_puller_is_slow: None) -> None:
     """Without room to stage: blocks are read until the very end, and not a moment longer."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -161,11 +162,13 @@ class StreamExport(ProducerTransfer):
 
     def keeps_up(self, slow_s: float) -> bool:
         """Returns whether pulls take what is ready: then nothing needs to be staged. A peer that
-        takes longer than `slow_s` for a chunk does not keep up."""
-        if not any(pull.is_zero_copy for pull in self.pulls):
+        takes longer than `slow_s` for a chunk, from the blocks or staged, does not keep up."""
+        pulls = [pull for pull in self.pulls if pull.is_zero_copy]
+        if not pulls:
             return False
-        horizon = time.monotonic() - slow_s
-        return all(sending.since > horizon for sending in self.zero_copies)
+        begun = [sending.since for sending in self.zero_copies]
+        begun += [pull.writes_since for pull in pulls if pull.writes_since is not None]
+        return min(begun, default=math.inf) > time.monotonic() - slow_s
 
     @property
     def may_stage(self) -> bool:
