@@ -225,7 +225,7 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
         (FP8_BLOCKS | {"rotation": "hadamard"}, ("'hadamard'", "quantization_config.rotation")),
         (FP8_BLOCKS | {"modules_to_not_convert": ["re:("]}, ("modules_to_not_convert",)),
         (FP8_BLOCKS | {"modules_to_not_convert": "lm_head"}, ("modules_to_not_convert",)),
-        (FP8_BLOCKS | {"expert_dtype": "fp4"}, ("'fp4'", "quantization_config.expert_dtype")),
+        (FP8_BLOCKS | {"expert_dtype": "fp3"}, ("'fp3'", "quantization_config.expert_dtype")),
         (MODELOPT | {"quant_algo": "NVFP4_SVD"}, ("'NVFP4_SVD'", "quant_algo")),
         (
             MODELOPT | {"kv_cache_scheme": {"num_bits": 4, "type": "float", "dynamic": False}},
