@@ -61,6 +61,8 @@ def has_started(pid: int) -> bool:
 
 def test_others_see_a_child_of_the_tests_with_its_command(tmp_path: Path) -> None:
     """A session of its own leads a group of its own."""
+    now, then = map(forked_programs._looked_at, (os.environ, forked_programs._env))
+    assert now == then, "a test before this one has left variables: all programs start anew since"
     with start("cli", "up", "--port", "0", cwd=tmp_path, start_new_session=True) as process:
         try:
             deadline = time.monotonic() + 60

@@ -30,7 +30,8 @@ def test_a_launch_finds_what_was_compiled_ahead(
 
     hits: list[bool] = []
     kept: list[Compilation] = []
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    # The knob would set the variable as well, and leave it so.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(
         knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit)
     )
