@@ -57,8 +57,8 @@ def _filled(metadata: AttentionMetadata, block: int, width: int, counts: list[in
     return pages
 
 
-def _table(rope: int, device: str) -> torch.Tensor:
-    angles = torch.randn(256, rope // 2, device=device)
+def _table(rope: int, device: str, length: int = 256) -> torch.Tensor:
+    angles = torch.randn(length, rope // 2, device=device)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
@@ -108,7 +108,7 @@ def close_rows(
     rows = OpenTokens(pages, torch.arange(num_tokens, device=device), metadata)
     rest = (
         torch.randn(form.tokens, form.width, device=device), torch.randn(form.dim, device=device),
-        torch.tensor(places, device=device), _table(rope, device), 1e-6,
+        torch.tensor(places, device=device), _table(rope, device, max(contexts)), 1e-6,
     )  # fmt: skip
     found, expected = op(x, rows, form, *rest), plain.close_rows(x, rows, form, *rest)
     assert expected.any() and not expected.isnan().any()
