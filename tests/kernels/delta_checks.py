@@ -114,15 +114,18 @@ def causal_conv(
     states.copy_(spoiled(states.clone(), batch, metadata.blocks))
     before = states.clone()
     out = op(x, weight, states, metadata, bias, activates)
+    # Small steps, one after the other, are for the CPU: a GPU waits at each.
+    x, weight, out, states, before = (each.cpu() for each in (x, weight, out, states, before))
+    rate = weight.double().t()
     expected_states = before.clone()
     for r, first in batch.spans():
         block = int(metadata.blocks[r])
         old = before[block].double().t() if batch.before[r] else torch.zeros(width - 1, shape[1])
-        inputs = torch.cat((old.to(device), x[first : first + batch.lengths[r]].double()))
+        inputs = torch.cat((old, x[first : first + batch.lengths[r]].double()))
         expected_states[block] = inputs[-(width - 1) :].t().to(dtype)
         for i in range(batch.lengths[r]):
-            total = (inputs[i : i + width] * weight.double().t()).sum(0)
-            total += 0 if bias is None else bias.double()
+            total = (inputs[i : i + width] * rate).sum(0)
+            total += 0 if bias is None else bias.cpu().double()
             expected = total / (1 + (-total).exp()) if activates else total
             error = relative_error(out[first + i], expected)
             assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
@@ -178,37 +181,40 @@ class Layer:
         """Returns what every token reads [T, Hv, V], and the states."""
         _, num_values, key_dim, value_dim = self.states.shape
         num_keys = (self.mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
-        wide = self.mixed.double()
+        device, wide = self.mixed.device, self.mixed.cpu().double()
         queries, keys = (
             wide[:, i * num_keys * key_dim :][:, : num_keys * key_dim].unflatten(1, (num_keys, -1))
             for i in range(2)
         )
+        queries, keys = (
+            (of / (of.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
+                num_values // num_keys, dim=1
+            )
+            for of in (queries, keys)
+        )
         values = wide[:, 2 * num_keys * key_dim :].unflatten(1, (num_values, -1))
-        b = self.gates[:, :num_values].double()
-        a = self.gates[:, num_values:] if self.decays is None else self.decays
-        a = (a.double() + self.dt_bias.double()).unflatten(1, (num_values, -1))
-        scale = self.a_log.double().exp()[:, None]
+        gates = self.gates.cpu().double()
+        b = gates[:, :num_values]
+        a = gates[:, num_values:] if self.decays is None else self.decays.cpu().double()
+        a = (a + self.dt_bias.cpu().double()).unflatten(1, (num_values, -1))
+        scale = self.a_log.cpu().double().exp()[:, None]
         decay = (-scale * a.exp().log1p()).exp()
         if self.decay_floor:
             decay = (self.decay_floor * (scale * a).sigmoid()).exp()
         rate = self.rate_scale / (1 + (-b).exp())
-        read = torch.full(values.shape, math.nan, dtype=torch.float64, device=wide.device)
-        states = self.states.double()
+        read = torch.full(values.shape, math.nan, dtype=torch.float64)
+        states = self.states.cpu().double()
         for r, first in self.batch.spans():
             block = int(self.metadata.blocks[r])
             if not self.batch.before[r]:
                 states[block] = 0
             for t in range(first, first + self.batch.lengths[r]):
-                for head in range(num_values):
-                    q, k = (
-                        x / (x.square().sum() + 1e-6).sqrt()
-                        for x in (of[t, head * num_keys // num_values] for of in (queries, keys))
-                    )
-                    state = decay[t, head][:, None] * states[block, head]
-                    change = rate[t, head] * (values[t, head] - k @ state)
-                    states[block, head] = state + torch.outer(k, change)
-                    read[t, head] = q @ states[block, head] / key_dim**0.5
-        return read, states
+                state = decay[t][:, :, None] * states[block]
+                found = torch.einsum("hk,hkv->hv", keys[t], state)
+                change = rate[t][:, None] * (values[t] - found)
+                states[block] = state + keys[t][:, :, None] * change[:, None]
+                read[t] = torch.einsum("hk,hkv->hv", queries[t], states[block]) / key_dim**0.5
+        return read.to(device), states.to(device)
 
     def check(self, op: Op, fixed_order: bool = False, widen: float = 1.0) -> Tensor:
         """Runs `op` and compares; returns what was read."""

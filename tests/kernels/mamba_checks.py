@@ -74,25 +74,28 @@ class Layer:
         """Returns what every token reads [T, H, P], and the states."""
         sizes = self.sizes
         inner, keys = sizes.heads * sizes.head_dim, sizes.groups * sizes.size
-        wide = self.mixed.double()
+        device, wide = self.mixed.device, self.mixed.cpu().double()
         x = wide[:, :inner].unflatten(1, (sizes.heads, sizes.head_dim))
-        b = wide[:, inner : inner + keys].unflatten(1, (sizes.groups, sizes.size))
-        c = wide[:, inner + keys :].unflatten(1, (sizes.groups, sizes.size))
-        a_log, dt_bias, skip = (number.double() for number in self.numbers)
-        dt = torch.nn.functional.softplus(self.steps.double() + dt_bias)
-        read = torch.full(x.shape, math.nan, dtype=torch.float64, device=wide.device)
-        states = self.states.double()
+        b, c = (
+            wide[:, first : first + keys]
+            .unflatten(1, (sizes.groups, sizes.size))
+            .repeat_interleave(sizes.heads // sizes.groups, dim=1)
+            for first in (inner, inner + keys)
+        )
+        a_log, dt_bias, skip = (number.cpu().double() for number in self.numbers)
+        dt = torch.nn.functional.softplus(self.steps.cpu().double() + dt_bias)
+        decay = (-a_log.exp() * dt).exp()
+        read = torch.full(x.shape, math.nan, dtype=torch.float64)
+        states = self.states.cpu().double()
         for r, first in self.batch.spans():
             block = int(self.metadata.blocks[r])
             if not self.batch.before[r]:
                 states[block] = 0
             for t in range(first, first + self.batch.lengths[r]):
-                for head in range(sizes.heads):
-                    group = head * sizes.groups // sizes.heads
-                    kept = (-a_log[head].exp() * dt[t, head]).exp() * states[block, head]
-                    states[block, head] = kept + torch.outer(b[t, group], dt[t, head] * x[t, head])
-                    read[t, head] = c[t, group] @ states[block, head] + skip[head] * x[t, head]
-        return read, states
+                kept = decay[t][:, None, None] * states[block]
+                states[block] = kept + b[t][:, :, None] * (dt[t][:, None] * x[t])[:, None]
+                read[t] = torch.einsum("hn,hnp->hp", c[t], states[block]) + skip[:, None] * x[t]
+        return read.to(device), states.to(device)
 
     def call(self, op: Op, fixed_order: bool = False) -> Tensor:
         return op(

@@ -49,12 +49,12 @@ def _batch(
 
 def _filled(metadata: AttentionMetadata, block: int, width: int, counts: list[int]) -> torch.Tensor:
     """Returns pages in which requests have the first `counts` rows, and all else is NaN."""
-    tables = metadata.block_tables
-    pages = torch.full((int(tables.max()) + 1, block, width), NAN, device=tables.device)
+    tables = metadata.block_tables.cpu()
+    pages = torch.full((int(tables.max()) + 1, block, width), NAN)
     for table, count in zip(tables, counts, strict=True):
-        for place in range(count):
-            pages[table[place // block], place % block] = torch.randn(width, device=pages.device)
-    return pages
+        places = torch.arange(count)
+        pages[table[places // block].long(), places % block] = torch.randn(count, width)
+    return pages.to(metadata.block_tables.device)
 
 
 def _table(rope: int, device: str, length: int = 256) -> torch.Tensor:
