@@ -69,6 +69,7 @@ class LayerShape:
 SHAPES = {
     "deepseek-v2-lite": LayerShape(64, 6, 2048, 1408),
     "deepseek-v3": LayerShape(256, 8, 7168, 2048),
+    "deepseek-v4-flash": LayerShape(256, 6, 4096, 2048),
     "gemma-4-26b-a4b": LayerShape(128, 8, 2816, 704),
     "glm-4.5-air": LayerShape(128, 8, 4096, 1408),
     "gpt-oss-20b": LayerShape(32, 4, 2880, 2880),
