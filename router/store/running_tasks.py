@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from router.store.database import Database
+if TYPE_CHECKING:  # imported by every router, and the database is an extra
+    from router.store.database import Database
 
 
 async def no_drain() -> None:
