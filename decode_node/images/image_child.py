@@ -37,10 +37,13 @@ class ImageChildConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageTask(msgspec.Struct, array_like=True):
-    """An image, or a video: one file, or pictures that follow each other."""
+    """An image, or a video: one file, or pictures that follow each other. `pixels`, `video`: how it
+    is prepared, where its request has a say; None: as all others."""
 
     data: list[bytes]
     is_video: bool = False
+    pixels: PixelSpec | None = None
+    video: VideoSpec | None = None
 
 
 class ImageResult(msgspec.Struct, array_like=True):
@@ -99,8 +102,9 @@ def main() -> None:
 
 
 def _result(task: ImageTask, config: ImageChildConfig) -> ImageResult:
+    pixels, video = task.pixels or config.pixels, task.video or config.video
     if not task.is_video:
-        return ImageResult(image=preprocess(task.data[0], config.pixels, config.max_pixels))
-    assert config.video is not None
-    made = preprocess_video(task.data, config.pixels, config.video, config.max_pixels)
+        return ImageResult(image=preprocess(task.data[0], pixels, config.max_pixels))
+    assert video is not None
+    made = preprocess_video(task.data, pixels, video, config.max_pixels)
     return ImageResult(video=made)

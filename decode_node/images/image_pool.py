@@ -29,6 +29,7 @@ from decode_node.images.image_child import (
     send_frame,
 )
 from decode_node.images.image_turns import ImageLine, ImageTurns
+from decode_node.images.media_options import Prepared
 from decode_node.images.preprocess import ImageError
 from decode_node.images.videos.preprocess import VideoPixels
 from edge.logs.setup import log_style
@@ -58,6 +59,9 @@ class ImagePool:
         timeout_s: Seconds that one image may take.
         video: How videos are prepared; None: there are none.
         video_timeout_s: Seconds that one video may take.
+
+    Attributes:
+        prepared: How images and videos are prepared whose request has no say.
     """
 
     def __init__(
@@ -70,8 +74,7 @@ class ImagePool:
         video: VideoSpec | None = None,
         video_timeout_s: float = 0.0,
     ) -> None:
-        self._pixels = pixels
-        self._video = video
+        self.prepared = Prepared(pixels, video)
         self._max_pixels = max_pixels
         self._timeout_s = timeout_s
         self._video_timeout_s = video_timeout_s
@@ -86,7 +89,7 @@ class ImagePool:
 
     @property
     def takes_videos(self) -> bool:
-        return self._video is not None
+        return self.prepared.video is not None
 
     async def process(self, task: ImageTask, line: ImageLine) -> ImagePixels | VideoPixels:
         """Returns the patches of an encoded image or video, which is one of `line`. Raises
@@ -161,8 +164,8 @@ class ImagePool:
     def _config(self, fd: int) -> ImageChildConfig:
         return ImageChildConfig(
             fd=fd,
-            pixels=self._pixels,
-            video=self._video,
+            pixels=self.prepared.pixels,
+            video=self.prepared.video,
             max_pixels=self._max_pixels,
             log=log_style(),
         )

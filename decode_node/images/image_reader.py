@@ -19,6 +19,7 @@ from decode_node.images.image_child import ImageTask
 from decode_node.images.image_parts import ImagePlace
 from decode_node.images.image_pool import ImagePool
 from decode_node.images.image_turns import ImageLine
+from decode_node.images.media_options import IO, PROCESSOR, MediaOptions, Prepared, prepared
 from decode_node.images.preprocess import ImageError
 from decode_node.images.videos.preprocess import MAX_PATCH_BYTES, VideoPixels
 from edge.http.errors import BadRequest
@@ -65,15 +66,19 @@ class ImageReader:
         self._limits = images, videos or ReadLimits(0, 0)
         self._room = EncodedRoom()
 
-    async def read(self, places: Sequence[ImagePlace]) -> list[ImagePixels | VideoPixels]:
-        """Returns the images and videos at all `places`. Raises `BadRequest`, `Overloaded`,
-        `Unavailable`."""
+    async def read(
+        self, places: Sequence[ImagePlace], options: MediaOptions | None = None
+    ) -> list[ImagePixels | VideoPixels]:
+        """Returns the images and videos at all `places`. `options`: how the request wants them
+        prepared. Raises `BadRequest`, `Overloaded`, `Unavailable`."""
+        how = self._prepared(options)
         if not places:
             return []
         self._check_counts(places)
         assert self._pool is not None
         line = ImageLine(has_videos=any(place.is_video for place in places))
-        tasks = [asyncio.create_task(self._read(self._pool, place, line)) for place in places]
+        pool = self._pool
+        tasks = [asyncio.create_task(self._read(pool, place, how, line)) for place in places]
         try:
             images = list(await asyncio.gather(*tasks))
         finally:
@@ -86,6 +91,16 @@ class ImageReader:
                 param=places[-1].param,
             )
         return images
+
+    def _prepared(self, options: MediaOptions | None) -> Prepared | None:
+        """Returns how the request wants its images prepared; None: as all others. Raises
+        `BadRequest`."""
+        if options is None or not (options.processor or options.io):
+            return None
+        if self._pool is None:
+            name = PROCESSOR if options.processor else IO
+            raise BadRequest(f"{name}: this model takes no images here", param=name)
+        return prepared(self._pool.prepared, options)
 
     def _check_counts(self, places: Sequence[ImagePlace]) -> None:
         for is_video, limits in enumerate(self._limits):
@@ -106,12 +121,13 @@ class ImageReader:
             self._pool.close()
 
     async def _read(
-        self, pool: ImagePool, place: ImagePlace, line: ImageLine
+        self, pool: ImagePool, place: ImagePlace, how: Prepared | None, line: ImageLine
     ) -> ImagePixels | VideoPixels:
         try:
             with self._room.held() as hold:
                 data = await self._encoded(place, hold)
-                return await pool.process(ImageTask(data, place.is_video), line)
+                task = ImageTask(data, place.is_video, *(how or ()))
+                return await pool.process(task, line)
         except ImageError as error:
             name = _kind(place.is_video)
             raise BadRequest(

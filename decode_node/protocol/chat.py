@@ -61,6 +61,10 @@ class ChatCompletionRequest(GenerationBody):
     """Variables for the model's chat template."""
     documents: list[dict[str, Any]] | None = None
     """Texts for templates that have a place for them."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """How images and videos are prepared, as in vLLM: `min_pixels`, `max_pixels`, `fps` and kin."""
+    media_io_kwargs: dict[str, dict[str, Any] | None] | None = None
+    """Only of videos, `fps` and `num_frames`: which frames are taken."""
 
     @property
     def wanted_max_tokens(self) -> int | None:

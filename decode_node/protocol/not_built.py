@@ -84,6 +84,8 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "tools": NotBuilt(_CHATS),
     "chat_template": NotBuilt("a template of the request is not taken; the checkpoint's is used"),
     "continue_final_message": NotBuilt(_CHATS),
+    "mm_processor_kwargs": NotBuilt("only /v1/chat/completions and /tokenize have it"),
+    "media_io_kwargs": NotBuilt("only /v1/chat/completions and /tokenize have it"),
     "documents": NotBuilt("put documents into the messages"),
     "thinking_token_budget": NotBuilt("use max_tokens"),
     "reasoning_effort": NotBuilt("see chat_template_kwargs", ("none",)),

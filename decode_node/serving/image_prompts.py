@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from decode_node.images.image_parts import Encode, ImagePrompt, expanded, image_places
 from decode_node.images.image_reader import ImageReader
+from decode_node.images.media_options import MediaOptions
 from decode_node.images.videos.preprocess import VideoPixels
 from decode_node.protocol.chat import ChatCompletionRequest
 from edge.http.errors import BadRequest
@@ -24,7 +25,8 @@ class ImagePrompts:
 
     async def read(self, body: ChatCompletionRequest) -> list[ImagePixels | VideoPixels]:
         """Returns the images and videos of all messages, in order. Raises `HttpError`."""
-        return await self._reader.read(image_places(body))
+        options = MediaOptions(body.mm_processor_kwargs or {}, body.media_io_kwargs or {})
+        return await self._reader.read(image_places(body), options)
 
     def with_images(
         self,
