@@ -45,12 +45,14 @@ class LayerInputs(nn.Module):
         shard: Shard,
     ) -> None:
         super().__init__()
-        self.size, self.hidden_size = size, hidden_size
+        self.vocab_size, self.size, self.hidden_size = vocab_size, size, hidden_size
         self.table = VocabParallelEmbedding(vocab_size, num_layers * size, shard.at(_TABLE))
         self.projection = ReplicatedLinear(hidden_size, num_layers * size, shard.at(_PROJECTION))
         self.norm = RMSNorm(size, eps, shard)
 
     def forward(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
+        # Tokens that the table lacks read what its first one does.
+        input_ids = torch.where(input_ids < self.vocab_size, input_ids, 0)
         of_tokens: Tensor = self.table(input_ids) * self.size**0.5
         projected: Tensor = self.projection(embedded) * self.hidden_size**-0.5
         normed: Tensor = self.norm(projected.view(-1, self.size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from engine.layers.linear import (
@@ -96,6 +97,36 @@ class GatedMLP(DenseMLP):
         names = ("gate_up_proj",) if is_fused else ("gate_proj", "up_proj")
         yield from self.gate_up_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")
+
+
+class CutGateMLP(GatedMLP):
+    """A block with GELU whose gates count by how far they are above their mean and `cutoff`
+    standard deviations, over the units of all ranks; those below are zero. Source: Gemma 3n
+    (Google, 2025)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        shard: Shard,
+        cutoff: float,
+        norm: RMSNorm | None,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, shard, is_gelu=True, norm=norm)
+        self.cutoff, self.units, self.group = cutoff, intermediate_size, shard.tp
+
+    def _activated(self, x: Rows) -> Rows:
+        layer = self.gate_up_proj
+        gates, up = layer.method.apply_rows(layer, x).chunk(2, dim=1)
+        wide = gates.float()
+        mean = self._mean(wide)
+        deviation = self._mean((wide - mean).square()).sqrt()
+        kept = torch.relu(wide - (mean + deviation * self.cutoff)).to(gates.dtype)
+        return ops.gelu_tanh_and_mul(torch.cat((kept, up), dim=1))
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Returns the mean of each row over all ranks, [T, 1]."""
+        return self.group.all_reduce(x.sum(1, keepdim=True)) / self.units
 
 
 class SquaredMLP(DenseMLP):

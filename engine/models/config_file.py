@@ -8,27 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.models.config_parts import LinearAttentionFields, SparseAttentionFields
+from engine.models.config_parts import MOST, LinearAttentionFields, SparseAttentionFields
 
 DEFAULT_ROPE_THETA = 10_000.0
-
-_MOST = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 18,
-    "intermediate_size": 1 << 20,
-    "moe_intermediate_size": 1 << 20,
-    "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 14,
-    "num_experts": 1 << 14,
-    "num_local_experts": 1 << 14,
-    "n_routed_experts": 1 << 14,
-    "moe_num_experts": 1 << 14,
-    "max_position_embeddings": 1 << 28,
-    "model_max_length": 1 << 28,
-}
-"""Sizes far above those of any model: beyond them memory would end before an error is raised."""
 
 
 class RopeFields(msgspec.Struct):
@@ -97,8 +79,9 @@ class ConfigFile(msgspec.Struct):
     """Kimi Linear calls it `model_max_length`."""
     num_hidden_layers: int = 0
     """Nemotron-H has a list of them instead."""
-    intermediate_size: int = 0
-    """Checkpoints whose every layer has experts may leave it out."""
+    units: int | list[int] = msgspec.field(default=0, name="intermediate_size")
+    """Checkpoints whose every layer has experts may leave it out; a number for each layer is Gemma
+    3n's form."""
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float | None = None
@@ -242,10 +225,16 @@ class ConfigFile(msgspec.Struct):
     per_layer_config: dict[str, dict[str, object]] | None = None
     """The same as transformers writes it: changes of fields by the number of a layer."""
     attention_k_eq_v: bool = False
-    num_kv_shared_layers: int = 0
+    num_kv_shared_layers: int | None = None
     hidden_size_per_layer_input: int | None = None
     vocab_size_per_layer_input: int | None = None
     use_double_wide_mlp: bool = False
+    altup_num_inputs: int | None = None
+    """This and what follows are of Gemma 3n."""
+    altup_active_idx: int = 0
+    altup_correct_scale: bool = True
+    laurel_rank: int | None = None
+    activation_sparsity_pattern: float | list[float] | None = None
     enable_moe_block: bool = False
     top_k_experts: int | None = None
     """Gemma's name of `num_experts_per_tok`."""
@@ -373,6 +362,12 @@ class ConfigFile(msgspec.Struct):
     expert_dtype: str | None = None
 
     @property
+    def intermediate_size(self) -> int:
+        """Returns the one of all layers; -1: they differ."""
+        sizes = {self.units} if isinstance(self.units, int) else set(self.units)
+        return sizes.pop() if len(sizes) == 1 else -1
+
+    @property
     def rope_theta(self) -> float | None:
         return None if isinstance(self.rope_bases, list) else self.rope_bases
 
@@ -393,7 +388,7 @@ class ConfigFile(msgspec.Struct):
 
     def size_fault(self) -> str:
         """Returns which size no model has; empty if all are possible."""
-        for name, most in _MOST.items():
+        for name, most in MOST.items():
             size = getattr(self, name)
             if size is not None and not 0 <= size <= most:
                 return f"says that {name} is {size}, and no model has more than {most}"

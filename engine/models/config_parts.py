@@ -1,8 +1,26 @@
-"""Objects inside `config.json` that one family has."""
+"""Bounds of sizes, and objects inside `config.json` that one family has."""
 
 from __future__ import annotations
 
 import msgspec
+
+MOST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "moe_intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 14,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+    "moe_num_experts": 1 << 14,
+    "max_position_embeddings": 1 << 28,
+    "model_max_length": 1 << 28,
+}
+"""Sizes far above those of any model: beyond them memory would end before an error is raised."""
 
 
 class SparseAttentionFields(msgspec.Struct):

@@ -21,7 +21,7 @@ from engine.models.expert_block import mlp_block, mlp_weights
 from engine.models.layer_kinds import LayerInputs, routed_slots
 from engine.models.layer_norms import layer_norm, norm_weights
 from engine.models.specs.dense import DenseSpec
-from engine.models.streams import LayerStreams, enter
+from engine.models.streams import LayerStreams, end_layer, enter
 from tandem_kernels.attention.index_pages import LayerCache
 
 
@@ -39,10 +39,11 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard, index: int) -> None:
         super().__init__()
         self.self_attn: AnyAttention
-        self.spec, self.streams = spec, LayerStreams(spec, shard)
+        self.spec = spec
         self.norms = names = spec.norms_of(index)
         experts, has_mlp = spec.experts, index not in spec.bare_layers
         self.before_attention = layer_norm(spec, shard, names.before_attention)
+        self.streams = LayerStreams(spec, shard, self.before_attention)
         after = layer_norm(spec, shard, names.after_attention, spec.after_eps)
         self.module, self.self_attn = mixing_block(config, spec, index, shard, after)
         self.keeps_rows = isinstance(self.self_attn, AttentionBlock)
@@ -76,8 +77,10 @@ class DecoderLayer(nn.Module):
             mlp(stream, self.before_mlp, slots)
         elif mlp is not None:
             mlp(stream.read_rows(self.before_mlp, mlp.input_form), stream)
+        enter(stream, self.streams.input)
         if self.input is not None and given is not None:
             self.input(stream, given if kept is None else given.index_select(0, kept))
+        end_layer(stream)
         if self.scalar is not None:
             stream.scale(self.scalar)
 

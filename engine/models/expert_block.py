@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from engine.layers.expert_share import ExpertShare
 from engine.layers.linear import ReplicatedLinear
-from engine.layers.mlp import DenseMLP, GatedMLP, SquaredMLP
+from engine.layers.mlp import CutGateMLP, DenseMLP, GatedMLP, SquaredMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.paired_mlp import PairedMLP
 from engine.layers.router import Router, RouterOptions
@@ -138,6 +138,9 @@ def _dense_mlp(spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None) 
     if spec.activation == "relu_squared":
         units, inner = spec.units_of(index), shard.at(spec.mlp_module)
         return SquaredMLP(spec.hidden_size, units, inner, norm=norm)
+    if cutoff := spec.gate_cutoff(index):
+        units, inner = spec.units_of(index), shard.at(spec.mlp_module)
+        return CutGateMLP(spec.hidden_size, units, inner, cutoff, norm)
     return GatedMLP(
         spec.hidden_size,
         spec.units_of(index),

@@ -28,6 +28,7 @@ from engine.models.specs.dots import Dots1Spec
 from engine.models.specs.ernie import Ernie45MoeSpec, Ernie45Spec
 from engine.models.specs.exaone import Exaone4Spec
 from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
+from engine.models.specs.gemma3n import Gemma3nSpec
 from engine.models.specs.gemma4 import Gemma4Spec
 from engine.models.specs.glm4 import Glm4Spec, Glm4vSpec
 from engine.models.specs.glm4_moe import Glm4MoeSpec, SolarOpenSpec
@@ -79,6 +80,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "FalconH1ForCausalLM": FalconH1Spec,
     "Gemma2ForCausalLM": Gemma2Spec,
     "Gemma3ForCausalLM": Gemma3Spec,
+    "Gemma3nForCausalLM": Gemma3nSpec,
     "Gemma4ForCausalLM": Gemma4Spec,
     "Glm4ForCausalLM": Glm4Spec,
     "Glm4vForCausalLM": Glm4vSpec,

@@ -6,6 +6,14 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from engine.layers.alternating import (
+    AltEnds,
+    AltStream,
+    AltUp,
+    Correction,
+    LowRankWay,
+    Prediction,
+)
 from engine.layers.hyper_connection import HyperConnection, HyperHead, HyperStream
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
@@ -20,17 +28,22 @@ class Streams(nn.Module):
     """Begins the stream of a pass and ends it; `spec` says how many there are."""
 
     head: HyperHead | None
+    ends: AltEnds | None
 
     def __init__(self, spec: DenseSpec, shard: Shard) -> None:
         super().__init__()
         self.streams = spec.residual_streams
-        self.head = None
+        self.head = self.ends = None
+        if (alternating := spec.alternating_streams) is not None:
+            self.ends = AltEnds(spec.hidden_size, alternating.count, shard.at("model"))
         if self.streams is not None:
             count = self.streams.count
             self.head = HyperHead(spec.hidden_size, count, _form(spec), shard)
 
     def begin(self, rows: Tensor) -> ResidualStream:
         """Returns the stream that begins with `rows` [T, H], whose memory becomes the stream's."""
+        if self.ends is not None:
+            return self.ends.begin(rows)
         streams = self.streams
         return ResidualStream(rows) if streams is None else HyperStream(rows, streams.count)
 
@@ -39,37 +52,63 @@ class Streams(nn.Module):
         if isinstance(stream, HyperStream):
             assert self.head is not None
             stream.enter(self.head)
+        enter(stream, self.ends)
         return stream.normed(norm)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        if self.ends is not None:
+            yield from self.ends.checkpoint_weights(prefix)
         if self.head is not None:
             yield from self.head.checkpoint_weights(f"{prefix}.{_HEAD}")
 
 
 class LayerStreams(nn.Module):
-    """Says what the blocks of one layer read of several streams; of one, they read all."""
+    """Says what the blocks of one layer read of several streams; of one, they read all. `norm`: of
+    what attention reads."""
 
-    attention: HyperConnection | None
-    mlp: HyperConnection | None
+    attention: HyperConnection | Prediction | None
+    mlp: HyperConnection | LowRankWay | None
+    input: Correction | None
+    altup: AltUp | None
 
-    def __init__(self, spec: DenseSpec, shard: Shard) -> None:
+    def __init__(self, spec: DenseSpec, shard: Shard, norm: RMSNorm | None) -> None:
         super().__init__()
-        self.attention = self.mlp = None
+        self.attention = self.mlp = self.input = self.altup = None
+        if (alternating := spec.alternating_streams) is not None:
+            assert norm is not None
+            sizes_of = spec.hidden_size, alternating.count, alternating.rank, spec.rms_norm_eps
+            self.altup = altup = AltUp(*sizes_of, norm, shard)
+            self.attention, self.mlp = altup.prediction, altup.low_rank
+            self.input = altup.correction
         if (streams := spec.residual_streams) is not None:
             sizes = spec.hidden_size, streams.count, _form(spec), shard
             self.attention, self.mlp = HyperConnection(*sizes), HyperConnection(*sizes)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        if self.altup is not None:
+            yield from self.altup.checkpoint_weights(prefix)
         for connection, name in ((self.attention, "hc_attn"), (self.mlp, "hc_ffn")):
-            if connection is not None:
+            if isinstance(connection, HyperConnection):
                 yield from connection.checkpoint_weights(f"{prefix}.{name}")
 
 
-def enter(stream: ResidualStream, block: HyperConnection | None) -> None:
+def enter(
+    stream: ResidualStream,
+    block: HyperConnection | Prediction | LowRankWay | Correction | AltEnds | None,
+) -> None:
     """Makes the stream ready for a block."""
-    if block is not None:
+    if isinstance(block, HyperConnection):
         assert isinstance(stream, HyperStream)
         stream.enter(block)
+    elif block is not None:
+        assert isinstance(stream, AltStream)
+        block.enter(stream)
+
+
+def end_layer(stream: ResidualStream) -> None:
+    """Gives several streams what a layer's own input adds to them."""
+    if isinstance(stream, AltStream):
+        stream.end_layer()
 
 
 def _form(spec: DenseSpec) -> StreamForm:

@@ -75,6 +75,19 @@ WRAPPERS = {
             "max_position_embeddings": 131_072,
         },
     ),
+    "Gemma3nForConditionalGeneration": Wrapper(
+        {"": "Gemma3nForCausalLM"},
+        {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "vocab_size": 262_400,
+            "hidden_size": 2048,
+            "intermediate_size": 16_384,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32_768,
+        },
+    ),
     "Gemma4ForConditionalGeneration": Wrapper(
         {"": "Gemma4ForCausalLM"}, {"hidden_activation": "gelu_pytorch_tanh"}
     ),

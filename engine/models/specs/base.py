@@ -12,7 +12,7 @@ from engine.head_sizes import HeadSizes
 from engine.models.config_file import ConfigFile
 from engine.models.specs.indexer import BlockIndexerSpec, IndexerSpec
 from engine.models.specs.latent import LatentSpec
-from engine.models.specs.token_rows import StreamsSpec, TokenRowsSpec
+from engine.models.specs.token_rows import AltSpec, StreamsSpec, TokenRowsSpec
 
 PLAIN_CHECKPOINT = "use a plain checkpoint of this family, in fp32, fp16 or bf16"
 
@@ -152,6 +152,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def residual_streams(self) -> StreamsSpec | None:
         """Returns how residual streams are mixed; None: there is one."""
         return None
+
+    @property
+    def alternating_streams(self) -> AltSpec | None:
+        """Returns of how many streams layers compute one; None: there is one."""
+        return None
+
+    def gate_cutoff(self, layer: int) -> float:
+        """Returns how many standard deviations above their mean a layer's gates are kept; 0: all
+        are."""
+        return 0.0
 
     @property
     def has_sinks(self) -> bool:

@@ -37,7 +37,7 @@ def with_common_names(file: ConfigFile) -> ConfigFile:
         quantization_config=values,
         qk_rope_head_dim=file.qk_rope_head_dim or _rope_dim(file),
         partial_rotary_factor=None,
-        intermediate_size=file.moe_intermediate_size or 0,
+        units=file.moe_intermediate_size or 0,
         rope_parameters=_rope_of_rows(file),
         rope_scaling=None,
         rope_bases=_main_theta(file),

@@ -77,7 +77,7 @@ class Gemma4Spec(GemmaSpec, frozen=True, kw_only=True):
         local = set(more["window_layers"])
         full = tuple(i for i in range(file.num_hidden_layers) if i not in local)
         size, vocab = file.hidden_size_per_layer_input, file.vocab_size_per_layer_input
-        count, shared = file.num_hidden_layers, file.num_kv_shared_layers
+        count, shared = file.num_hidden_layers, file.num_kv_shared_layers or 0
         return {
             **more,
             "attention_scale": 1.0,
@@ -104,7 +104,7 @@ class Gemma4Spec(GemmaSpec, frozen=True, kw_only=True):
     @classmethod
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
         yield from super()._faults(file)
-        kinds, shared = file.layer_types or [], file.num_kv_shared_layers
+        kinds, shared = file.layer_types or [], file.num_kv_shared_layers or 0
         first = file.num_hidden_layers - shared
         if shared < 0 or (shared and set(kinds[: max(0, first)]) != set(kinds)):
             yield UnsupportedField(

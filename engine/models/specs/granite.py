@@ -64,9 +64,9 @@ class GraniteHybridSpec(GraniteSpec, frozen=True, kw_only=True):
         shared = number_of(file, "shared_intermediate_size")
         if file.num_local_experts:
             return msgspec.structs.replace(
-                file, moe_intermediate_size=file.intermediate_size, intermediate_size=shared
+                file, moe_intermediate_size=file.intermediate_size, units=shared
             )
-        return msgspec.structs.replace(file, intermediate_size=shared)
+        return msgspec.structs.replace(file, units=shared)
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:

@@ -52,7 +52,7 @@ class Lfm2Spec(DenseSpec, frozen=True, kw_only=True):
             file,
             rms_norm_eps=file.norm_eps,
             tie_word_embeddings=tied,
-            intermediate_size=cls.units(file),
+            units=cls.units(file),
         )
 
     @classmethod

@@ -35,7 +35,7 @@ def with_common_names(file: ConfigFile) -> ConfigFile:
         moe_layer_freq=1,
         hidden_act="silu" if file.hidden_act == "swigluoai" else file.hidden_act,
         moe_intermediate_size=file.intermediate_size,
-        intermediate_size=file.dense_intermediate_size or _DENSE_SIZE,
+        units=file.dense_intermediate_size or _DENSE_SIZE,
         index_n_heads=_said(sparse, "sparse_num_index_heads", file.index_n_heads),
         index_head_dim=_said(sparse, "sparse_index_dim", file.index_head_dim),
         index_block_size=_said(sparse, "sparse_block_size", file.index_block_size),

@@ -85,6 +85,14 @@ def _group(
     return KVLayers(layers=tuple(layers), planes=planes, window=window, **how)  # type: ignore[arg-type]
 
 
+class AltSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Says how many residual streams there are of which layers compute one, and the rank of the way
+    around attention; see `engine.layers.alternating`."""
+
+    count: int
+    rank: int
+
+
 class StreamsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Says how many residual streams there are and how they are mixed; see
     `engine.layers.hyper_connection`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from transformers import (
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     LagunaConfig,
@@ -50,6 +52,23 @@ _GEMMA4 = {
 }
 
 LAYERED_FAMILIES = {
+    "gemma3n": Family(
+        Gemma3nForCausalLM,
+        Gemma3nTextConfig,
+        {
+            "head_dim": 16,
+            "sliding_window": 17,
+            "num_hidden_layers": 6,
+            "layer_types": [_WINDOW, _FULL, _WINDOW] * 2,
+            "num_kv_shared_layers": 3,
+            "altup_num_inputs": 3,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.95, 0.6, 0.0, 0.0, 0.9, 0.0],
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 60,
+        },
+        seed=22,
+    ),
     "gemma4": Family(Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA4),
     "gemma4_apart": Family(
         Gemma4ForCausalLM,

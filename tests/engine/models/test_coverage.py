@@ -19,6 +19,7 @@ COMPARED = {family.architecture for family in FAMILIES.values()}
 COMPARED |= {family.model.__name__ for family in VISION_FAMILIES.values()}
 ELSEWHERE = {
     "BailingMoeV2ForCausalLM",
+    "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "InternS1ForConditionalGeneration",

@@ -27,7 +27,7 @@ NGRAMS = parse_speculative_config(
 )
 DRAFTED = frozenset(
     {"mimo_v2", "gemma4", "gemma4_experts", "gemma4_shared", "laguna", "ministral3", "mistral4"}
-    | {"step3p7", "glm_moe_dsa", "deepseek_v4"}
+    | {"gemma3n", "step3p7", "glm_moe_dsa", "deepseek_v4"}
 )
 """Families whose decode nodes draft."""
 
@@ -40,6 +40,7 @@ DRAFTED = frozenset(
         ("gemma4", "cuda_ipc,stream", 2, (16, 32)),
         ("gemma4_experts", "stream", 2, (16, 32)),
         ("gemma4_shared", "stream", 2, (32, 16)),
+        ("gemma3n", "stream", 2, (16, 32)),
         ("step3p7", "stream", 2, (32, 16)),
         ("mistral4", "cuda_ipc,stream", 2, (16, 32)),
         ("laguna", "stream", 1, (32, 16)),

@@ -165,6 +165,7 @@ NEWER = "model.language_model.", "lm_head."
         ("qwen3_5_tied", "Qwen3_5ForConditionalGeneration", NEWER),
         ("qwen3_tied", "InternS1ForConditionalGeneration", NEWER),
         ("qwen2", "InternVLForConditionalGeneration", PUBLISHED),
+        ("gemma3n", "Gemma3nForConditionalGeneration", NEWER),
         ("gemma4", "Gemma4ForConditionalGeneration", NEWER),
         ("gemma4", "Gemma4UnifiedForConditionalGeneration", NEWER),
     ],
