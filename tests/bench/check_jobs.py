@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import pytest
 
-from bench.jobs.plan import Job, read_plans
+from bench.plan import Job, read_plans
 from engine.fast_paths import FastPath
 
 _parse_known = argparse.ArgumentParser.parse_known_args

@@ -79,7 +79,8 @@ def main() -> None:
             wait_for(paths[0])
             remove(paths[1])
         case "leave":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            paths[0].write_text(str(left.pid))
         case _:
             sys.exit(3)
 

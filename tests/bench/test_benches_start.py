@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from bench.jobs.plan import PLANS, ROOT, read_plans
+from bench.plan import PLANS, ROOT, read_plans
 from bench.record import RESULTS
 
 FILES = {
@@ -81,8 +81,8 @@ def test_results_name_commands_that_still_parse(problems):
 
 BAD_JOBS = {
     "run = 'bench.engine.no_such_bench'": "no_such_bench",
-    "run = 'bench.engine.tails --turns 3'": "unrecognized arguments: --turns 3",
-    "run = 'bench.engine.tails --steps few'": "invalid int value: 'few'",
+    "run = 'bench.engine.sweep --turns 3'": "unrecognized arguments: --turns 3",
+    "run = 'bench.engine.sweep --cases few'": "invalid int value: 'few'",
     "run = 'bench.engine.speed --disabled-fast-paths pld'": "no such fast paths: pld",
     "pytest = 'tests/bench/no_such_test.py'": "no_such_test.py",
     "pytest = 'tests/bench/test_queue.py -k no_such_test'": "deselected",

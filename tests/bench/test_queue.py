@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from bench.jobs.order import Busy, next_job, reason_to_leave_out
-from bench.jobs.plan import ROOT, Job, PlanError, read_plans
-from bench.jobs.process import JobProcess, session_of
-from bench.queue import Queue
+from bench.plan import ROOT, Job, PlanError, read_plans
+from bench.queue import Queue, places_for
 from tests.processes import is_alive
 
 _LONG_S = 240
@@ -66,9 +65,9 @@ def test_jobs_behind_a_failure_go_on_and_what_needs_it_is_left_out(tmp_path):
         job_text("bad", "fail"),
         job_text("needs_bad", "fail", after=["bad"]),
         job_text("needs_that", "fail", after=["needs_bad"]),
-        job_text("good", "write {out}/figures.txt", results=["{out}/figures.txt"]),
+        job_text("good", f"write {tmp_path}/figures.txt", results=[f"{tmp_path}/fig*.txt"]),
         job_text("needs_good", f"write {tmp_path}/kept", results=[f"{tmp_path}/kept"]),
-        job_text("empty", "write {out}/other", results=["{out}/*.txt"]),
+        job_text("empty", f"alone {tmp_path}", results=[f"{tmp_path}/*.none"]),
         job_text("two_gpus", "fail", gpus=2),
     )
     code, printed, jobs = run_queue(plan, "--gpus", "cpu")
@@ -79,7 +78,7 @@ def test_jobs_behind_a_failure_go_on_and_what_needs_it_is_left_out(tmp_path):
         "plan.needs_that": ("left out", "needs plan.needs_bad"),
         "plan.good": ("passed", ""),
         "plan.needs_good": ("passed", ""),
-        "plan.empty": ("failed", "did not write {out}/*.txt"),
+        "plan.empty": ("failed", f"did not write {tmp_path}/*.none"),
         "plan.two_gpus": ("left out", "needs 2 GPUs"),
     }
     out = tmp_path / "out"
@@ -90,7 +89,7 @@ def test_jobs_behind_a_failure_go_on_and_what_needs_it_is_left_out(tmp_path):
     told = json.loads((out / "queue.json").read_text())
     assert {"machine", "versions", "date", "commit", "command"} <= set(told)
     table = printed.splitlines()[-len(jobs) :]
-    assert [line.split()[0] for line in table] == list(jobs)
+    assert [re.findall(r"plan\.\w+", line)[0] for line in table] == list(jobs)
 
 
 def test_jobs_of_one_gpu_run_at_once_and_those_of_two_alone(tmp_path):
@@ -138,7 +137,7 @@ def test_a_job_has_the_gpu_that_is_free(tmp_path):
     plan = write_plan(
         tmp_path,
         job_text("long", f"wait {ended}"),
-        job_text("short", "write {out}/a"),
+        job_text("short", f"write {tmp_path}/w"),
         job_text("next", f"write {ended}", after=["short"]),
     )
     code, _, jobs = run_queue(plan, "--gpus", "4,7")
@@ -151,46 +150,21 @@ def test_a_job_is_ended_at_its_limit(tmp_path):
     plan = write_plan(
         tmp_path,
         job_text("hangs", f"hang {tmp_path}/pids", limit_s=1),
-        job_text("next", "write {out}/a"),
+        job_text("next", f"write {tmp_path}/w"),
     )
-    code, printed, jobs = run_queue(plan, "--gpus", "cpu", "--grace-s", "0.2")
+    code, printed, jobs = run_queue(plan, "--gpus", "cpu")
     assert code == 1
     assert jobs["plan.hangs"]["why"] == "it took longer than 1 s"
     assert jobs["plan.next"]["state"] == "passed"
     assert "failed    plan.hangs" in printed
 
 
-def job_of(plan: Path) -> Job:
-    return read_plans([str(plan)])[0]
-
-
-def start_hanging(tmp_path: Path) -> tuple[JobProcess, list[int]]:
-    pids = tmp_path / "pids"
-    plan = write_plan(tmp_path, job_text("hangs", f"hang {pids}"))
-    running = JobProcess(job_of(plan), ["cpu"], 1, tmp_path, time.monotonic())
-    wait_until(pids.exists)
-    return running, [int(pid) for pid in pids.read_text().split()]
-
-
-def test_nothing_of_a_job_outlives_it(tmp_path):
-    """Its processes ignore SIGTERM, and one has left the group."""
-    running, pids = start_hanging(tmp_path)
-    assert set(session_of(pids[0])) == set(pids)
-    running.terminate("enough")
-    assert all(is_alive(pid) for pid in pids)
-    running.kill()
-    assert not any(is_alive(pid) for pid in pids)
-    assert running.failure() == "enough"
-
-
 def test_what_a_job_leaves_behind_is_ended_too(tmp_path):
-    plan = write_plan(tmp_path, job_text("leaves", "leave"))
-    running = JobProcess(job_of(plan), ["cpu"], 1, tmp_path, time.monotonic())
-    wait_until(lambda: running.has_ended)
-    (left,) = session_of(running.child.pid)
-    running.kill()
-    assert not is_alive(left)
-    assert running.failure() == ""
+    pids = tmp_path / "pids"
+    plan = write_plan(tmp_path, job_text("leaves", f"leave {pids}"))
+    code, _, jobs = run_queue(plan, "--gpus", "cpu")
+    assert code == 0 and jobs["plan.leaves"]["state"] == "passed"
+    assert not is_alive(int(pids.read_text()))
 
 
 def test_when_the_time_of_all_is_over_jobs_are_ended_and_none_begins(tmp_path):
@@ -200,8 +174,8 @@ def test_when_the_time_of_all_is_over_jobs_are_ended_and_none_begins(tmp_path):
     plan = write_plan(
         tmp_path,
         job_text("hangs", f"hang {pids}", limit_s=10_000),
-        job_text("long", "fail", takes_s=5_000, limit_s=5_000),
         job_text("waits", f"wait {pids}", limit_s=10_000),
+        job_text("long", "fail", takes_s=5_000, limit_s=5_000),
         job_text("late", "fail", after=["waits"]),
     )
     queue = Queue(
@@ -209,11 +183,10 @@ def test_when_the_time_of_all_is_over_jobs_are_ended_and_none_begins(tmp_path):
         ["cpu", "cpu"],
         tmp_path,
         limit_s=4_000,
-        grace_s=0.2,
         clock=lambda: time.monotonic() + (4_500 if pids.exists() else 0),
     )
     queue.run()
-    entries = queue.journal.entries
+    entries = queue.entries
     assert entries["plan.hangs"].why == "the queue's time was over"
     assert entries["plan.long"].why == "no time is left for it"
     assert entries["plan.late"].state == "left out"
@@ -223,7 +196,7 @@ def test_when_the_time_of_all_is_over_jobs_are_ended_and_none_begins(tmp_path):
 def test_sigterm_ends_what_runs_and_leaves_the_rest_out(tmp_path):
     pids = tmp_path / "pids"
     plan = write_plan(tmp_path, job_text("hangs", f"hang {pids}"), job_text("next", "fail"))
-    queue = start_queue(plan, "--gpus", "cpu", "--grace-s", "0.2")
+    queue = start_queue(plan, "--gpus", "cpu")
     wait_until(pids.exists)
     queue.send_signal(signal.SIGTERM)
     printed, _ = queue.communicate(timeout=_LONG_S)
@@ -255,15 +228,6 @@ def test_tests_are_counted_and_a_job_of_none_but_skipped_ones_has_not_passed(tmp
     assert jobs["plan.skipped"]["why"] == "no test ran"
 
 
-def test_a_report_that_was_cut_off_counts_nothing(tmp_path):
-    plan = write_plan(tmp_path, job_text("cut_off", "write {out}/tests.xml"))
-    running = JobProcess(job_of(plan), ["cpu"], 1, tmp_path, time.monotonic())
-    wait_until(lambda: running.has_ended)
-    running.kill()
-    assert (tmp_path / "plan.cut_off" / "tests.xml").read_text() == "figures"
-    assert running.tests() == {} and running.failure() == ""
-
-
 def test_no_job_outlives_a_queue_that_fails(tmp_path):
     """It cannot write down that the second job has ended, as that one has removed its folder."""
     pids, out = tmp_path / "pids", tmp_path / "out"
@@ -279,65 +243,29 @@ def test_no_job_outlives_a_queue_that_fails(tmp_path):
     assert not any(is_alive(int(pid)) for pid in pids.read_text().split())
 
 
-def a_job(
-    name: str,
-    gpus: int,
-    takes_s: float = 10.0,
-    *,
-    after: tuple[str, ...] = (),
-    alone: bool = False,
-) -> Job:
-    return Job(name, "", gpus, 100.0, takes_s, alone, "this", after=after)
-
-
-def test_a_job_of_two_gpus_is_waited_for_by_those_that_would_delay_it():
-    waiting = [a_job("two", 2), a_job("long", 1, 50), a_job("short", 1, 5)]
-    two = ["0", "1"]
-    assert next_job(waiting, set(), two, [Busy(["0"], 20)], 1000) == (waiting[2], ["1"])
-    assert next_job(waiting, set(), two, [Busy(["0"], 2)], 1000) is None
-    assert next_job(waiting, set(), two, [], 1000) == (waiting[0], two)
-
-
-def test_a_job_that_has_to_be_alone_waits_for_all_gpus():
-    waiting = [a_job("alone", 1, alone=True)]
-    three = ["0", "1", "2"]
-    assert next_job(waiting, set(), three, [Busy(["1"], 5)], 1000) is None
-    assert next_job(waiting, set(), three, [], 1000) == (waiting[0], three)
-    assert next_job([a_job("next", 1)], set(), three, [Busy(three, 5)], 1000) is None
-
-
-def test_jobs_wait_for_what_they_need_and_let_others_by():
-    waiting = [a_job("a", 1, after=("z",)), a_job("b", 1, 500), a_job("c", 1)]
-    assert next_job(waiting, set(), ["0"], [], 100) == (waiting[2], ["0"])
-    assert next_job(waiting, {"z"}, ["0"], [], 100) == (waiting[0], ["0"])
+def a_job(gpus: int, *, alone: bool = False) -> Job:
+    return Job("one", "", gpus, 100.0, 10.0, alone, "this")
 
 
 def test_a_job_goes_where_the_fewest_others_run():
-    one = [a_job("one", 1)]
     places = ["4", "4", "4", "7", "7"]
-    assert next_job(one, set(), places, [], 1000) == (one[0], ["4"])
-    assert next_job(one, set(), places, [Busy(["4"], 5)], 1000) == (one[0], ["7"])
-    assert next_job(one, set(), places, [Busy(["4"], 5), Busy(["7"], 5)], 1000) == (one[0], ["4"])
-    full = [Busy(["4"], 5), Busy(["7"], 5), Busy(["7"], 5)]
-    assert next_job(one, set(), places, full, 1000) == (one[0], ["4"])
+    assert places_for(a_job(1), places, places) == ["4"]
+    assert places_for(a_job(1), ["4", "7", "7"], places) == ["7"]
+    assert places_for(a_job(1), ["4", "7"], places) == ["4"]
+    assert places_for(a_job(1), [], places) == []
 
 
 def test_two_places_of_one_gpu_are_no_two_gpus():
-    waiting = [a_job("two", 2), a_job("long", 1, 50), a_job("short", 1, 5)]
     places = ["0", "0", "1", "1"]
-    both = [Busy(["1"], 20), Busy(["1"], 30)]
-    assert next_job(waiting[:1], set(), places, both, 1000) is None
-    assert next_job(waiting, set(), places, both, 1000) == (waiting[2], ["0"])
-    assert next_job(waiting, set(), places, both[1:], 1000) == (waiting[0], ["0", "1"])
-    assert reason_to_leave_out(waiting[0], {}, ["0", "0"], 1000) == "needs 2 GPUs"
-    assert reason_to_leave_out(waiting[0], {}, places, 1000) is None
+    assert places_for(a_job(2), ["0", "0"], places) == []
+    assert places_for(a_job(2), ["0", "0", "1"], places) == ["0", "1"]
+    assert places_for(a_job(2), ["cpu", "cpu"], ["cpu", "cpu"]) == ["cpu", "cpu"]
 
 
 def test_a_job_that_has_to_be_alone_takes_all_places_and_its_own_gpus_first():
-    alone = [a_job("alone", 2, alone=True)]
     places = ["0", "0", "1"]
-    assert next_job(alone, set(), places, [Busy(["0"], 5)], 1000) is None
-    assert next_job(alone, set(), places, [], 1000) == (alone[0], ["0", "1", "0"])
+    assert places_for(a_job(2, alone=True), ["0", "1"], places) == []
+    assert places_for(a_job(2, alone=True), places, places) == ["0", "1", "0"]
 
 
 @pytest.mark.parametrize(

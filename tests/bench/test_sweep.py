@@ -1,4 +1,4 @@
-"""Tests of `bench.engine.sweep`, `random_steps`, `contexts`, `tails` and what they drive."""
+"""Tests of `bench.engine.sweep`, `random_steps`, `contexts` and what they drive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from bench.engine.models.shapes import shape_config
 from bench.engine.random_traffic import RandomTraffic
 from bench.engine.sweep import Case, compare, draw
-from bench.engine.tails import Step, Sums, compared
 from bench.engine.timing.bare_steps import BareSteps
 from engine.contracts.sampling_params import check_sampling
 
@@ -60,15 +59,6 @@ def test_a_case_on_the_line_between_its_neighbours_is_no_cliff() -> None:
     assert not compare("8b", case, [0.008, 0.0114, 0.0125]).is_cliff
     assert compare("8b", case, [0.008, 0.0125, 0.0125]).is_cliff
     assert compare("8b", case, [0.008, 0.008, 0.0125]).is_cliff
-
-
-def test_a_step_is_compared_with_those_around_it() -> None:
-    nothing = Sums(0.0, 0.0, 0.0, 0.0, 0.0)
-    rising = [Step(index, 8.0 + index / 1000, 0.0, nothing) for index in range(400)]
-    rising[7] = Step(7, 16.0, 0.0, nothing)
-    ratios = [step.ratio for step in compared(rising)]
-    assert ratios.pop(7) > 1.9
-    assert min(ratios) > 0.98 and max(ratios) < 1.02
 
 
 def test_prompts_end_chunk_by_chunk(steps: BareSteps) -> None:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from bench.engine.scheduler import make_config
 from bench.record import write_result
 from engine.config import EngineConfig, SchedulerConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
@@ -39,6 +38,7 @@ from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProf
 from engine.sched.scheduler import Scheduler
 from engine.speed.profile import load_profile
 from planner.simulation.step_times import MeasuredTimes, Part
+from tests.engine.sched.llama_steps import make_config
 
 PROFILE = Path(__file__).parents[3] / "planner" / "profiles" / "h200-llama-3.1-8b.json"
 CONTEXT = 1000

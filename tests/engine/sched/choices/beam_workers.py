@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.engine.scheduler import Workers
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.outputs import ModelRunnerOutput, RowSiblings, SiblingTokens, TokenLogprobs
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import BeamParams, SamplingParams
 from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from engine.sample.beam_choice import choose_beams
+from tests.engine.sched.llama_steps import Workers
 
 NUM_TOKENS = 128
 """The length of each answer, in tokens."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from bench.engine.scheduler import make_config
 from engine.contracts.messages import EngineCoreOutput
 from engine.contracts.request import Request
 from engine.contracts.request_spec import IDLE_PRIORITY
@@ -17,6 +16,7 @@ from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from kv_transfer.connectors.no_connector import NoConnectorScheduler
 from tests.engine.sched.choices.beam_workers import NUM_TOKENS, Guesses, asked
+from tests.engine.sched.llama_steps import make_config
 
 
 def run(scheduler: Scheduler, depth: int = 1) -> tuple[list[SchedulerOutput], int]:
