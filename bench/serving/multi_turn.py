@@ -45,7 +45,6 @@ import aiohttp
 from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
 from bench.figures import distribution_ms
-from bench.kv.mooncake import mooncake, python_path
 from bench.record import write_result
 from bench.serving.node_metrics import by_label
 from bench.serving.openai_stream import Outcome, stream_completion
@@ -53,6 +52,7 @@ from bench.serving.pd_cluster import model_folder, supervised
 from bench.serving.soak import metrics_url, until_nothing_is_held
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Service, ServiceSpec
+from tests.kv_transfer.mooncake_processes import mooncake, python_path
 
 MODES = ("cache", "host", "peers", "return")
 STORE = "store"
