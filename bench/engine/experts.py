@@ -18,8 +18,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,7 +27,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from bench.arguments import names_among, parser_of
-from bench.engine.timing.device_time import copy_bytes_per_us, graph_us
+from bench.engine.timing.device_time import compile_all, copy_bytes_per_us, graph_us
 from bench.engine.timing.expert_formats import FORMATS, SHAPES, ExpertWeights, LayerShape
 from bench.record import write_result
 from tandem_kernels.device import gpu_name
@@ -219,13 +217,6 @@ def write_table(held: ExpertWeights, found: dict[bool, Timed], tables: Path) -> 
     return path
 
 
-def compile_all(options: list[str], processes: int) -> None:
-    """Fills the compile cache by processes that launch each tuning once."""
-    command = [sys.executable, "-m", "bench.engine.experts", "--tune", *options, "--part"]
-    parts = [subprocess.Popen([*command, f"{i}/{processes}"]) for i in range(processes)]
-    assert all(part.wait() == 0 for part in parts)
-
-
 def report(name: str, kind: type[ExpertWeights], shape: LayerShape) -> list[dict[str, float]]:
     """Prints and returns how long a layer takes beside its floor, by tokens of a step."""
     bytes_per_us = copy_bytes_per_us()
@@ -278,7 +269,7 @@ def main() -> None:
         options = ["--shape", given.shape, "--format", *given.format, "--ranks", str(given.ranks)]
         options += ["--tokens", ",".join(map(str, given.tokens)), f"--like={given.like}"]
         options += ["--tables", str(given.tables)]
-        compile_all(options, min(16, os.cpu_count() or 1))
+        compile_all("bench.engine.experts", ["--tune", *options], min(16, os.cpu_count() or 1))
         held = kind(shape)
         print(write_table(held, tune(held, shape, sweep, None), given.tables))
     else:

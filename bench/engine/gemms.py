@@ -18,7 +18,6 @@ import argparse
 import itertools
 import math
 import os
-import subprocess
 import sys
 from functools import partial
 
@@ -26,7 +25,12 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from bench.arguments import names_among, parser_of
-from bench.engine.timing.device_time import copy_bytes_per_us, graph_us, matmul_flops_per_us
+from bench.engine.timing.device_time import (
+    compile_all,
+    copy_bytes_per_us,
+    graph_us,
+    matmul_flops_per_us,
+)
 from bench.engine.timing.gemm_formats import FORMATS, SHAPES, Weights
 from bench.record import write_result
 
@@ -90,12 +94,6 @@ def compile_part(given: argparse.Namespace) -> None:
         tuning_us(FORMATS[kind](SHAPES[name], rows), 0, slice(first, None, count))
 
 
-def compile_all(processes: int) -> None:
-    command = [sys.executable, "-m", "bench.engine.gemms", *sys.argv[1:], "--part"]
-    parts = [subprocess.Popen([*command, f"{i}/{processes}"]) for i in range(processes)]
-    assert all(part.wait() == 0 for part in parts)
-
-
 def main() -> None:
     parser = parser_of(__doc__, "gemms")
     parser.add_argument("--formats", type=names_among(FORMATS), default=["bf16", "fp8", "int8"])
@@ -114,7 +112,7 @@ def main() -> None:
         compile_part(given)
         return
     if given.tune:
-        compile_all(min(8, os.cpu_count() or 1))
+        compile_all("bench.engine.gemms", sys.argv[1:], min(8, os.cpu_count() or 1))
     ceilings = copy_bytes_per_us(), matmul_flops_per_us()
     figures = {
         "copy_TB_s": round(ceilings[0] / 1e6, 3),

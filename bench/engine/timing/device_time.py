@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -76,3 +78,10 @@ def matmul_flops_per_us() -> float:
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     return 2 * 8192**3 / eager_us(lambda: torch.mm(a, b, out=out))
+
+
+def compile_all(module: str, options: Sequence[str], processes: int) -> None:
+    """Fills the compile cache: each process launches every n-th case of a bench once (`--part`)."""
+    command = [sys.executable, "-m", module, *options, "--part"]
+    parts = [subprocess.Popen([*command, f"{i}/{processes}"]) for i in range(processes)]
+    assert all(part.wait() == 0 for part in parts)
