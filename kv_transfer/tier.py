@@ -21,45 +21,6 @@ class Tier(StrEnum):
     """A store that all nodes share, and that outlives them."""
 
 
-class LoadTimes(msgspec.Struct, frozen=True, tag="load", array_like=True):
-    """When one transfer process did what for a load from host memory, in CLOCK_MONOTONIC
-    seconds, which all processes of a host share.
-
-    Attributes:
-        received: The command reached the process.
-        begun: Loads before it were through, and its first copies were issued.
-        first: Its first layer was copied and compared, and marked.
-        compared: All checksums were.
-        ended: All layers were copied, compared and marked.
-    """
-
-    received: float
-    begun: float
-    first: float
-    compared: float
-    ended: float
-
-
-class FetchTimes(msgspec.Struct, tag="fetch", array_like=True):
-    """When a transfer process did what to fetch blocks from the store, in CLOCK_MONOTONIC seconds.
-
-    Attributes:
-        began: The command reached the process.
-        got: The last bytes were here.
-        ended: All of them were compared.
-        get_s, check_s: Calls that read, and that compare, summed; several run at once.
-    """
-
-    began: float
-    got: float = 0.0
-    ended: float = 0.0
-    get_s: float = 0.0
-    check_s: float = 0.0
-
-
-JobTimes = LoadTimes | FetchTimes
-
-
 class StoreMeta(msgspec.Struct, frozen=True, tag="store", array_like=True):
     """Either side: copy `blocks[i]` to slot `slots[i]` of the host tier, which then holds the block
     of hash `names[i]`. Answered by a HostTierEvent."""
@@ -145,13 +106,11 @@ class HostTierEvent(msgspec.Struct, frozen=True, tag="host_tier", array_like=Tru
 
     Attributes:
         damaged: Slots of which nothing is to be used: checksums are wrong, or it failed.
-        times: Of a load that went well, or of blocks that came from the store.
     """
 
     job: int
     process: int
     damaged: list[int] = []
-    times: JobTimes | None = None
 
 
 class StoreFound(msgspec.Struct, frozen=True, tag="store_found", array_like=True):

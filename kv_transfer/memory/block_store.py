@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -169,11 +168,10 @@ class BlockStore:
         area, client = self._areas.get(), self._idle.get()
         try:
             values = self._values(some, self._texts[area])
-            began = time.monotonic()
             results = client.batch_get_into_multi_buffers(
                 [one.key for one in values], *_places(values)
             )
-            brought = Brought(some, values, results, began, time.monotonic())
+            brought = Brought(some, values, results)
             brought.give_back = weakref.finalize(brought, self._areas.put, area)
             return brought
         except BaseException:
@@ -256,14 +254,11 @@ class BlockStore:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Brought:
-    """Holds what a call of `get` has read, from `began` to `ended`, in CLOCK_MONOTONIC seconds.
-    `give_back` ends the use of the area in which its headers are."""
+    """Holds what a call of `get` has read. `give_back` ends the use of the area of its headers."""
 
     blocks: Sequence[tuple[bytes, int]]
     values: Sequence[_Value]
     results: Sequence[int]
-    began: float
-    ended: float
     give_back: Callable[[], object] = field(init=False)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,10 +46,8 @@ from kv_transfer.tier import (
     FetchMeta,
     ForgetMeta,
     HostTierEvent,
-    JobTimes,
     LoadBegun,
     LoadMeta,
-    LoadTimes,
     PutMeta,
     SpillMeta,
     StoreFound,
@@ -214,41 +211,36 @@ class HostPool:
         self._end(meta, [])
 
     async def _load(self, meta: LoadMeta) -> None:
-        memory, times = self._memory, None
+        memory = self._memory
         damaged = {slot for slot in meta.slots if memory.name_of(slot) is None}
         if not damaged and not self._layers:
             self._has_begun(meta)
         elif not damaged:
-            received = time.monotonic()
             async with self._in_order:
-                damaged, times = await self._load_layers(meta, received)
+                damaged = await self._load_layers(meta)
         if damaged:
             logger.error("%d blocks of the host tier are damaged, and not used", len(damaged))
-        self._end(meta, sorted(damaged), None if damaged else times)
+        self._end(meta, sorted(damaged))
 
-    async def _load_layers(self, meta: LoadMeta, received: float) -> tuple[set[int], LoadTimes]:
+    async def _load_layers(self, meta: LoadMeta) -> set[int]:
         """Returns slots that are damaged."""
         layers, damaged = self._layers, set[int]()
         checks = self._checks.begin(meta.slots)
         # The device shall not wait until we have seen that it is done.
         ahead = 1 if self._cache.device.copies_at_once else _LAYERS_AHEAD
         copied: deque[asyncio.Future[None]] = deque()
-        begun = first = compared = 0.0
         for place in range(-ahead, len(layers)):
             if place + ahead < len(layers):
                 self._copy(meta, place + ahead, layers[place + ahead])
                 copied.append(self._copied())
-                begun = begun or time.monotonic()
             if place >= 0:
                 damaged |= await checks.wrong_in(place)
-                compared = time.monotonic()
                 if place + 1 == len(layers):
                     self._copies.hurry()
                 await copied.popleft()
                 if not damaged:
                     self._mark(meta, place, layers[place])
-                first = first or time.monotonic()
-        return damaged, LoadTimes(received, begun, first, compared, time.monotonic())
+        return damaged
 
     async def _spill(self, meta: SpillMeta) -> None:
         files, failed = self._files, list[int]()
@@ -278,10 +270,10 @@ class HostPool:
         self._end(meta, failed)
 
     async def _fetch_from_store(self, meta: FetchMeta) -> None:
-        times, failed = None, meta.slots
-        if self._store_calls is not None:
-            failed, times = await self._store_calls.read(meta.names, meta.slots)
-        self._end(meta, failed, times)
+        store, failed = self._store_calls, meta.slots
+        if store is not None:
+            failed = await store.read(meta.names, meta.slots)
+        self._end(meta, failed)
 
     async def _put(self, meta: PutMeta) -> None:
         store = self._store_calls
@@ -318,14 +310,14 @@ class HostPool:
         if not job.cancelled() and (error := job.exception()) is not None:
             self._cache.copies.on_error(error)
 
-    def _end(self, meta: TierJob, damaged: list[int], times: JobTimes | None = None) -> None:
+    def _end(self, meta: TierJob, damaged: list[int]) -> None:
         """Answers; what is damaged is forgotten."""
         for slot in damaged:
             self._memory.clear(slot)
-        self._answer(meta, damaged, times)
+        self._answer(meta, damaged)
 
-    def _answer(self, meta: TierJob, damaged: list[int], times: JobTimes | None = None) -> None:
-        self._emit(HostTierEvent(meta.job, self._config.process, damaged, times))
+    def _answer(self, meta: TierJob, damaged: list[int]) -> None:
+        self._emit(HostTierEvent(meta.job, self._config.process, damaged))
 
     def _mark(self, meta: LoadMeta, place: int, layer: int) -> None:
         if meta.ticket is None or self._marks is None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -23,7 +22,6 @@ from typing import Any, TypeVar
 
 from kv_transfer.errors import KVTransferError
 from kv_transfer.memory.block_store import BlockStore, StoreAway, StoreMissing, pieces
-from kv_transfer.tier import FetchTimes
 
 T = TypeVar("T")
 
@@ -65,25 +63,16 @@ class StoreCalls:
         find = partial(self._store.find, names, is_chain=is_chain)
         return await self._or(list[int](), self._reads, find)
 
-    async def read(
-        self, names: Sequence[bytes], slots: Sequence[int]
-    ) -> tuple[list[int], FetchTimes]:
+    async def read(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
         """Returns the slots whose blocks did not come."""
-        times = FetchTimes(time.monotonic())
-        cut = pieces(names, slots)
-        found = await asyncio.gather(*(self._read_piece(piece, times) for piece in cut))
-        times.ended = time.monotonic()
-        return [slot for failed in found for slot in failed], times
+        found = await asyncio.gather(*map(self._read_piece, pieces(names, slots)))
+        return [slot for failed in found for slot in failed]
 
-    async def _read_piece(self, piece: Sequence[tuple[bytes, int]], times: FetchTimes) -> list[int]:
+    async def _read_piece(self, piece: Sequence[tuple[bytes, int]]) -> list[int]:
         brought = await self._or(None, self._reads, self._store.get, piece)
         if brought is None:
             return [slot for _, slot in piece]
-        times.got = max(times.got, brought.ended)
-        times.get_s += brought.ended - brought.began
-        began = time.monotonic()
         failed = await self._or(None, self._checks, self._store.check, brought)
-        times.check_s += time.monotonic() - began
         return [slot for _, slot in piece] if failed is None else failed
 
     async def write(self, slots: Sequence[int]) -> list[int]:
