@@ -40,47 +40,18 @@ from engine.worker.drafter import Drafter
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tandem_kernels.batch.batch_tables import RowTables
-from tests.drafts.draft_requests import EOS, MAX_LEN, VOCAB, names_of
+from tests.drafts.draft_requests import VOCAB, names_of
+from tests.drafts.draft_targets import CONFIGS, LAYER, TARGETS
 from tests.drafts.draft_tokenizer import save_tokenizer
 
 _BLOCK_SIZE, _ROWS = 8, 32
 _FEW_BLOCKS = 130
 """A round's requests need more of them when they run at once, so some are preempted."""
-_LAYER = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": MAX_LEN,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-    "eos_token_id": EOS,
-}
-_TARGETS: dict[str, dict[str, Any]] = {
-    "attention": {**_LAYER, "num_hidden_layers": 3, "num_nextn_predict_layers": 1},
-    "states": {
-        **_LAYER,
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "num_hidden_layers": 4,
-        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 4,
-        "linear_value_head_dim": 4,
-        "linear_conv_kernel_dim": 4,
-        "mtp_num_hidden_layers": 1,
-    },
-}
-"""Maps what most layers keep to a model that drafters draft for."""
-TARGETS = tuple(_TARGETS)
-_CONFIGS: dict[str, dict[str, Any]] = {
-    "draft_model": {**_LAYER, "num_hidden_layers": 1},
-    "eagle": {**_LAYER, "num_hidden_layers": 1},
+_DRAFTERS: dict[str, dict[str, Any]] = {
+    "draft_model": {**LAYER, "num_hidden_layers": 1},
+    "eagle": {**LAYER, "num_hidden_layers": 1},
     "eagle3": {
-        **_LAYER,
+        **LAYER,
         "num_hidden_layers": 1,
         "draft_vocab_size": VOCAB,
         "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
@@ -274,7 +245,7 @@ class PlantedAnswers:
 
 def write_models(folder: Path, target: str = TARGETS[0]) -> None:
     """Writes what the engines read: config files, and the tokenizer that grammars need."""
-    for kind, config in {"target": _TARGETS[target], **_CONFIGS}.items():
+    for kind, config in {"target": CONFIGS[target], **_DRAFTERS}.items():
         (folder / kind).mkdir()
         (folder / kind / "config.json").write_text(json.dumps(config))
     save_tokenizer(folder / "target", VOCAB)

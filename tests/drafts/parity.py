@@ -14,13 +14,14 @@ engine without drafts, and with each drafter and 2, 4 and 8 tokens a step, or as
     comes back        conversations go on behind their answers, whose prefixes are cached; also
                       through P/D
 
-Models keep keys and values of all tokens (`attention`), or states in three layers of four
-(`states`). Tokens, ends and log probabilities must be equal to the last bit. Weights are random:
+Models keep keys and values of all tokens (`attention`), or a state in three layers of four: of the
+delta rule, with one decay for each head or for each channel, of Mamba 2, or of a short convolution
+(`gated_delta`, `kimi_delta`, `mamba`, `short_conv`). Tokens, ends and log probabilities must be equal to the last bit. Weights are random:
 heads are nearly always wrong, planted drafts right four times in five, n-grams in between.
 
     python tests/drafts/parity.py                     # 10^6 tokens
     python tests/drafts/parity.py --tokens 20000 --methods ngram eagle3
-    python tests/drafts/parity.py --targets states --methods planted mtp --add
+    python tests/drafts/parity.py --targets gated_delta --methods planted mtp --add
 
 The exit status is 1 if anything differs. Results: bench/results/parity.json, after each drafter.
 """
@@ -45,7 +46,6 @@ import torch
 from bench.record import RESULTS, write_result
 from engine.contracts.messages import EngineCoreRequest
 from tests.drafts.draft_engines import (
-    TARGETS,
     Engine,
     Node,
     Pair,
@@ -66,6 +66,7 @@ from tests.drafts.draft_requests import (
     requests_of,
     resumed,
 )
+from tests.drafts.draft_targets import TARGETS, fits
 
 _UNKNOWN = ("none", "planted")
 """Drafters that no setting names."""
@@ -108,6 +109,7 @@ class Drafting:
             "differing": self.num_differing,
             "accepted of drafts": f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens}",
             "preemptions": stats.num_preemptions,
+            "prompt tokens from the cache": stats.prefix_cache_hits,
             "prompt tokens from another node": stats.prompt_tokens_transferred,
         }
 
@@ -291,7 +293,7 @@ def measure(
     """Measures drafters, each with its share of `limits`, this many at a time. `report` is called
     after each of them with what is known so far."""
     found: Found = {"tokens": 0, "differing": 0}
-    pairs = [(target, method) for target in targets for method in methods]
+    pairs = [(target, method) for target in targets for method in methods if fits(target, method)]
     share = replace(limits, num_tokens=-(-limits.num_tokens // len(pairs)))
     tasks = [
         (target, method, query_lens, share, len(pairs) - index, num_processes)

@@ -1,0 +1,91 @@
+"""The models that drafters of `parity.py` draft for: one for each kind of what layers keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.drafts.draft_requests import EOS, MAX_LEN, VOCAB
+
+LAYER: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": MAX_LEN,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+    "eos_token_id": EOS,
+}
+"""A layer of a Llama, of which drafters are made, too."""
+_HYBRID = {
+    **LAYER,
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "attention": {**LAYER, "num_hidden_layers": 3, "num_nextn_predict_layers": 1},
+    "gated_delta": {
+        **_HYBRID,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 4,
+        "linear_conv_kernel_dim": 4,
+        "mtp_num_hidden_layers": 1,
+    },
+    "kimi_delta": {
+        **_HYBRID,
+        "architectures": ["KimiLinearForCausalLM"],
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "linear_num_heads": 2,
+        "linear_head_dim": 4,
+        "linear_conv_kernel_dim": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "mamba": {
+        **_HYBRID,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_head": 16,
+        "mamba_d_state": 4,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "num_local_experts": 0,
+    },
+    "short_conv": {
+        **_HYBRID,
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "conv_L_cache": 4,
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+"""Maps what most layers keep to a model."""
+TARGETS = tuple(CONFIGS)
+_NOT_FITTING = {
+    "kimi_delta": {"mtp", "eagle", "eagle3", "draft_model"},
+    "mamba": {"mtp"},
+    "short_conv": {"mtp"},
+}
+"""Maps a target to drafters that its family has none of: layers that predict ahead are read of few,
+and beside latents no drafter has keys and values."""
+
+
+def fits(target: str, method: str) -> bool:
+    """Returns whether a drafter can draft for a target."""
+    return method not in _NOT_FITTING.get(target, ())
