@@ -68,7 +68,9 @@ def order_batch(
     decode_query_len: int = 1,
 ) -> BatchOrder:
     """Decodes first. Without drafts, a chunk of one token that ends its prefill runs as a decode:
-    so does the first step of a request whose KV came from a peer.
+    so does the first step of a request whose KV came from a peer. Where states take in a decode's
+    tokens one step later, it does not, however few tokens the decodes of this step have: choices
+    share the state behind a prompt's last token.
 
     Raises:
         RowError: A chunk is empty, goes beyond its prefill, or belongs to none.
@@ -81,7 +83,7 @@ def order_batch(
         chunk = PrefillChunk(row, length, int(states.num_computed_np[row]))
         if length < states.num_uncomputed_prefill(row):
             leaving.append(chunk)
-        elif length == decode_query_len == 1:
+        elif length == decode_query_len == 1 and states.num_taken is None:
             as_decode.append(row)
         else:
             ending.append(chunk)

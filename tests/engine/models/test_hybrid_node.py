@@ -10,12 +10,14 @@ import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from engine.config import SpeculativeConfig
 from engine.models.checkpoint import load_model_config
+from engine.sched.rows.draft_length import DraftLength
 from engine.worker.dummy_steps import largest_steps
 from engine.worker.worker import Worker
 from kv_transfer.config import KVTransferConfig
@@ -35,9 +37,10 @@ _NGRAMS = SpeculativeConfig(
 )
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3_next", "granite_hybrid", "lfm3", "falcon_h1", "kimi_linear"]
-)
+ONE_NODE = ("qwen3_next", "granite_hybrid", "lfm3", "falcon_h1", "kimi_linear")
+
+
+@pytest.fixture(scope="module", params=ONE_NODE)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     save_checkpoint(FAMILIES[request.param], folder)
@@ -110,33 +113,39 @@ def test_one_node_with_little_room(
         node.check_empty()
 
 
+class Between(NamedTuple):
+    """Says how a prefill and a decode node differ, and the blocks of the latter."""
+
+    tp_sizes: tuple[int, int]
+    block_sizes: tuple[int, int]
+    transports: str
+    num_blocks: int = 240
+
+
+WIDER = Between((1, 2), (8, 2), "stream")
+NARROWER = Between((2, 1), (2, 16), "cuda_ipc,stream")
+
+
 @pytest.mark.parametrize(
-    ("tp_sizes", "block_sizes", "transports"),
-    [((1, 2), (8, 2), "stream"), ((2, 1), (2, 16), "cuda_ipc,stream")],
+    ("folder", "between"),
+    [
+        *((name, between) for name in ONE_NODE for between in (WIDER, NARROWER)),
+        ("bamba", WIDER),
+        ("lfm2", NARROWER),
+        ("lfm2_moe", WIDER),
+        ("olmo_hybrid", NARROWER),
+        ("ling3", WIDER),
+    ],
+    indirect=["folder"],
+    scope="module",
 )
 def test_conversations_from_prefill_to_decode(
-    tp_sizes: tuple[int, int],
-    block_sizes: tuple[int, int],
-    transports: str,
-    folder: Path,
-    answers: GreedyAnswers,
+    between: Between, folder: Path, answers: GreedyAnswers
 ) -> None:
     """States are cut anew for other ranks, and prefill goes on from states that it has kept; decode
     has the beginning of a prompt, pulls the rest and the states, and drafts behind them."""
-    model = load_model_config(folder)
-    roles = ("kv_producer", "kv_consumer")
     with ExitStack() as stack:
-        nodes = []
-        for role, ranks, block_size in zip(roles, tp_sizes, block_sizes, strict=True):
-            kv = KVTransferConfig(kv_role=role, transports=transports, num_streams=2)  # type: ignore[arg-type]
-            config = engine_config(
-                model, block_size=block_size, num_blocks=240, tp_size=ranks, kv_transfer=kv
-            )
-            if role == "kv_consumer":
-                config = replace(config, decode_query_len=4, speculative=_NGRAMS)
-            nodes.append(GroupedNode.start(config))
-            stack.callback(nodes[-1].shutdown)
-        prefill, decode = nodes
+        prefill, decode = start_pair(stack, folder, between)
         hand_over(prefill, decode, {f"first-{n}": prompt_of(n) for n in (3, 17, 65)}, answers)
         longer = {
             f"longer-{n}": [*prompt_of(n), *decode.tokens[f"first-{n}"], *range(20)]
@@ -148,7 +157,70 @@ def test_conversations_from_prefill_to_decode(
         hand_over(prefill, decode, {"choices": prompt_of(64)}, answers, num_choices=3)
         assert decode.core.stats().prompt_tokens_computed == 0
         assert decode.core.stats().drafts.num_accepted_tokens > 0
-        assert all(result.ok for node in nodes for result in node.results)
+        assert all(result.ok for node in (prefill, decode) for result in node.results)
+
+
+def start_pair(stack: ExitStack, folder: Path, between: Between) -> tuple[GroupedNode, GroupedNode]:
+    """Starts a prefill node, and a decode node that drafts; `stack` ends both."""
+    model, nodes = load_model_config(folder), []
+    for role, ranks, block_size, num_blocks in zip(
+        ("kv_producer", "kv_consumer"),
+        between.tp_sizes,
+        between.block_sizes,
+        (240, between.num_blocks),
+        strict=True,
+    ):
+        kv = KVTransferConfig(kv_role=role, transports=between.transports, num_streams=2)  # type: ignore[arg-type]
+        config = engine_config(
+            model, block_size=block_size, num_blocks=num_blocks, tp_size=ranks, kv_transfer=kv
+        )
+        if role == "kv_consumer":
+            config = replace(config, decode_query_len=4, speculative=_NGRAMS)
+        nodes.append(GroupedNode.start(config))
+        stack.callback(nodes[-1].shutdown)
+    prefill, decode = nodes
+    return prefill, decode
+
+
+@pytest.mark.parametrize(
+    ("folder", "num_blocks"),
+    [("qwen3_next", 36), ("granite_hybrid", 60), ("lfm2", 36), ("kimi_linear", 30)],
+    indirect=["folder"],
+    scope="module",
+)
+def test_pulled_states_that_are_preempted(
+    num_blocks: int, folder: Path, answers: GreedyAnswers
+) -> None:
+    """A request whose state was pulled loses it to others, and its prompt is computed here."""
+    with ExitStack() as stack:
+        between = Between((1, 1), (16, 8), "stream", num_blocks)
+        prefill, decode = start_pair(stack, folder, between)
+        hand_over(prefill, decode, {str(n): prompt_of(n) for n in LENGTHS}, answers)
+        stats = decode.core.stats()
+        assert stats.num_preemptions > 0 and stats.prompt_tokens_computed > 0
+        assert all(result.ok for node in (prefill, decode) for result in node.results)
+
+
+@qwen_alone
+def test_choices_share_a_state_that_has_the_last_token(
+    folder: Path, answers: GreedyAnswers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whose last chunk is one token, in steps that make no drafts where others do: decodes'
+    tokens go into their states one step later, and prompts' at once."""
+    monkeypatch.setattr(DraftLength, "choose", lambda self, num_rows: 1)
+    plain = engine_config(load_model_config(folder), block_size=8, num_blocks=60, chunk=40)
+    adaptive = replace(_NGRAMS, adaptive=True)
+    with ExitStack() as stack:
+        node = GroupedNode.start(replace(plain, decode_query_len=4, speculative=adaptive))
+        stack.callback(node.shutdown)
+        lengths = (1, 9, 41, 81)
+        for n in lengths:
+            node.add(f"choices-{n}", prompt_of(n), NUM_TOKENS, num_choices=3)
+        run_until([node], lambda: node.ended.issuperset(node.tokens))
+        for n in lengths:
+            for choice in range(3):
+                tokens = node.tokens[f"choices-{n}.{choice}"]
+                assert tokens == answers.tokens(prompt_of(n), NUM_TOKENS), n
 
 
 @qwen_alone
