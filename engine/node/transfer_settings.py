@@ -345,10 +345,12 @@ class TransferSettings(SecuritySettings):
 
 
 def _check_sees_all(flag: str, layout: KVLayout) -> None:
-    """Checks that a block's KV follows from the tokens before it. Raises `SettingsError`."""
+    """Checks that a prefix is its leading blocks: peers say how many of them they have. Raises
+    `SettingsError`."""
     groups = layout.groups
     if len(groups) > 1 or groups[0].window is not None:
         raise SettingsError(
-            f"{flag} needs a model in which every token sees all before it; "
-            "this one has windows or states"
+            f"{flag} needs a model in which every token sees all before it: peers say how many "
+            "leading blocks of a prompt they have, and this one has windows or states; "
+            "--kv-store shares its prefixes"
         )

@@ -16,8 +16,9 @@ engine without drafts, and with each drafter and 2, 4 and 8 tokens a step, or as
 
 Models keep keys and values of all tokens (`attention`), or a state in three layers of four: of the
 delta rule, with one decay for each head or for each channel, of Mamba 2, or of a short convolution
-(`gated_delta`, `kimi_delta`, `mamba`, `short_conv`). Tokens, ends and log probabilities must be equal to the last bit. Weights are random:
-heads are nearly always wrong, planted drafts right four times in five, n-grams in between.
+(`gated_delta`, `kimi_delta`, `mamba`, `short_conv`). Tokens, ends and log probabilities must be
+equal to the last bit. Weights are random: heads are nearly always wrong, planted drafts right four
+times in five, n-grams in between.
 
     python tests/drafts/parity.py                     # 10^6 tokens
     python tests/drafts/parity.py --tokens 20000 --methods ngram eagle3

@@ -15,7 +15,7 @@ SMALL = Limits(10**6, num_rounds=6, per_round=10, max_tokens=30)
 WAYS = {"one node", "killed", "comes back", "P/D", "P/D, killed", "P/D, comes back"}
 
 
-@pytest.mark.parametrize(("method", "target"), [("eagle3", "gated_delta"), ("mtp", "gated_delta")])
+@pytest.mark.parametrize(("method", "target"), [("eagle3", "mamba"), ("mtp", "gated_delta")])
 def test_no_bit_depends_on_drafts_on_the_wire_or_on_dying_nodes(method: str, target: str) -> None:
     found = measure_method(method, [4], SMALL, target)
     assert found["differing"] == 0

@@ -32,6 +32,8 @@ FAMILIES = [
     "gpt_oss",  # sinks, biases, a clamped gate
     "minimax_m3",  # blocks that an indexer chooses
     "qwen3_next",  # states, experts, gated attention
+    "granite_hybrid",  # states of Mamba 2
+    "lfm2",  # states that are a convolution's inputs alone
     "kimi_linear",  # states that forget channel by channel, latents that do not rotate
 ]
 LENGTH, NUM_TOKENS, NUM_TOP = 37, 8, 3
@@ -87,7 +89,7 @@ def test_alone_and_in_any_company(family: str, device: Device, checkpoints: Path
 
 
 @devices
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_next"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_with_and_without_drafts(family: str, device: Device, checkpoints: Path) -> None:
     """Drafts are right and wrong in turns: what a wrong one left in the cache does no harm."""
     config = config_of(family, device, checkpoints)
