@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from engine.config import SpeculativeConfig
+from engine.executor.uniproc_executor import UniprocExecutor
 from engine.models.checkpoint import load_model_config
 from engine.sched.rows.draft_length import DraftLength
 from engine.worker.dummy_steps import largest_steps
@@ -199,6 +200,27 @@ def test_pulled_states_that_are_preempted(
         stats = decode.core.stats()
         assert stats.num_preemptions > 0 and stats.prompt_tokens_computed > 0
         assert all(result.ok for node in (prefill, decode) for result in node.results)
+
+
+def test_what_blocks_hold_before_they_are_written_changes_nothing(
+    folder: Path, answers: GreedyAnswers
+) -> None:
+    """Blocks change hands between keys, values and states, and are not cleared: what lies there may
+    be no numbers, or another answer's state."""
+    plain = engine_config(load_model_config(folder), block_size=8, num_blocks=80, chunk=40)
+    with ExitStack() as stack:
+        node = GroupedNode.start(replace(plain, decode_query_len=4, speculative=_NGRAMS))
+        stack.callback(node.shutdown)
+        assert isinstance(node.executor, UniprocExecutor)
+        pages = node.executor._worker.runner.kv_pages
+        pages.fill_(255)
+        assert pages.view(torch.float32).isnan().all()
+        for n in (2, 17, 65):
+            node.add(f"choices-{n}", prompt_of(n), NUM_TOKENS, num_choices=2)
+        run_until([node], lambda: node.ended.issuperset(node.tokens))
+        for name, tokens in node.tokens.items():
+            prompt = prompt_of(int(name.partition(".")[0].removeprefix("choices-")))
+            assert tokens == answers.tokens(prompt, NUM_TOKENS), name
 
 
 @qwen_alone
