@@ -223,8 +223,8 @@ def _chunks(config: EngineConfig, longest: int) -> list[DummyStep]:
 def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
     """Returns steps of one, two, four and more decodes beside a prompt, and of the fewest whose
     kernels do not begin early: the parts of a context depend on the number of decodes, and whether
-    kernels begin early on that of their tokens. Where an indexer chooses, decodes of short contexts
-    attend to all beside a chunk alone that no graph holds."""
+    kernels begin early on that of their tokens. Where an indexer chooses, short contexts are
+    attended as a whole in steps alone that no graph holds: beside a chunk, or of many prompts."""
     limits = config.scheduler
     longest = min(config.model.max_model_len, limits.max_num_batched_tokens)
     most = min(limits.max_num_seqs - 1, longest - _LONG_PROMPT)
@@ -233,9 +233,11 @@ def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
     counts |= {MAX_ROWS // length + (length == 1) for length in decode_lengths(config)}
     counted = [[1] * count for count in sorted(counts) if count <= most]
     lengths = [[*decodes, _LONG_PROMPT] for decodes in counted]
-    if spec_of(config.model).dense_tokens is not None:
+    if (dense := spec_of(config.model).dense_tokens) is not None:
         lengths += [[*decodes, _CHUNK] for decodes in counted]
         lengths.append([1, _SHORT_PROMPTS[1], _CHUNK])
+        for size in (dense, -(-dense // 2)):
+            lengths.append(dummy_lengths(_NEVER_RECORDED, -(-_NEVER_RECORDED // size) + 1, size))
     fitting = [one for one in lengths if len(one) <= limits.max_num_seqs and sum(one) <= longest]
     return [DummyStep(one, _UNFILTERED) for one in fitting]
 

@@ -101,7 +101,8 @@ def drawn(chance: random.Random, config: EngineConfig) -> Batch:
 )
 def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_flash: bool) -> None:
     config, chance = config_of(family), random.Random(f"{family} {has_flash}")
-    steps = [drawn(chance, config) for _ in range(NUM_DRAWN)]
+    # Of many short prompts no graph holds, an indexer chooses nothing.
+    steps = [*(drawn(chance, config) for _ in range(NUM_DRAWN)), Batch(1, 900, (1000,) * 7)]
     before = warm_up_batches(config)
     found = kernel_keys(config, H200, before + steps, has_flash=has_flash)
     known: set[KernelKey] = set().union(*found[: len(before)])
