@@ -28,6 +28,7 @@ from edge.printable import printable
 from engine.config import ModelConfig
 from engine.frontend.byte_detokenizer import ByteTexts
 from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
+from engine.frontend.own_templates import own_template
 from engine.models.errors import CheckpointError
 from engine.models.json_file import read_json, read_text
 from engine.models.special_tokens import read_special_tokens
@@ -144,9 +145,11 @@ class Tokenizer:
     @classmethod
     def of_model(cls, model: ModelConfig) -> Tokenizer:
         """Returns the checkpoint's tokenizer, or a stand-in where weights are random and it has
-        none. Raises `TokenizerError`."""
+        none. A template that the folder lacks may be one of ours. Raises `TokenizerError`."""
         if has_tokenizer(Path(model.path)) or model.load_format != "dummy":
-            return cls.from_folder(model.path)
+            found = cls.from_folder(model.path)
+            own = own_template(model.architecture)
+            return found if own is None or found.chat_template else found.with_chat_template(own)
         return cls.stand_in(model.vocab_size)
 
     @classmethod
