@@ -38,7 +38,7 @@ class Streams(nn.Module):
             self.ends = AltEnds(spec.hidden_size, alternating.count, shard.at("model"))
         if self.streams is not None:
             count = self.streams.count
-            self.head = HyperHead(spec.hidden_size, count, _form(spec), shard)
+            self.head = HyperHead(spec.hidden_size, count, _form(spec, shard), shard)
 
     def begin(self, rows: Tensor) -> ResidualStream:
         """Returns the stream that begins with `rows` [T, H], whose memory becomes the stream's."""
@@ -81,7 +81,7 @@ class LayerStreams(nn.Module):
             self.attention, self.mlp = altup.prediction, altup.low_rank
             self.input = altup.correction
         if (streams := spec.residual_streams) is not None:
-            sizes = spec.hidden_size, streams.count, _form(spec), shard
+            sizes = spec.hidden_size, streams.count, _form(spec, shard), shard
             self.attention, self.mlp = HyperConnection(*sizes), HyperConnection(*sizes)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
@@ -111,7 +111,8 @@ def end_layer(stream: ResidualStream) -> None:
         stream.end_layer()
 
 
-def _form(spec: DenseSpec) -> StreamForm:
+def _form(spec: DenseSpec, shard: Shard) -> StreamForm:
     streams = spec.residual_streams
     assert streams is not None
-    return StreamForm(streams.iterations, streams.eps, spec.rms_norm_eps)
+    fixed = shard.gemms.deterministic
+    return StreamForm(streams.iterations, streams.eps, spec.rms_norm_eps, fixed_order=fixed)

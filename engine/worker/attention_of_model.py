@@ -9,7 +9,7 @@ import torch
 from engine.batch.input_batch import InputBatch
 from engine.config import EngineConfig
 from engine.layers.attention.backend import AttentionBackend
-from engine.layers.attention.selection import AttentionBackendError, choose_attention
+from engine.layers.attention.selection import choose_attention
 from engine.models.base import GroupInputs
 from engine.models.registry import spec_of
 from kv_transfer.layout import KVGroup
@@ -31,11 +31,6 @@ def attention_of(
         recorded_tokens: The tokens of the largest step with prompts that is a CUDA graph.
     """
     spec = spec_of(config.model)
-    if config.device.deterministic and spec.rows_of_tokens is not None:
-        raise AttentionBackendError(
-            f"{config.model.architecture} has no deterministic mode: its rows of several tokens "
-            "and its residual streams are added up as fits a step; leave out --deterministic"
-        )
     return choose_attention(
         config,
         device,

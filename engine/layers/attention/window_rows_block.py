@@ -103,6 +103,7 @@ class WindowRowsBlock(nn.Module):
         self.first_group, num_groups = shard.part(sizes.groups)
         self.wo_a_format = format_of(shard.at("wo_a").scheme(), shard.prefix)
         width = num_heads * dim // sizes.groups
+        self.fixed_order = shard.gemms.deterministic
         self.wo_a = shard.parameter(num_groups, sizes.group_rank, width)
         self.wo_b = RowParallelLinear(
             sizes.groups * sizes.group_rank, hidden_size, shard.at("wo_b")
@@ -135,9 +136,15 @@ class WindowRowsBlock(nn.Module):
         attended = ops.window_rows_attention(heads, pages, inputs.metadata, scale, self.sinks, rows)
         ops.rotate_back(attended, *turn)
         grouped = attended.view(len(x), len(self.wo_a), -1).transpose(0, 1)
-        mixed = torch.bmm(grouped, self.wo_a.transpose(1, 2)).transpose(0, 1)
-        out: Tensor = self.wo_b(mixed.flatten(1))
+        out: Tensor = self.wo_b(self._mixed(grouped).flatten(1))
         stream.add(out if self.norm is None else self.norm(out))
+
+    def _mixed(self, grouped: Tensor) -> Tensor:
+        """Multiplies each group by its own weight: [groups, T, in] -> [T, groups, out]."""
+        if self.fixed_order:
+            parts = [ops.invariant_gemm(*one) for one in zip(grouped, self.wo_a, strict=True)]
+            return torch.stack(parts, dim=1)
+        return torch.bmm(grouped, self.wo_a.transpose(1, 2)).transpose(0, 1)
 
     def _rows(
         self, x: Tensor, latents: Tensor, caches: tuple[LayerCache, ...], inputs: AttentionInputs

@@ -129,7 +129,7 @@ class _Plan:
     @classmethod
     def of(cls, q: Tensor, pages: IndexPages, metadata: AttentionMetadata, tokens: int) -> _Plan:
         num_reqs, query_len = metadata.seq_lens.shape[0], metadata.uniform_query_len
-        if query_len > _BLOCK_Q:
+        if query_len > _BLOCK_Q or metadata.fixed_order:  # one size of tiles in fixed order
             query_len = 0
         block_q = triton.next_power_of_2(query_len) if query_len else _BLOCK_Q
         num_tiles = num_reqs if query_len else triton.cdiv(len(q), block_q) + num_reqs

@@ -196,7 +196,7 @@ def _read(
     tiles = triton.cdiv(num_tokens, _ROWS)
     free = num_programs(device, 2) // tiles
     most = min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(count * width, _DEPTH)))
-    splits = min(int(most), 1 << max(free.bit_length() - 1, 0))
+    splits = 1 if form.fixed_order else min(int(most), 1 << max(free.bit_length() - 1, 0))
     parts = splits, num_tokens
     logits = torch.empty((*parts, outputs), dtype=torch.float32, device=device)
     squares = torch.empty(parts, dtype=torch.float32, device=device)

@@ -14,7 +14,7 @@ from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.reference.fp8_cache import quantise
-from tandem_kernels.reference.steady import sigmoid
+from tandem_kernels.reference.steady import sigmoid, silu
 
 
 def embedding(token_ids: Tensor, table: Tensor, first: int | None = None) -> Tensor:
@@ -88,7 +88,7 @@ def bounded_gate_and_mul(x: Tensor, form: GateForm) -> Tensor:
         return F.silu(gate).clamp_(max=form.limit).mul_(up).to(x.dtype)
     gate = gate.clamp(max=form.limit)
     if form.kind == "capped":
-        return F.silu(gate).mul_(up).to(x.dtype)
+        return silu(gate).mul_(up).to(x.dtype)
     return (sigmoid(gate * form.alpha).mul_(gate) * (up + 1.0)).to(x.dtype)
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem_kernels.reference.gemm import invariant_gemm
+from tandem_kernels.reference.steady import sigmoid
 from tandem_kernels.stream_forms import StreamForm
 
 
@@ -34,8 +36,8 @@ def read_streams(
     n = streams.shape[1]
     logits = _logits(streams, fn, form)
     pre, post, comb = torch.split(logits, [n, n, n * n], dim=1)
-    pre = torch.sigmoid(pre * scale[0] + base[:n]) + form.eps
-    post = 2 * torch.sigmoid(post * scale[1] + base[n : 2 * n])
+    pre = sigmoid(pre * scale[0] + base[:n]) + form.eps
+    post = 2 * sigmoid(post * scale[1] + base[n : 2 * n])
     comb = (comb * scale[2] + base[2 * n :]).view(-1, n, n)
     comb = comb.softmax(-1) + form.eps
     comb = comb / (comb.sum(-2, keepdim=True) + form.eps)
@@ -57,13 +59,14 @@ def join_streams(
 ) -> Tensor:
     """Returns the sum of the streams behind all layers, [T, H], each by a weight of its own; `fn`
     [n, n H], `base` [n] and `scale` [1] are float32."""
-    weights = torch.sigmoid(_logits(streams, fn, form) * scale + base) + form.eps
+    weights = sigmoid(_logits(streams, fn, form) * scale + base) + form.eps
     return _collapsed(streams, weights)
 
 
 def _logits(streams: Tensor, fn: Tensor, form: StreamForm) -> Tensor:
     flat = streams.flatten(1).float()
-    return F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + form.norm_eps)
+    product = invariant_gemm(flat, fn) if form.fixed_order else F.linear(flat, fn)
+    return product * torch.rsqrt(flat.square().mean(-1, keepdim=True) + form.norm_eps)
 
 
 def _collapsed(streams: Tensor, weights: Tensor) -> Tensor:

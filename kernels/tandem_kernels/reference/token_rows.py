@@ -208,25 +208,43 @@ def window_rows_attention(
     bounds = metadata.query_start_loc.tolist()
     for r, seq_len in enumerate(metadata.seq_lens.tolist()):
         start, end = bounds[r], bounds[r + 1]
-        if start == end or seq_len == 0:
+        if seq_len == 0:
             continue
-        last = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
-        window = metadata.window or seq_len
-        begin = max(int(last[0]) - window + 1, 0)
-        keys = [_gathered(pages, metadata.block_tables[r], begin, seq_len)]
-        position = torch.arange(begin, seq_len, device=q.device)
-        masks = [(position <= last) & (position > last - window)]
-        if rows is not None and seq_len >= rows.tokens:
-            count = seq_len // rows.tokens
-            keys.append(_gathered(rows.pages, rows.block_tables[r], 0, count))
-            masks.append(_seen(rows, slice(start, end), last, count))
-        key, mask = torch.cat(keys).float(), torch.cat(masks, dim=1)
-        scores = torch.einsum("thd,sd->ths", q[start:end].float(), key) * scale
-        scores.masked_fill_(~mask[:, None], float("-inf"))
-        sink = sinks.float()[None, :, None].expand(end - start, -1, 1)
-        shares = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
-        out[start:end] = torch.einsum("ths,sd->thd", shares, key).to(out.dtype)
+        # In fixed order each token is attended by itself: it is padded by no others' contexts.
+        size = 1 if metadata.fixed_order else max(end - start, 1)
+        for first in range(start, end, size):
+            own = slice(first, first + size)
+            context = seq_len - (end - own.stop)
+            keys, mask = _attended_to(pages, metadata, r, own, context, rows)
+            scores = torch.einsum("thd,sd->ths", q[own].float(), keys) * scale
+            scores.masked_fill_(~mask[:, None], float("-inf"))
+            sink = sinks.float()[None, :, None].expand(size, -1, 1)
+            shares = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+            out[own] = torch.einsum("ths,sd->thd", shares, keys).to(out.dtype)
     return out
+
+
+def _attended_to(
+    pages: Tensor,
+    metadata: AttentionMetadata,
+    request: int,
+    own: slice,
+    seq_len: int,
+    rows: SeenRows | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns what any of a request's tokens `own` attends to, whose last one ends a context of
+    `seq_len`, [S, D] float32, and which of it each of them does, [T, S]."""
+    last = torch.arange(seq_len - (own.stop - own.start), seq_len, device=pages.device)[:, None]
+    window = metadata.window or seq_len
+    begin = max(int(last[0]) - window + 1, 0)
+    keys = [_gathered(pages, metadata.block_tables[request], begin, seq_len)]
+    position = torch.arange(begin, seq_len, device=pages.device)
+    masks = [(position <= last) & (position > last - window)]
+    if rows is not None and seq_len >= rows.tokens:
+        count = seq_len // rows.tokens
+        keys.append(_gathered(rows.pages, rows.block_tables[request], 0, count))
+        masks.append(_seen(rows, own, last, count))
+    return torch.cat(keys).float(), torch.cat(masks, dim=1)
 
 
 def _gathered(pages: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:

@@ -26,17 +26,14 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from engine.config import (
     CacheConfig,
-    DeviceConfig,
     EngineConfig,
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.layers.attention.selection import AttentionBackendError
 from engine.models.checkpoint import CheckpointError, check_parallel, load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.models.kv_scale_files import KVCacheDtypeError, choose_kv_scales
 from engine.parallel.distributed import ParallelGroup
-from engine.worker.attention_of_model import attention_of
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
 from tests.engine.models.engine_rank import EngineRank
@@ -312,15 +309,10 @@ def test_ranks_share_groups_of_the_output(tmp_path: Path) -> None:
             check_parallel(model, parallel)
 
 
-def test_what_the_cache_or_the_kernels_do_not_have_is_refused(long: Path) -> None:
+def test_rows_in_fp8_are_refused(long: Path) -> None:
     model = load_model_config(long)
     with pytest.raises(KVCacheDtypeError, match="FP8"):
         choose_kv_scales(model, "fp8")
-    config = EngineConfig(
-        engine_id="fixed", epoch=1, model=model, device=DeviceConfig(deterministic=True)
-    )
-    with pytest.raises(AttentionBackendError, match="deterministic"):
-        attention_of(config, torch.device("cpu"), 0)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])

@@ -31,6 +31,7 @@ FAMILIES = [
     "gemma2",  # windows, bounds of scores and logits
     "gpt_oss",  # sinks, biases, a clamped gate
     "minimax_m3",  # blocks that an indexer chooses
+    "deepseek_v4",  # windows beside rows of several tokens, residual streams, choice by ids
     "qwen3_next",  # states, experts, gated attention
     "granite_hybrid",  # states of Mamba 2
     "lfm2",  # states that are a convolution's inputs alone
