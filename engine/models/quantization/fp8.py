@@ -9,6 +9,7 @@ from engine.quantization import (
     Fp8Scheme,
     Mxfp4Scheme,
     Mxfp8Scheme,
+    Nvfp4Scheme,
     Quantization,
     SchemeRule,
 )
@@ -49,6 +50,7 @@ def read_fp8(fields: Fields) -> Quantization:
     if has_fp4:
         # DeepSeek-V4, whose experts of all tokens are in FP8 as the rest.
         rules = (SchemeRule((_OWN_EXPERTS,), Mxfp4Scheme("deepseek")), *rules)
+    rules = (*_by_modelopt(fields), *rules)
     if fields.choice("store_dtype", "", "mxfp4"):
         # MiMo-V2.6: experts alone.
         fields.expect("mxfp4_block_size", 32)
@@ -59,6 +61,21 @@ def read_fp8(fields: Fields) -> Quantization:
         ignored=(*listed, LM_HEAD),
         kv_cache="fp8" if kv_cache else None,
     )
+
+
+def _by_modelopt(fields: Fields) -> tuple[SchemeRule, ...]:
+    """Returns the rule of experts that ModelOpt has written in NVFP4 into a checkpoint of
+    DeepSeek-V4: it says of no other layer how that is quantised."""
+    if not fields.choice("moe_quant_algo", "", "nvfp4"):
+        return ()
+    fields.expect("quant_algo", "mixed_precision")
+    listed = tuple(fields.get("quantized_layers", dict[str, dict[str, object]], {}))
+    scheme = Nvfp4Scheme(layout="modelopt", group_size=fields.get("group_size", int, 16))
+    if scheme.group_size % 16:
+        raise fields.unsupported("group_size")
+    # What it has left as it was, and what repeats the fields above.
+    fields.ignore("ignore", "exclude_modules", "config_groups", "producer", "version")
+    return (SchemeRule(listed or (_OWN_EXPERTS,), scheme),)
 
 
 def read_mxfp8(fields: Fields) -> Quantization:

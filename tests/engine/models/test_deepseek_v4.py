@@ -38,7 +38,7 @@ from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
 from tests.engine.models.engine_rank import EngineRank
 from tests.engine.models.family import Family
-from tests.engine.models.fp4_checkpoints import write_mxfp4
+from tests.engine.models.fp4_checkpoints import write_mxfp4, write_nvfp4
 from tests.engine.models.parity_cases import VOCAB
 from tests.engine.models.quantised_checkpoints import to_e4m3, write_fp8_blocks
 from tests.engine.models.rank_process import make_paged_model
@@ -153,11 +153,25 @@ def published_name(name: str) -> str:
     return name
 
 
-def write_published(folder: Path, published: Path, plain: Path) -> None:
-    """Writes a checkpoint of transformers as DeepSeek publishes it, and one in plain numbers that
-    mean the same."""
+def by_modelopt(num_layers: int) -> dict[str, Any]:
+    """Returns what ModelOpt adds to the quantisation of a checkpoint with experts in NVFP4."""
+    return {
+        "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16,
+        "kv_cache_quant_algo": None, "producer": {"name": "modelopt", "version": "0.47.0"},
+        "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
+        "quantized_layers": {
+            f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}
+            for i in range(num_layers)
+        },
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
+    }  # fmt: skip
+
+
+def write_published(folder: Path, published: Path, plain: Path, *, nvfp4: bool) -> None:
+    """Writes a checkpoint of transformers as DeepSeek publishes it, or NVIDIA, and one in plain
+    numbers that mean the same."""
     in_fp8 = ("wq_a", "wkv", "wq_b", "wo_a", "wo_b")
-    fp8, fp4 = write_fp8_blocks((128, 128), "scale"), write_mxfp4()
+    fp8, fp4 = write_fp8_blocks((128, 128), "scale"), write_nvfp4() if nvfp4 else write_mxfp4()
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -165,10 +179,12 @@ def write_published(folder: Path, published: Path, plain: Path) -> None:
         last = layer.rpartition(".")[2]
         meant[name], stored[own] = tensor, tensor
         if ".ffn.experts." in name:
-            found, meant[name] = fp4("x", tensor)
-            stored[own] = found["x.weight"].view(torch.int8)
-            exponents = found["x.weight_scale"].view(torch.float8_e8m0fnu)
-            stored[own.replace(".weight", ".scale")] = exponents
+            found, meant[name] = fp4(own.removesuffix(".weight"), tensor)
+            stored |= found
+            if not nvfp4:
+                stored[own] = found[own].view(torch.int8)
+                exponents = stored.pop(own.replace(".weight", ".weight_scale"))
+                stored[own.replace(".weight", ".scale")] = exponents.view(torch.float8_e8m0fnu)
         elif ".shared_experts." in name or (last in in_fp8 and ".compressor." not in name):
             found, _ = fp8("x", tensor)
             # Scales are powers of two, which e8m0 holds.
@@ -198,6 +214,7 @@ def write_published(folder: Path, published: Path, plain: Path) -> None:
         "quantization_config": {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "scale_fmt": "ue8m0", "weight_block_size": [128, 128],
+            **(by_modelopt(config["num_hidden_layers"]) if nvfp4 else {}),
         },
     }  # fmt: skip
     for name in ("layer_types", "mlp_layer_types", "rope_parameters", "partial_rotary_factor"):
@@ -205,13 +222,14 @@ def write_published(folder: Path, published: Path, plain: Path) -> None:
     (published / "config.json").write_text(json.dumps(config))
 
 
-def test_a_checkpoint_as_published(tmp_path: Path) -> None:
-    """Experts in FP4 inside of FP8, exponents as scales, names and settings of DeepSeek's own; the
-    layer that predicts ahead is left aside."""
+@pytest.mark.parametrize("nvfp4", [False, True])
+def test_a_checkpoint_as_published(nvfp4: bool, tmp_path: Path) -> None:
+    """Experts in FP4 inside of FP8, by DeepSeek or by NVIDIA, exponents as scales, names and
+    settings of DeepSeek's own; the layer that predicts ahead is left aside."""
     family = Family(LONG.model, LONG.config, LONG.changes | {"moe_intermediate_size": 32})
     saved, published, plain = (tmp_path / name for name in ("saved", "published", "plain"))
     save_checkpoint(family, saved)
-    write_published(saved, published, plain)
+    write_published(saved, published, plain, nvfp4=nvfp4)
     prompts = [asked()["3"], asked()["255"]]
     paged, model = make_paged_model(published, ParallelGroup(0, 1)), reference(plain)
     for prompt, ours in zip(prompts, paged.prefill(prompts, 100), strict=True):
