@@ -81,6 +81,10 @@ class RollingWindowManager(WindowGroupManager):
     def names_behind(self, request: Request, first: int, num_tokens: int) -> list[BlockHash]:
         return self.names(request, num_tokens)[first - self._group.first_block_seen(num_tokens) :]
 
+    def names_wanted(self, request: Request, num_before: int, num_tokens: int) -> list[BlockHash]:
+        lengths = [one for one in self._lengths(request, num_tokens) if one > num_before]
+        return [name for length in lengths for name in self.names(request, length)]
+
     def names(self, request: Request, num_tokens: int) -> list[BlockHash]:
         """Returns the names of the blocks that are seen behind `num_tokens` tokens, which are whole
         strides: the hash of those says all, but which of the blocks it is."""

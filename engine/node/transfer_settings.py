@@ -251,11 +251,6 @@ class TransferSettings(SecuritySettings):
             _check_sees_all("--kv-share-prefixes", layout)
         if not size or config.kv_transfer is None:
             return
-        if self.kv_store and any(group.is_open for group in layout.groups):
-            raise SettingsError(
-                "--kv-store is not for models whose rows stand for several tokens; "
-                "--kv-host-memory-bytes and --kv-disk-bytes are"
-            )
         if size < layout.block_bytes:
             raise SettingsError(
                 f"--kv-host-memory-bytes {size} is less than one block of KV, which takes "
@@ -351,6 +346,6 @@ def _check_sees_all(flag: str, layout: KVLayout) -> None:
     if len(groups) > 1 or groups[0].window is not None:
         raise SettingsError(
             f"{flag} needs a model in which every token sees all before it: peers say how many "
-            "leading blocks of a prompt they have, and this one has windows or states; "
-            "--kv-store shares its prefixes"
+            "leading blocks of a prompt they have, and this one has windows, states or rows of "
+            "several tokens; --kv-store shares its prefixes"
         )

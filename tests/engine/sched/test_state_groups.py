@@ -329,7 +329,7 @@ def test_random_traffic_with_tiers(
         seed=seed,
         num_host_slots=rng.choice([6, 12, 40]),
         num_files=rng.choice([0, 20, 60]),
-        store=new_store() if block_size == 4 and rng.random() < 0.5 else None,
+        store=new_store() if rng.random() < 0.5 else None,
     )
     ReturningTraffic(machine, seed, kinds).run()
 
@@ -364,12 +364,17 @@ def test_the_tiers_are_used(
     assert all(totals[f"host_tier_{name}_blocks"] > 0 for name in used), totals
 
 
-def test_another_node_s_states_come_from_a_store() -> None:
+@pytest.mark.parametrize(("shape", "most"), [(_FORGETFUL[0], 28), (_FORGETFUL[-1], 24)])
+def test_another_node_s_states_and_rows_come_from_a_store(
+    shape: tuple[tuple[KVLayers, ...], int], most: int
+) -> None:
     store, prompt = new_store(), list(range(1, 31))
+    layers, block_size = shape
+    config = make_config(kv_layers=layers, block_size=block_size, max_model_len=64)
     for number, name in enumerate(("first", "other")):
-        machine = StepMachine(hybrid(), 60, seed=number, num_host_slots=64, store=store)
+        machine = StepMachine(config, 240, seed=number, num_host_slots=64, store=store)
         found = caching(machine, name, [*prompt, *range(40, 40 + 10 * number)], max_tokens=2)
-        assert found == machine.scheduler.stats().prompt_tokens_from_store == 28 * number
+        assert found == machine.scheduler.stats().prompt_tokens_from_store == most * number
         assert machine.scheduler.stats().prompt_tokens_computed == 30 + 10 * number - found
 
 
