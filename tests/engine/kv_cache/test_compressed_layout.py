@@ -5,12 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.kv_cache.capacity import blocks_a_token, blocks_besides, hit_stride
+from engine.kv_cache.capacity import blocks_a_token, blocks_besides, hit_stride, num_blocks_for
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from kv_transfer.control.sizing import pull_bytes_per_token
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.group_sizes import in_fp8, share_page_size, with_draft_layers
 from kv_transfer.layout import KVGroup, KVLayout
 from kv_transfer.planes import Plane
+from tests.engine.kv_cache.test_kv_cache_manager import make_request
 
 
 def flash(block_size: int) -> KVLayout:
@@ -70,6 +72,35 @@ def test_what_an_answer_and_a_prompt_of_v4_flash_take_besides() -> None:
     shape = flash(64)
     assert blocks_besides(shape.groups, 1) == 2 * 4 + 4 + 10
     assert blocks_besides(shape.groups, 2048) == 2 * 67 + 14 + 18
+
+
+def test_a_prompt_of_a_million_tokens_goes_through_the_blocks_that_it_is_promised() -> None:
+    """Steps are scheduled while the one before is computed. No block is left over, and none lacks;
+    an answer then has what its rows and windows need."""
+    groups, chunk, length = flash(64).groups, 8192, (1 << 20) - 64
+    num_blocks = num_blocks_for(groups, length, chunk)
+    assert num_blocks < 1.15 * blocks_a_token(groups) * length
+    request = make_request([7] * length)
+    few, manager = (
+        KVCacheManager(count, groups, False, step_tokens=chunk)
+        for count in (num_blocks - 1, num_blocks)
+    )
+    nothing, _ = manager.get_computed_blocks(request, length - 1)
+    assert not few.can_allocate(length, nothing)
+    assert manager.can_allocate(length, nothing)
+    blocks = manager.allocate_slots(request, length, nothing)
+    assert blocks is not None
+    for stop in range(chunk, length + chunk, chunk):
+        assert manager.extend(blocks, min(stop, length)) is not None, "what was promised"
+        manager.confirm(request, stop - chunk)
+    manager.confirm(request, length)
+    for token in range(length, length + 64):
+        request.append_output_token(5)
+        assert manager.grow(blocks, token + 1) is not None
+        manager.confirm(request, token)
+    rows = sum(group.num_blocks_for(length + 64) for group in groups if group.compress_ratio > 1)
+    held = num_blocks - manager.block_pool.num_free_blocks
+    assert rows < held <= rows + blocks_besides(groups, 1)
 
 
 def test_layers_of_a_drafter_join_the_smallest_group_that_is_alike() -> None:
