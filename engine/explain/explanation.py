@@ -174,7 +174,7 @@ def asked_model(
         parallel = config.parallel
         place = ParallelPlace(range(config.model.num_layers), _OneOf(parallel.tensor_parallel_size))
         model = create_model(config, place, _HOST)
-        launches.know(model)
+        launches.know(model, model.get_submodule("layers").children())
         recorded_tokens = _recorded_tokens(config, gpu)
 
         def run(batch: Batch) -> AttentionBackend:
@@ -305,9 +305,6 @@ def _run(
     by_group = [replace(seen, window=group.window) for group in layout.groups]
     pages = torch.empty(layout.num_slots * _NUM_BLOCKS * layout.page_bytes, dtype=torch.uint8)
 
-    def next_layer(layer: int) -> None:
-        launches.layer = layer + 1
-
     keeps = keeps_sampled_rows(config, model) and num_logits < num_tokens
     ends = keeps and batch.num_logits is None and attends_ends(seen, recorded_tokens)
     hidden = model(
@@ -324,7 +321,7 @@ def _run(
             ),
             layer_views(pages, layout),
             attention,
-            next_layer,
+            lambda layer: None,
             kept=zeros(num_logits, dtype=torch.int64) if keeps else None,
         )
     )

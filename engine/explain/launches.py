@@ -5,9 +5,10 @@ that `tandem_kernels.device.as_on` names, and what they would launch is written 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,12 +69,17 @@ class Launches:
         """Transposed weights and the weights, by the identity of the first."""
         self._depth = 0
 
-    def know(self, model: nn.Module) -> None:
-        """Names parts by the parameters of `model`."""
+    def know(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Names parts by the parameters of `model`, and counts its `layers` as they end."""
+        for index, layer in enumerate(layers):
+            layer.register_forward_hook(partial(self._end, index))
         for name, parameter in model.named_parameters():
             path = name.split(".")[:-1]
             numbers = [index for index, word in enumerate(path) if word.isdecimal()]
             self._parts[id(parameter)] = ".".join(path[numbers[0] + 1 if numbers else 0 :])
+
+    def _end(self, index: int, *args: Any) -> None:
+        self.layer = index + 1
 
     def add(self, name: str, module: str, arguments: tuple[Any, ...]) -> None:
         """Writes one down, unless it is part of another."""
@@ -212,9 +218,17 @@ def _heads(x: Tensor, weight: Tensor, bias: Any, positions: Tensor, table: Tenso
 
 
 def _states_read(
-    mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, *rest: Any
-) -> Tensor:
+    mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor,
+    *rest: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     return mixed.new_empty((len(mixed), states.shape[1], states.shape[3]))
+
+
+def _states_scanned(
+    mixed: Tensor, steps: Tensor, a_log: Tensor, dt_bias: Tensor, skip: Tensor, states: Tensor,
+    *rest: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    return mixed.new_empty((len(steps), states.shape[1], states.shape[3]))
 
 
 def _attended(q: Tensor, kv_cache: PagedKV, *args: Any, **kwargs: Any) -> Tensor:
@@ -288,5 +302,6 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "fp4_routed_experts": _routed,
     "causal_conv": _like_first,
     "gated_delta_rule": _states_read,
+    "mamba_scan": _states_scanned,
 }
 """Shapes of results whose meaning reads numbers, which fake tensors have not."""

@@ -96,8 +96,10 @@ class MambaMixer(nn.Module):
             self.norm_weight.data.fill_(sizes.output_scale)
         self.input_scales: Tensor | None = None
         if sizes.input_scales:
-            counts = torch.tensor([part.count for part in self._parts()])
-            scales = torch.tensor(sizes.input_scales).repeat_interleave(counts)
+            counts = [part.count for part in self._parts()]
+            scales = torch.tensor(sizes.input_scales).repeat_interleave(
+                torch.tensor(counts), output_size=sum(counts)
+            )
             self.input_scales = scales.to(shard.device, shard.dtype)
         self.o_proj = RowParallelLinear(
             sizes.heads * sizes.head_dim, hidden_size, shard.at("out_proj")
