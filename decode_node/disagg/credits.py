@@ -7,6 +7,10 @@ no KV on the prefill tier. Each request holds one `Claim` on KV blocks from admi
     2. `grow_to`: the request became longer than its first claim; never waits
     3. `release`: it ended; the first that waits and fits is admitted
 
+Requests of the idle class wait behind all others. From the first `grow_to` on, which is when the
+engine has them in rows, what they hold counts as free for others, for whom the engine preempts
+them (`engine/sched/idle_blocks.py`). Before, a prefill node may work for them, or write KV.
+
 Choices of one prompt share a claim: full blocks of the prompt count once, each choice has a seat
 and the blocks behind them, and gives both back when it ends (`end_choice`).
 
@@ -64,10 +68,15 @@ class Claim:
     """The blocks and the seats that one request holds, with all its choices. `release` and
     `end_choice` are idempotent."""
 
-    __slots__ = ("_credits", "_num_shared", "_num_tokens", "group")
+    __slots__ = ("_credits", "_is_idle", "_num_shared", "_num_tokens", "_yields", "group")
 
-    def __init__(self, credits: KVCredits, size: ClaimSize, group: int) -> None:
+    def __init__(
+        self, credits: KVCredits, size: ClaimSize, group: int, *, is_idle: bool = False
+    ) -> None:
         self._credits = credits
+        self._is_idle = is_idle
+        self._yields = False
+        """Others may have what it holds."""
         self.group = group
         self._num_shared = size.num_shared
         num_tokens = (size.num_shared + size.num_own) * credits.block_size
@@ -79,25 +88,43 @@ class Claim:
         """Returns how many answers hold a seat by this claim."""
         return len(self._num_tokens)
 
+    @property
+    def num_yielding(self) -> int:
+        """Returns how many blocks others may have of it."""
+        return self._num_blocks if self._yields else 0
+
     def grow_to(self, num_tokens: int, choice: int = 0) -> None:
         covered = self._num_tokens.get(choice)
-        if covered is not None and num_tokens > covered:
+        if covered is None:
+            return
+        if self._is_idle and not self._yields:
+            self._yields = True
+            self._credits.begin_to_yield(self._num_blocks, self.num_choices, self.group)
+        if num_tokens > covered:
             more = self._credits.num_blocks_for(num_tokens - covered)
             self._num_tokens[choice] = covered + more * self._credits.block_size
-            self._credits.take(more, self.group)
+            self._credits.take(more, self.group, yields=self._yields)
 
     def end_choice(self, choice: int) -> None:
         """Gives back what one choice holds. The last one takes the prompt's blocks along."""
         covered = self._num_tokens.pop(choice, None)
         if covered is not None:
-            own = self._credits.num_blocks_for(covered) - self._num_shared
-            own += self._credits.num_states
             shared = 0 if self._num_tokens else self._num_shared
-            self._credits.give_back(own + shared, self.group)
+            num_blocks = self._own_blocks(covered) + shared
+            self._credits.give_back(num_blocks, self.group, yields=self._yields)
 
     def release(self) -> None:
         for choice in list(self._num_tokens):
             self.end_choice(choice)
+
+    @property
+    def _num_blocks(self) -> int:
+        return self._num_shared + sum(map(self._own_blocks, self._num_tokens.values()))
+
+    def _own_blocks(self, num_tokens: int) -> int:
+        """Returns the blocks of a choice with room for this many tokens, but those it shares."""
+        credits = self._credits
+        return credits.num_blocks_for(num_tokens) - self._num_shared + credits.num_states
 
 
 @dataclass(slots=True)
@@ -107,14 +134,17 @@ class _Waiter:
     size: ClaimSize
     preference: GroupPreference
     admitted: asyncio.Future[int]
+    is_idle: bool
 
 
 @dataclass(slots=True)
 class _Claimed:
-    """Counts what is claimed of one group."""
+    """Counts what is claimed of one group, and what of that others may have."""
 
     num_claims: int = 0
     num_blocks: int = 0
+    num_yielding_claims: int = 0
+    num_yielding_blocks: int = 0
 
 
 class KVCredits:
@@ -139,6 +169,7 @@ class KVCredits:
         self._max_claims = max_claims
         self._groups = [_Claimed() for _ in range(num_groups)]
         self._waiters: deque[_Waiter] = deque()
+        self._idle_waiters: deque[_Waiter] = deque()
 
     @property
     def num_free(self) -> int:
@@ -152,7 +183,11 @@ class KVCredits:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiters)
+        return len(self._waiters) + len(self._idle_waiters)
+
+    def has_waiting(self, *, is_idle: bool) -> bool:
+        """Returns whether any wait that go before a request that comes now."""
+        return bool(self._waiters or (is_idle and self._idle_waiters))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -163,15 +198,18 @@ class KVCredits:
         max_tokens: int,
         num_choices: int = 1,
         preference: GroupPreference = ANYWHERE,
+        *,
+        is_idle: bool = False,
     ) -> Claim:
         """Waits for room. Whatever its size, a request is admitted when it is alone."""
         size = self._first_claim(num_prompt_tokens, max_tokens, num_choices)
-        group = None if self._waiters else self._fitting(size, preference)
+        must_wait = self.has_waiting(is_idle=is_idle)
+        group = None if must_wait else self._fitting(size, preference, is_idle=is_idle)
         if group is None:
-            group = await self._wait(size, preference)
+            group = await self._wait(size, preference, is_idle=is_idle)
         else:
             self._admit(size, group)
-        return Claim(self, size, group)
+        return Claim(self, size, group, is_idle=is_idle)
 
     def claim_now(
         self,
@@ -179,32 +217,47 @@ class KVCredits:
         max_tokens: int,
         num_choices: int = 1,
         preference: GroupPreference = ANYWHERE,
+        *,
+        is_idle: bool = False,
     ) -> Claim:
         """Claims without waiting, whatever is free."""
         size = self._first_claim(num_prompt_tokens, max_tokens, num_choices)
         group = self._ranked(preference)[0]
         self._admit(size, group)
-        return Claim(self, size, group)
+        return Claim(self, size, group, is_idle=is_idle)
 
     def refuse_waiters(self, error: Exception) -> None:
         """Makes every `acquire` that waits raise `error`."""
-        for waiter in self._waiters:
-            if not waiter.admitted.done():
-                waiter.admitted.set_exception(error)
-        self._waiters.clear()
+        for line in (self._waiters, self._idle_waiters):
+            for waiter in line:
+                if not waiter.admitted.done():
+                    waiter.admitted.set_exception(error)
+            line.clear()
 
-    def take(self, num_blocks: int, group: int = 0) -> None:
-        self._groups[group].num_blocks += num_blocks
-
-    def give_back(self, num_blocks: int, group: int = 0) -> None:
-        """Takes the blocks and the seat of an answer back."""
-        self._groups[group].num_blocks -= num_blocks
-        self._groups[group].num_claims -= 1
+    def begin_to_yield(self, num_blocks: int, num_claims: int, group: int) -> None:
+        """Counts what is claimed already as what others may have."""
+        self._groups[group].num_yielding_blocks += num_blocks
+        self._groups[group].num_yielding_claims += num_claims
         self._admit_waiters()
 
-    async def _wait(self, size: ClaimSize, preference: GroupPreference) -> int:
-        waiter = _Waiter(size, preference, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
+    def take(self, num_blocks: int, group: int = 0, *, yields: bool = False) -> None:
+        claimed = self._groups[group]
+        claimed.num_blocks += num_blocks
+        claimed.num_yielding_blocks += num_blocks * yields
+
+    def give_back(self, num_blocks: int, group: int = 0, *, yields: bool = False) -> None:
+        """Takes the blocks and the seat of an answer back."""
+        claimed = self._groups[group]
+        claimed.num_blocks -= num_blocks
+        claimed.num_claims -= 1
+        claimed.num_yielding_blocks -= num_blocks * yields
+        claimed.num_yielding_claims -= yields
+        self._admit_waiters()
+
+    async def _wait(self, size: ClaimSize, preference: GroupPreference, *, is_idle: bool) -> int:
+        admitted = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(size, preference, admitted, is_idle)
+        (self._idle_waiters if is_idle else self._waiters).append(waiter)
         try:
             return await waiter.admitted
         except asyncio.CancelledError:
@@ -215,15 +268,15 @@ class KVCredits:
             raise
 
     def _admit_waiters(self) -> None:
-        while self._waiters:
-            waiter = self._waiters[0]
+        while line := self._waiters or self._idle_waiters:
+            waiter = line[0]
             if not waiter.admitted.cancelled():
-                group = self._fitting(waiter.size, waiter.preference)
+                group = self._fitting(waiter.size, waiter.preference, is_idle=waiter.is_idle)
                 if group is None:
                     return
                 self._admit(waiter.size, group)
                 waiter.admitted.set_result(group)
-            self._waiters.popleft()
+            line.popleft()
 
     def _admit(self, size: ClaimSize, group: int) -> None:
         self._groups[group].num_claims += size.num_choices
@@ -242,15 +295,28 @@ class KVCredits:
 
         return sorted(preference.only or range(len(self._groups)), key=rank)
 
-    def _fitting(self, size: ClaimSize, preference: GroupPreference) -> int | None:
-        """Returns the best group that has room; None: none has."""
-        return next((group for group in self._ranked(preference) if self._fits(size, group)), None)
+    def _fitting(
+        self, size: ClaimSize, preference: GroupPreference, *, is_idle: bool
+    ) -> int | None:
+        """Returns the best group that has room; None: none has. One that has it without preempting
+        anything is better."""
+        ranked = self._ranked(preference)
+        if (group := self._first_fitting(size, ranked, may_preempt=False)) is not None:
+            return group
+        return None if is_idle else self._first_fitting(size, ranked, may_preempt=True)
 
-    def _fits(self, size: ClaimSize, group: int) -> bool:
-        claimed = self._groups[group]
-        has_seats = claimed.num_claims + size.num_choices <= self._max_claims
-        has_blocks = size.num_blocks <= self.num_blocks - claimed.num_blocks
-        return claimed.num_claims == 0 or (has_seats and has_blocks)
+    def _first_fitting(
+        self, size: ClaimSize, ranked: Sequence[int], *, may_preempt: bool
+    ) -> int | None:
+        for group in ranked:
+            claimed = self._groups[group]
+            num_claims = claimed.num_claims - claimed.num_yielding_claims * may_preempt
+            num_blocks = claimed.num_blocks - claimed.num_yielding_blocks * may_preempt
+            has_seats = num_claims + size.num_choices <= self._max_claims
+            has_blocks = size.num_blocks <= self.num_blocks - num_blocks
+            if num_claims == 0 or (has_seats and has_blocks):
+                return group
+        return None
 
     def _first_claim(self, num_prompt_tokens: int, max_tokens: int, num_choices: int) -> ClaimSize:
         num_blocks = self.num_blocks_for(

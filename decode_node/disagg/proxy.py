@@ -1,9 +1,9 @@
 """A decode node's proxy decides how each request is served, and follows it to its end.
 
     1. ADMIT    local or remote? Short prompts, and long ones whose beginning is probably cached
-                here, stay. A remote prompt waits, in order of arrival, until its KV has room
-                here; no prefill node works for it before. One that asks for a single token needs
-                no room: the prefill node gives the whole answer.
+                here, stay. A remote prompt waits, in order of arrival (the idle class last), until
+                its KV has room here; no prefill node works for it before. One that asks for a
+                single token needs no room: the prefill node gives the whole answer.
     2. START    remote: shake hands with a prefill node. The request enters our engine, and with
                 it, at the same time, the call to the prefill node begins (`remote_prefill` has
                 that part).
@@ -42,6 +42,7 @@ from decode_node.disagg.remote_prefill import (
 from decode_node.errors import Overloaded, Unavailable
 from decode_node.observe.timeline import PrefillRecord, RequestRecord
 from engine.contracts.outputs import SchedulerStats
+from engine.contracts.request_spec import IDLE_PRIORITY
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.frontend.request_stream import Give
@@ -264,13 +265,14 @@ class DisaggProxy:
     ) -> Claim:
         """Claims room. A request that our engine computes waits in the engine's own queue, but does
         not overtake those that wait here."""
-        if is_remote and request.spec.needs_one_token:
-            return self._credits.claim_now(0, 0, len(request.spec.seeds))
-        spec = request.spec
+        spec, credits = request.spec, self._credits
+        if is_remote and spec.needs_one_token:
+            return credits.claim_now(0, 0, len(spec.seeds))
         size = (len(spec.prompt_token_ids), spec.sampling.max_tokens, spec.num_rows)
-        if is_remote or self._credits.num_waiting:
-            return await self._credits.acquire(*size, preference)
-        return self._credits.claim_now(*size, preference)
+        is_idle = spec.priority == IDLE_PRIORITY
+        if is_remote or credits.has_waiting(is_idle=is_idle):
+            return await credits.acquire(*size, preference, is_idle=is_idle)
+        return credits.claim_now(*size, preference, is_idle=is_idle)
 
     async def _choose_node(self, remote: RemotePrefill) -> KVTransferParams | None:
         """Returns what `remote` chooses. Raises `Unavailable` when the node stops meanwhile, or in

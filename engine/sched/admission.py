@@ -10,6 +10,8 @@ blocks.
                        layers come from host memory
                else:   cached prefix, blocks for all known tokens, a row, the first chunk
 
+Where rows or blocks are lacking, the idle class yields its own to any other request (`IdleBlocks`).
+
 Blocks for the whole prompt are taken at once, so only decoding rows ever ask for more. That keeps
 prompts that are half computed from preempting each other, and a pull never starts that could not
 be used.
@@ -29,6 +31,7 @@ from engine.sched.choices.beams import Beams
 from engine.sched.choices.forks import Forks
 from engine.sched.counters import SchedulerCounters
 from engine.sched.departures.exports import is_exported
+from engine.sched.idle_blocks import IdleBlocks
 from engine.sched.prompts.prompt_order import StepRoom
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
@@ -36,6 +39,7 @@ from engine.sched.request_queue import RequestQueue, SortKey
 from engine.sched.rows.adapters import AdapterTable
 from engine.sched.rows.row import Row
 from engine.sched.rows.running import RunningRows
+from engine.sched.step_fence import StepFence
 
 _HEADROOM_STEPS = 16
 """A request is admitted only when those that decode could go on for this many steps. Its blocks are
@@ -58,6 +62,7 @@ class Admission:
         beams: Beams,
         adapters: AdapterTable,
         counters: SchedulerCounters,
+        fence: StepFence,
     ) -> None:
         self._config = config
         self._limits = limits
@@ -70,6 +75,7 @@ class Admission:
         self._beams = beams
         self._adapters = adapters
         self._counters = counters
+        self._idle = IdleBlocks(kv_cache, fence, running, remote.arrivals, self._headroom)
         self._stranded: list[str] = []
         """Requests that would be computed here, and cannot be for their images."""
         self._may_take_blocks = True
@@ -106,13 +112,14 @@ class Admission:
     def _admit_ready(self, room: StepRoom) -> None:
         """Gives rows to requests whose KV is here, all of it or a beginning."""
         ready = self._arrivals.ready
-        while ready and not room.is_full and self._running.table.num_free > 0:
+        while ready and not room.is_full and self._idle.may_have_row(ready.peek()):
             if not self._part_of(ready.peek(), ready.peek().num_computed_tokens, room):
                 return
             request = self._arrivals.take_ready()
             if self._limits.images.is_stranded(request, request.num_computed_tokens):
                 self._stranded.append(request.request_id)
                 continue
+            self._idle.take_row()
             row = self._enter(request)
             # Certain only now: every rank has its share, and it will be used as it is.
             self._kv_cache.confirm(request, request.num_computed_tokens)
@@ -212,16 +219,17 @@ class Admission:
     ) -> int:
         """Returns how many of the request's tokens the step computes; 0 means that it must wait.
         `found`: its cached prefix, if that was looked up already."""
-        if room.is_full or self._running.table.num_free == 0:
+        if room.is_full or not self._idle.may_have_row(request):
             return 0
         num_tokens = request.num_tokens
         cached, num_cached = found or self._cached_prefix(request)
         if not self._part_of(request, num_cached, room):
             self.without_room = ""
             return 0
-        if not self._kv_cache.can_allocate(num_tokens, cached, self._headroom()):
+        if not self._idle.has_blocks(request, num_tokens, cached):
             self._note_blocked(request)
             return 0
+        self._idle.take_row()
         blocks = self._allocate(request, num_tokens, cached, num_cached)
         row = self._enter(request)
         if blocks is not None and blocks.borrowed:
@@ -270,7 +278,7 @@ class Admission:
             )
         # The next token's KV is computed here: of a first one that comes from a peer, too.
         need = max(num_known, min(num_known + 1, self._limits.max_len(request) - 1))
-        if not self._kv_cache.can_allocate(need, cached, self._headroom()):
+        if not self._idle.has_blocks(request, need, cached):
             if num_received:
                 self._note_blocked(request)
             return False
@@ -331,8 +339,11 @@ class Admission:
             is_exported=is_exported(request),
         )
 
-    def _headroom(self) -> int:
-        return self._kv_cache.num_blocks_more(self._running.calendar.num_tokens * _HEADROOM_STEPS)
+    def _headroom(self, num_fewer: int = 0) -> int:
+        """Returns the blocks for what the rows that decode compute, but for so many of them."""
+        calendar = self._running.calendar
+        num_tokens = (calendar.size - num_fewer) * calendar.query_len
+        return self._kv_cache.num_blocks_more(num_tokens * _HEADROOM_STEPS)
 
     def _note_blocked(self, request: Request) -> None:
         free = self._kv_cache.num_free_blocks
@@ -341,7 +352,8 @@ class Admission:
     def _is_still_blocked(self, request: Request) -> bool:
         """Saves looking the same prompt up in the prefix cache before every step."""
         free = self._kv_cache.num_free_blocks
-        return self._blocked_at == (request.request_id, free, self._headroom())
+        is_same = self._blocked_at == (request.request_id, free, self._headroom())
+        return is_same and not self._idle.may_have_blocks(request)
 
     def _note_first_scheduling(self, request: Request, num_cached: int) -> None:
         if request.num_cached_tokens is None:

@@ -90,17 +90,10 @@ class Scheduler:
         """Requests whose first output is still to come."""
         self._choices = self._make_choices(config)
         self._beams = self._choices.beams
+        holders = self._waiting, self._running, self._remote, self._forks, self._beams
+        counted = self.adapters, self._counters, self._fence
         self.admission = Admission(
-            config.scheduler,
-            self._limits,
-            self._kv_cache,
-            self._waiting,
-            self._running,
-            self._remote,
-            self._forks,
-            self._beams,
-            self.adapters,
-            self._counters,
+            config.scheduler, self._limits, self._kv_cache, *holders, *counted
         )
         self._view = SchedulerView(
             self._requests,

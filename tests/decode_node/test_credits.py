@@ -174,13 +174,18 @@ def test_random_arrivals_and_departures_leave_nothing(seed: int) -> None:
     draw = random.Random(seed)
 
     async def request(credits: KVCredits, held: list[Claim]) -> None:
-        num_choices = draw.choice([1, 1, 2, 4])
-        claim = await credits.acquire(draw.randint(1, 60), draw.randint(1, 100), num_choices)
+        num_choices, is_idle = draw.choice([1, 1, 2, 4]), draw.random() < 0.4
+        length = draw.randint(1, 60)
+        claim = await credits.acquire(length, draw.randint(1, 100), num_choices, is_idle=is_idle)
         held.append(claim)
         try:
             with_seats = [other for other in held if other.num_choices]
-            assert credits.num_free >= 0 or with_seats == [claim]
+            yielding = sum(other.num_yielding for other in with_seats)
+            firm = [other for other in with_seats if not other.num_yielding]
+            assert credits.num_free + yielding >= 0 or firm == [claim]
             for choice in range(draw.randint(0, 4)):
+                if draw.random() < 0.5:
+                    claim.grow_to(length + draw.randint(0, 1), choice)
                 if draw.random() < 0.5:
                     claim.end_choice(choice)
                 await asyncio.sleep(0)
@@ -274,3 +279,54 @@ async def test_windows_that_roll_count_for_each_answer_whatever_its_length() -> 
     index = create_prefix_index(config, credits)
     index.add(prompt.prompt_token_ids, prompt)
     assert len(index) == 0
+
+
+async def test_others_do_not_wait_for_what_requests_of_the_idle_class_hold() -> None:
+    """Not before they run: a prefill node works for them until then."""
+    credits = KVCredits(num_blocks=10, block_size=8, max_claims=2)
+    batch = await credits.acquire(40, 8, is_idle=True)
+    also = await credits.acquire(16, 8, is_idle=True)
+    others = asyncio.create_task(credits.acquire(40, 8))
+    await settle()
+    assert not others.done(), "neither a seat nor its blocks are free"
+    batch.grow_to(41)
+    await settle()
+    assert others.done() and credits.num_claims == 3
+    second = asyncio.create_task(credits.acquire(32, 8))
+    await settle()
+    assert not second.done(), "what other requests hold is theirs"
+    also.grow_to(17)
+    batch.grow_to(57)
+    await settle()
+    assert not second.done()
+    others.result().release()
+    (await second).release()
+    batch.release()
+    also.release()
+    assert (credits.num_free, credits.num_claims) == (10, 0)
+
+
+async def test_the_idle_class_waits_behind_all_others() -> None:
+    credits = KVCredits(num_blocks=10, block_size=8, max_claims=9)
+    held = await credits.acquire(72, 8)
+    batch = asyncio.create_task(credits.acquire(8, 8, is_idle=True))
+    await settle()
+    assert credits.has_waiting(is_idle=True) and not credits.has_waiting(is_idle=False)
+    others = asyncio.create_task(credits.acquire(64, 8))
+    await settle()
+    held.release()
+    await settle()
+    assert others.done() and not batch.done()
+    others.result().release()
+    (await batch).release()
+    assert (credits.num_free, credits.num_claims, credits.num_waiting) == (10, 0, 0)
+
+
+async def test_a_group_that_has_room_comes_before_one_that_would_preempt() -> None:
+    credits = KVCredits(num_blocks=10, block_size=8, max_claims=9, num_groups=2)
+    batch = await credits.acquire(56, 8, is_idle=True)
+    batch.grow_to(57)
+    has_prefix = GroupPreference(cached_tokens=(80, 0) if batch.group == 0 else (0, 80))
+    others = await credits.acquire(40, 8, preference=has_prefix)
+    assert others.group != batch.group
+    assert (await credits.acquire(40, 8)).group == batch.group, "nowhere else is room"

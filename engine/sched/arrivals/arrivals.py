@@ -159,10 +159,11 @@ class Arrivals:
         self.move(self._of_request[request.request_id], ArrivalState.ENDED)
         return request
 
-    def reclaim(self) -> bool:
+    def reclaim(self, *, is_idle_class: bool = False) -> bool:
         """Gives up the KV of the newest request that has some but no row, because running requests
-        cannot go on otherwise. Returns False when there is none."""
-        idle = [arrival for state in IDLE_WITH_BLOCKS for arrival in self._in[state].values()]
+        cannot go on otherwise. Returns False when there is none. `is_idle_class`: of that alone,
+        because others cannot begin."""
+        idle = self.reclaimable(is_idle_class=is_idle_class)
         if not idle:
             return False
         arrival = max(idle, key=lambda arrival: arrival.request.arrival_order)
@@ -173,6 +174,15 @@ class Arrivals:
         is_part = arrival.state is ArrivalState.PART
         self.move(arrival, ArrivalState.NOTHING if is_part else ArrivalState.RECLAIMED)
         return True
+
+    def reclaimable(self, *, is_idle_class: bool = False) -> list[KVArrival]:
+        """Returns whose KV `reclaim` might give up."""
+        return [
+            arrival
+            for state in IDLE_WITH_BLOCKS
+            for arrival in self._in[state].values()
+            if arrival.request.is_idle_class or not is_idle_class
+        ]
 
     # Ends -------------------------------------------------------------------------------------
 

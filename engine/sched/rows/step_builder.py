@@ -56,6 +56,12 @@ class StepBuilder:
         """Returns whether the step computes anything beside the rows that decode."""
         return bool(self._chunks)
 
+    def has_begun(self, row: Row) -> bool:
+        """Returns whether the step lets the row begin, or computes a part of its prompt."""
+        return any(new.row == row.index for new in self._new_reqs) or any(
+            one is row for one, _ in self._chunks
+        )
+
     def enter(self, new: NewRequestData) -> None:
         """Records that a request has entered a row."""
         self._new_reqs.append(new)
