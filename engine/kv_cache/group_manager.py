@@ -125,6 +125,10 @@ class GroupManager:
         request that began with `run_in_cache`, and has the KV of the first `num_before`."""
         return max(blocks.num_published[self.index], num_before // self.block_size)
 
+    def num_unseen(self, num_tokens: int) -> int:
+        """Returns how many leading blocks no token from `num_tokens` on sees."""
+        return 0
+
     def _hashes(self, request: Request, num_tokens: int) -> list[BlockHash]:
         return extend_block_hashes(request, self.block_size)[: num_tokens // self.block_size]
 
@@ -221,6 +225,9 @@ class WindowGroupManager(GroupManager):
 
     def names_wanted(self, request: Request, num_before: int, num_tokens: int) -> list[BlockHash]:
         return self.names(request, num_tokens)[self._group.first_block_seen(num_before) :]
+
+    def num_unseen(self, num_tokens: int) -> int:
+        return self._group.first_block_seen(num_tokens)
 
     def first_to_fill(self, blocks: RequestBlocks, num_before: int, num_tokens: int) -> int:
         first = self._group.first_block_seen(num_tokens)

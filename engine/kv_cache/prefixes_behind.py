@@ -90,3 +90,16 @@ class PrefixesBehind:
             table = own.tables[group.index]
             ids += [block.block_id for block in table[first : first + len(coming)]]
         return names, ids
+
+    def begin(
+        self, request: Request, num_before: int, num_tokens: int
+    ) -> tuple[list[BlockHash], list[int]]:
+        """Returns what `blocks` does, when those are about to be filled. What windows have before
+        them stays empty: nobody may find it."""
+        names, ids = self.blocks(request, num_before, num_tokens)
+        own = self._blocks[request.request_id]
+        for group in self._groups:
+            own.num_published[group.index] = max(
+                own.num_published[group.index], group.num_unseen(num_tokens)
+            )
+        return names, ids

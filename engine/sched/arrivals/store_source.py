@@ -139,7 +139,7 @@ class StoreSource:
         if stop <= before:
             self._go_on(load, before)
             return
-        names, blocks = self._kv_cache.behind.blocks(request, before, stop)
+        names, blocks = self._kv_cache.behind.begin(request, before, stop)
         num_tokens = stop - before
         self._arrivals.begin(load, load.num_before, num_tokens, ArrivalState.COMING)
         load.began_at = time.monotonic()
