@@ -95,7 +95,7 @@ class PrefixesBehind:
         self, request: Request, num_before: int, num_tokens: int
     ) -> tuple[list[BlockHash], list[int]]:
         """Returns what `blocks` does, when those are about to be filled. What windows have before
-        them stays empty: nobody may find it."""
+        them stays unwritten, and is never published."""
         names, ids = self.blocks(request, num_before, num_tokens)
         own = self._blocks[request.request_id]
         for group in self._groups:

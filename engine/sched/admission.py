@@ -340,7 +340,7 @@ class Admission:
         )
 
     def _headroom(self, num_fewer: int = 0) -> int:
-        """Returns the blocks for what the rows that decode compute, but for so many of them."""
+        """Returns the blocks that decoding rows may need next, all but `num_fewer` of them."""
         calendar = self._running.calendar
         num_tokens = (calendar.size - num_fewer) * calendar.query_len
         return self._kv_cache.num_blocks_more(num_tokens * _HEADROOM_STEPS)
