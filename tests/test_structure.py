@@ -80,7 +80,7 @@ SCHED_ORDER = [
     {"arrivals"},
     {"remote_kv"},
     {"rows"},
-    {"choices"},
+    {"choices", "idle_blocks"},
     {"admission"},
     {"prompt_steps", "scheduler_view"},
     {"scheduler"},
