@@ -70,11 +70,11 @@ async def test_a_node_that_trickles_has_its_time(cluster: Cluster) -> None:
 
     async def slowly(writer: Writer) -> None:
         if not handler.resumed_from:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
 
     handler = TokenHandler(fault=slowly)
     nodes = [await cluster.decode(name, handler) for name in ("a", "b")]
-    router = await cluster.router(*nodes, answer_timeout_s=0.35)
+    router = await cluster.router(*nodes, answer_timeout_s=1.0)
     assert texts(await router.text(BODY)) == [expected(BODY)]
     assert len(handler.resumed_from) == 1
 
