@@ -15,8 +15,8 @@ import pytest
 from bench.engine.models.shapes import shape_config
 from engine.config import EngineConfig
 from engine.explain.explanation import Batch
-from engine.explain.kernel_keys import kernel_keys, warm_up_batches
-from engine.explain.launched_kernels import KernelKey
+from engine.explain.kernel_keys import kernel_keys, launching_model, warm_up_batches
+from engine.explain.launched_kernels import KernelKey, keeping
 from tandem_kernels.device import KNOWN_GPUS
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
@@ -81,6 +81,31 @@ def drawn(chance: random.Random, config: EngineConfig) -> Batch:
     return replace(batch, num_logits=batch.num_tokens) if asks_for_all else batch
 
 
+def not_warmed(
+    config: EngineConfig, steps: list[Batch], *, has_flash: bool = True
+) -> dict[Batch, list[KernelKey]]:
+    """Returns the kernels that steps need and warming up leaves out. Warms up no further than until
+    it has them all: what follows adds kernels, and takes none away."""
+    keys: set[KernelKey] = set()
+    needed: dict[Batch, set[KernelKey]] = {}
+    with (
+        keeping(H200, lambda one: keys.add(one.key)),
+        launching_model(config, H200, has_flash=has_flash) as run,
+    ):
+        for step in steps:
+            keys.clear()
+            run(step)
+            needed[step] = set(keys)
+        keys.clear()
+        wanted = set[KernelKey]().union(*needed.values())
+        assert any(found != wanted for found in needed.values()), "steps differ in their kernels"
+        for batch in warm_up_batches(config):
+            run(batch)
+            if wanted <= keys:
+                break
+    return {step: sorted(found - keys) for step, found in needed.items() if found - keys}
+
+
 @pytest.mark.parametrize(
     ("family", "has_flash"),
     [
@@ -103,12 +128,7 @@ def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_fl
     config, chance = config_of(family), random.Random(f"{family} {has_flash}")
     # Of many short prompts no graph holds, an indexer chooses nothing.
     steps = [*(drawn(chance, config) for _ in range(NUM_DRAWN)), Batch(1, 900, (1000,) * 7)]
-    before = warm_up_batches(config)
-    found = kernel_keys(config, H200, before + steps, has_flash=has_flash)
-    known: set[KernelKey] = set().union(*found[: len(before)])
-    for step, keys in zip(steps, found[len(before) :], strict=True):
-        assert sorted(keys - known) == [], step
-    assert len(known) > len(found[0]), "steps differ in their kernels"
+    assert not_warmed(config, steps, has_flash=has_flash) == {}
 
 
 def test_short_contexts_beside_chunks_are_warmed_where_an_indexer_chooses() -> None:
@@ -116,11 +136,7 @@ def test_short_contexts_beside_chunks_are_warmed_where_an_indexer_chooses() -> N
     config = shape_config("deepseek-v3.2-6-layers", num_layers=1, max_model_len=24_576)
     steps = [Batch(count, 900, (1100,)) for count in (1, 3, 7, 12, 17, 40, 200)]
     steps += [Batch(2, 900, (40, 1100)), Batch(0, 0, (700, 30), 500)]
-    before = warm_up_batches(config)
-    found = kernel_keys(config, H200, before + steps)
-    known = set[KernelKey]().union(*found[: len(before)])
-    for step, keys in zip(steps, found[len(before) :], strict=True):
-        assert sorted(keys - known) == [], step
+    assert not_warmed(config, steps) == {}
 
 
 def test_what_was_not_warmed_is_found() -> None:
