@@ -239,11 +239,13 @@ class StepMachine:
         self.finish_loads()
         for transfer_id in self.connector.transfer_ids():
             self.connector.finish(transfer_id)
-        self.poll_connector()
         self.finish_loads()
 
     def finish_loads(self) -> None:
-        """Lets all that goes to host memory arrive, and all that comes from there."""
+        """Lets all that goes to host memory arrive, and all that comes from there. What has arrived
+        may not have been reported.
+        """
+        self.poll_connector()
         while self.host is not None and self.host.tier.num_jobs:
             self.host.finish()
             self.poll_connector()

@@ -261,6 +261,10 @@ def test_random_traffic(depth: int, policy: str, seed: int, kinds: list[str]) ->
     _random_traffic(depth, policy, seed, kinds, 1)
 
 
+def test_traffic_whose_last_load_for_a_peer_was_over_and_not_reported() -> None:
+    _random_traffic(2, "fcfs", 23, ["local", "pull"], 1)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)

@@ -444,6 +444,26 @@ def test_what_lies_in_host_memory_is_loaded_for_a_peer(role: KVRole) -> None:
     machine.check_all_done()
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_an_offer_ends_whose_load_is_over_and_not_reported(is_right: bool) -> None:
+    """Nobody says more of it: no request is left, and no job."""
+    machine, names, _ = forgotten()
+    assert machine.host is not None
+    transfer_id, _ = machine.scheduler.remote.offers.offer(names)
+    export = machine.connector.exports[transfer_id]
+    if is_right:
+        machine.host.finish()
+    else:
+        machine.host.fail_load()
+    assert machine.host.tier.num_jobs == 0
+    assert not export.rows and not export.stopping, "the scheduler does not know yet"
+    with pytest.raises(AssertionError, match=f"transfer {transfer_id} does not end"):
+        machine.connector.finish(transfer_id)
+    machine.finish()
+    assert (bool(export.rows), export.stopping) == (is_right, not is_right)
+    machine.check_all_done()
+
+
 def test_a_load_that_fails_calls_the_offer_off() -> None:
     machine, names, _ = forgotten()
     assert machine.host is not None
