@@ -39,6 +39,7 @@ from router.edge.admin_api import probe_routes, readiness
 from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
 from router.edge.error_answers import add_error_answers
+from router.edge.no_batches import no_batch_routes
 from router.edge.operator_routes import OperatorParts, operator_routes
 from router.make_adapters import make_adapters
 from router.make_batches import BatchParts, KeptBatches, make_batches
@@ -212,6 +213,8 @@ def _serve_requests(
     if batches is not None:
         app.state.batches = batches
         serve(app, batches.routes)
+    else:
+        serve(app, no_batch_routes(), is_named=False)
 
 
 def _make_kept(

@@ -289,6 +289,30 @@ async def test_what_is_not_served_is_named_with_what_is(cluster: Cluster) -> Non
         assert answer.headers["allow"] == "POST"
 
 
+async def test_who_wants_batches_of_a_router_without_them_learns_what_they_need(
+    cluster: Cluster,
+) -> None:
+    router = await cluster.router(await cluster.decode())
+    for method, path in (
+        ("POST", "/v1/files"),
+        ("GET", "/v1/files/"),
+        ("GET", "/v1/files/file-1/content"),
+        ("DELETE", "/v1/files/file-1"),
+        ("POST", "/v1/batches"),
+        ("POST", "/v1/batches/batch_1/cancel"),
+    ):
+        async with router.client.request(method, router.url + path, json={}) as answer:
+            assert answer.status == 404
+            error = (await answer.json())["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "no_batch_store")
+            assert "--batch-store" in error["message"] and "served" not in error["message"]
+    async with router.client.get(router.url + "/v1/fil") as answer:
+        assert "/v1/files" not in (await answer.json())["error"]["message"], "nobody is led there"
+    url = router.url + "/v1/files"
+    async with router.client.get(url, headers={"anthropic-version": "2023-06-01"}) as answer:
+        assert "--batch-store" in (await answer.json())["error"]["message"]
+
+
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 async def test_a_slash_at_the_end_leads_to_the_path_without(cluster: Cluster, prefix: str) -> None:
     """Proxies in front have changed scheme, host and path: an answer that named them led astray."""
