@@ -87,6 +87,8 @@ class CompletionRequest(GenerationBody):
             return list(parts)
         if prompt in (None, "", []) or "" in parts:
             raise BadRequest("prompt is missing or empty", param="prompt")
+        if [] in parts:
+            raise BadRequest(f"prompt[{parts.index([])}] has no tokens", param="prompt")
         raise BadRequest(
             "prompt must be a string, a list of token ids, or a list of either", param="prompt"
         )

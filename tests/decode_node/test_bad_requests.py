@@ -56,7 +56,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
@@ -224,6 +223,27 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "prompt is missing or empty"),
+        ([[]], "prompt[0] has no tokens"),
+        ([[1], [2, 3], []], "prompt[2] has no tokens"),
+        (["a", ""], "prompt is missing or empty"),
+        ([5, []], "prompt must be a string"),
+        (["a", 5], "prompt must be a string"),
+    ],
+)
+async def test_a_prompt_without_tokens_is_told_from_one_of_a_wrong_type(
+    prompt: list[Any], words: str
+) -> None:
+    async with http_node() as node:
+        body = {"prompt": prompt}
+        error = check_error(await node.client.post(COMPLETIONS, json=body), 400, "prompt")
+        assert words in error["message"]
+        assert not node.engine.requests
 
 
 @pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
