@@ -2,12 +2,12 @@
 rule) and Kimi Linear (a decay for each channel): decodes, and prompts alone.
 
 Floors: the bytes of states, inputs and outputs; of prompts, the products of the recurrence in
-chunks of 64 tokens too.
+chunks of 64 tokens too. Peers run where `mamba_ssm` and `fla` can be imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -66,8 +66,42 @@ def _mamba(num_reqs: int, length: int) -> Case:
     calls = [partial(scan, mixed, steps, *numbers, own, metadata) for own in states]
     moved = (mixed.nbytes + tokens * (heads + inner) * 2) + 2 * states[0].nbytes
     products = 2 * heads * (2 * size * dim + _CHUNK * dim) + 2 * groups * _CHUNK * size
+    others: dict[str, list[Callable[[], object]]] = {}
+    if length > 1:
+        others = _mamba_peers(mixed, steps, numbers, (heads, dim, groups, size))
     flops = tokens * products if length > 1 else 0.0
-    return Case("states, mamba", _shape(num_reqs, length), calls, moved, flops)
+    return Case("states, mamba", _shape(num_reqs, length), calls, moved, flops, others)
+
+
+def _mamba_peers(
+    mixed: Tensor, steps: Tensor, numbers: list[Tensor], sizes: tuple[int, int, int, int]
+) -> dict[str, list[Callable[[], object]]]:
+    heads, dim, groups, size = sizes
+    inner = heads * dim
+    x = mixed[None, :, :inner].unflatten(2, (heads, dim))
+    b, c = mixed[None, :, inner:].unflatten(2, (2, groups, size)).unbind(2)
+    found: dict[str, list[Callable[[], object]]] = {}
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        a_log, dt_bias, skip = numbers
+        found["mamba_ssm"] = [
+            partial(
+                mamba_chunk_scan_combined, x, steps[None], -a_log.exp(), b, c, 128,
+                D=skip, dt_bias=dt_bias, dt_softplus=True, return_final_states=True,
+            )
+        ]  # fmt: skip
+    except ImportError:
+        pass
+    try:
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        q, k = (part.repeat_interleave(heads // groups, dim=2) for part in (c, b))
+        decay = -torch.rand(1, len(mixed), heads, device="cuda")
+        found["fla"] = [partial(chunk_simple_gla, q, k, x, decay, output_final_state=True)]
+    except ImportError:
+        pass
+    return found
 
 
 def _delta(num_reqs: int, length: int) -> Case:
@@ -80,8 +114,22 @@ def _delta(num_reqs: int, length: int) -> Case:
     rule = ops.gated_delta_rule
     calls = [partial(rule, mixed, gates, *numbers, own, metadata) for own in states]
     moved = mixed.nbytes + gates.nbytes + tokens * heads * dim * 2 + 2 * states[0].nbytes
+    others: dict[str, list[Callable[[], object]]] = {}
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        q, k = (randn(1, tokens, heads, dim) for _ in range(2))
+        v, beta = randn(1, tokens, heads, dim), torch.rand(1, tokens, heads, device="cuda")
+        if length > 1:
+            run = partial(
+                chunk_gated_delta_rule, q, k, v, -beta, beta,
+                output_final_state=True, use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+            others["fla"] = [run]
+    except ImportError:
+        pass
     flops = tokens * heads * 2 * dim * (3 * dim + 3 * _CHUNK) if length > 1 else 0.0
-    return Case("states, delta rule", _shape(num_reqs, length), calls, moved, flops)
+    return Case("states, delta rule", _shape(num_reqs, length), calls, moved, flops, others)
 
 
 def _kda(num_reqs: int, length: int) -> Case:
@@ -93,5 +141,19 @@ def _kda(num_reqs: int, length: int) -> Case:
     rule = partial(ops.gated_delta_rule, decays=decays)
     calls = [partial(rule, mixed, gates, *numbers, own, metadata) for own in states]
     moved = mixed.nbytes + decays.nbytes + gates.nbytes + tokens * each * 2 + 2 * states[0].nbytes
+    others: dict[str, list[Callable[[], object]]] = {}
+    try:
+        from fla.ops.kda import chunk_kda
+
+        q, k, v = mixed[None].unflatten(2, (3, heads, dim)).unbind(2)
+        decay, beta = -decays[None].unflatten(2, (heads, dim)).float().exp(), gates[None].sigmoid()
+        if length > 1:
+            run = partial(
+                chunk_kda, q, k, v, decay, beta,
+                output_final_state=True, use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+            others["fla"] = [run]
+    except ImportError:
+        pass
     flops = tokens * heads * 2 * dim * (3 * dim + 4 * _CHUNK) if length > 1 else 0.0
-    return Case("states, kda", _shape(num_reqs, length), calls, moved, flops)
+    return Case("states, kda", _shape(num_reqs, length), calls, moved, flops, others)

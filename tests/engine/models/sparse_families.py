@@ -36,7 +36,7 @@ V4 = {
         "compressed_sparse_attention", "heavily_compressed_attention",
     ],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
-    "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6, "num_hash_layers": 1,
+    "index_n_heads": 16, "index_head_dim": 32, "index_topk": 6, "num_hash_layers": 1,
     "swiglu_limit": 0.4, "num_nextn_predict_layers": 0, "rope_parameters": dict(YARN),
 }  # fmt: skip
 """DeepSeek-V4 with rows of 4 tokens, of which a token sees six, and of 16."""
