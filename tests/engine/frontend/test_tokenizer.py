@@ -328,6 +328,7 @@ class ModelFile:
     path: str
     vocab_size: int
     load_format: str
+    architecture: str = "LlamaForCausalLM"
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenised() -> None:
