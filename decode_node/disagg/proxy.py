@@ -42,7 +42,6 @@ from decode_node.disagg.remote_prefill import (
 from decode_node.errors import Overloaded, Unavailable
 from decode_node.observe.timeline import PrefillRecord, RequestRecord
 from engine.contracts.outputs import SchedulerStats
-from engine.contracts.request_spec import IDLE_PRIORITY
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.frontend.request_stream import Give
@@ -269,7 +268,7 @@ class DisaggProxy:
         if is_remote and spec.needs_one_token:
             return credits.claim_now(0, 0, len(spec.seeds))
         size = (len(spec.prompt_token_ids), spec.sampling.max_tokens, spec.num_rows)
-        is_idle = spec.priority == IDLE_PRIORITY
+        is_idle = spec.is_idle_class
         if is_remote or credits.has_waiting(is_idle=is_idle):
             return await credits.acquire(*size, preference, is_idle=is_idle)
         return credits.claim_now(*size, preference, is_idle=is_idle)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from engine.contracts.messages import EngineCoreRequest
-from engine.contracts.request_spec import IDLE_PRIORITY
 
 if TYPE_CHECKING:
     from engine.config import SchedulingPolicy
@@ -198,7 +197,7 @@ class Request:
     @property
     def is_idle_class(self) -> bool:
         """Returns whether it may only use what no other request does."""
-        return self.spec.priority == IDLE_PRIORITY
+        return self.spec.is_idle_class
 
     def rank(self, policy: SchedulingPolicy) -> int:
         """Returns what decides before any order: the priority, or in order of arrival whether it is

@@ -95,6 +95,11 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     adapter: AdapterRef | None = msgspec.field(default=None, name="9")
 
     @property
+    def is_idle_class(self) -> bool:
+        """Returns whether it may only use what no other request does."""
+        return self.priority == IDLE_PRIORITY
+
+    @property
     def num_own_prompt_tokens(self) -> int:
         """Returns the prompt's length without resumed output."""
         return len(self.prompt_token_ids) - self.num_resumed_tokens

@@ -10,7 +10,7 @@ Two steps with the same keys need no compilation between them. What is compiled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,8 @@ from tandem_kernels.device import GpuFacts
 
 def kernel_keys(
     config: EngineConfig, gpu: GpuFacts, batches: Sequence[Batch], *, has_flash: bool = True
-) -> list[set[KernelKey]]:
-    """Returns the kernels that the first rank of an engine needs for the model in each step.
+) -> Generator[set[KernelKey]]:
+    """Yields the kernels that the first rank of an engine needs for the model in each step.
 
     Args:
         has_flash: FlashAttention 3 is installed there.
@@ -35,7 +35,6 @@ def kernel_keys(
     Raises:
         CannotStartError: The engine could not start either; says why.
     """
-    found: list[set[KernelKey]] = []
     keys: set[KernelKey] = set()
     with (
         keeping(gpu, lambda one: keys.add(one.key)),
@@ -44,8 +43,7 @@ def kernel_keys(
         for batch in batches:
             keys.clear()
             run(batch)
-            found.append(set(keys))
-    return found
+            yield set(keys)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class LayerInputs(nn.Module):
 
     Args:
         size: P.
+        is_short: The table lacks tokens that the model has, which read what its first one does.
     """
 
     def __init__(
@@ -43,16 +44,19 @@ class LayerInputs(nn.Module):
         hidden_size: int,
         eps: float,
         shard: Shard,
+        *,
+        is_short: bool = False,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.size, self.hidden_size = vocab_size, size, hidden_size
+        self.size, self.hidden_size = size, hidden_size
+        self.most_tokens = vocab_size if is_short else None
         self.table = VocabParallelEmbedding(vocab_size, num_layers * size, shard.at(_TABLE))
         self.projection = ReplicatedLinear(hidden_size, num_layers * size, shard.at(_PROJECTION))
         self.norm = RMSNorm(size, eps, shard)
 
     def forward(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
-        # Tokens that the table lacks read what its first one does.
-        input_ids = torch.where(input_ids < self.vocab_size, input_ids, 0)
+        if self.most_tokens is not None:
+            input_ids = torch.where(input_ids < self.most_tokens, input_ids, 0)
         of_tokens: Tensor = self.table(input_ids) * self.size**0.5
         projected: Tensor = self.projection(embedded) * self.hidden_size**-0.5
         normed: Tensor = self.norm(projected.view(-1, self.size))

@@ -28,7 +28,9 @@ def layer_inputs(model: ModelConfig, spec: DenseSpec, shard: Shard) -> LayerInpu
     if spec.layer_input_size == 0:
         return None
     sizes = model.num_layers, spec.layer_input_size, spec.hidden_size
-    return LayerInputs(spec.layer_input_vocab, *sizes, spec.rms_norm_eps, shard.at("model"))
+    own = spec.rms_norm_eps, shard.at("model")
+    is_short = spec.layer_input_vocab < model.vocab_size
+    return LayerInputs(spec.layer_input_vocab, *sizes, *own, is_short=is_short)
 
 
 def layer_input(spec: DenseSpec, shard: Shard) -> LayerInput | None:

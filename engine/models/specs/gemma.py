@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import msgspec
@@ -65,3 +66,15 @@ class Gemma3Spec(GemmaSpec, frozen=True, kw_only=True):
     default_head_norm: ClassVar[HeadNorm] = "each"
     default_theta: ClassVar[float] = 1_000_000.0
     local_theta: ClassVar[float | None] = 10_000.0
+
+
+def sharing_faults(
+    kinds: list[str], num_layers: int, num_shared: int
+) -> Iterator[UnsupportedField]:
+    """Lists what is wrong with the last layers' reading of keys and values of the last before them
+    that is of their kind."""
+    own = set(kinds[: max(0, num_layers - num_shared)])
+    if num_shared < 0 or (num_shared and own != set(kinds)):
+        yield UnsupportedField(
+            "num_kv_shared_layers", f"{num_shared} layers that share keys and values of no other"
+        )

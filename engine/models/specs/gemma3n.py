@@ -10,7 +10,7 @@ from engine.config import ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import HeadNorm
-from engine.models.specs.gemma import GemmaSpec
+from engine.models.specs.gemma import GemmaSpec, sharing_faults
 from engine.models.specs.token_rows import AltSpec
 
 _STREAMS, _RANK, _SHARING = 4, 64, 15
@@ -72,10 +72,7 @@ class Gemma3nSpec(GemmaSpec, frozen=True, kw_only=True):
         kinds = file.layer_types or [
             "sliding" if (i + 1) % cls.full_layer_every else "full" for i in range(count)
         ]
-        if shared < 0 or (shared and set(kinds[: max(0, count - shared)]) != set(kinds)):
-            yield UnsupportedField(
-                "num_kv_shared_layers", f"{shared} layers that share keys and values of no other"
-            )
+        yield from sharing_faults(kinds, count, shared)
         parts = _sparsity(file)
         if len(parts) != count or not all(part == 0.0 or 0.5 <= part < 1.0 for part in parts):
             yield UnsupportedField(

@@ -12,7 +12,7 @@ from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import HeadNorm
 from engine.models.specs.experts import ExpertNames, ExpertSpec, num_experts_of, number_of
-from engine.models.specs.gemma import GemmaSpec
+from engine.models.specs.gemma import GemmaSpec, sharing_faults
 from engine.models.specs.gemma4_fields import FULL_HEAD_DIM, WINDOW, with_common_names
 
 _LAYER_INPUT, _LAYER_INPUT_VOCAB = 256, 262_144
@@ -105,11 +105,7 @@ class Gemma4Spec(GemmaSpec, frozen=True, kw_only=True):
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
         yield from super()._faults(file)
         kinds, shared = file.layer_types or [], file.num_kv_shared_layers or 0
-        first = file.num_hidden_layers - shared
-        if shared < 0 or (shared and set(kinds[: max(0, first)]) != set(kinds)):
-            yield UnsupportedField(
-                "num_kv_shared_layers", f"{shared} layers that share keys and values of no other"
-            )
+        yield from sharing_faults(kinds, file.num_hidden_layers, shared)
         if shared and file.attention_k_eq_v:
             yield UnsupportedField("attention_k_eq_v", "values of keys beside layers that share")
         if (file.hidden_size_per_layer_input or 0) < 0:

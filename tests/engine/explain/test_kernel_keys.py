@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,8 +16,8 @@ import pytest
 from bench.engine.models.shapes import shape_config
 from engine.config import EngineConfig
 from engine.explain.explanation import Batch
-from engine.explain.kernel_keys import kernel_keys, launching_model, warm_up_batches
-from engine.explain.launched_kernels import KernelKey, keeping
+from engine.explain.kernel_keys import kernel_keys, warm_up_batches
+from engine.explain.launched_kernels import KernelKey
 from tandem_kernels.device import KNOWN_GPUS
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
@@ -86,24 +87,17 @@ def not_warmed(
 ) -> dict[Batch, list[KernelKey]]:
     """Returns the kernels that steps need and warming up leaves out. Warms up no further than until
     it has them all: what follows adds kernels, and takes none away."""
-    keys: set[KernelKey] = set()
-    needed: dict[Batch, set[KernelKey]] = {}
-    with (
-        keeping(H200, lambda one: keys.add(one.key)),
-        launching_model(config, H200, has_flash=has_flash) as run,
-    ):
-        for step in steps:
-            keys.clear()
-            run(step)
-            needed[step] = set(keys)
-        keys.clear()
+    batches = [*steps, *warm_up_batches(config)]
+    with closing(kernel_keys(config, H200, batches, has_flash=has_flash)) as found:
+        needed = dict(zip(steps, found, strict=False))
         wanted = set[KernelKey]().union(*needed.values())
-        assert any(found != wanted for found in needed.values()), "steps differ in their kernels"
-        for batch in warm_up_batches(config):
-            run(batch)
-            if wanted <= keys:
+        assert any(keys != wanted for keys in needed.values()), "steps differ in their kernels"
+        known: set[KernelKey] = set()
+        for keys in found:
+            known |= keys
+            if wanted <= known:
                 break
-    return {step: sorted(found - keys) for step, found in needed.items() if found - keys}
+    return {step: sorted(keys - known) for step, keys in needed.items() if keys - known}
 
 
 @pytest.mark.parametrize(
