@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planted_bugs import BUGS, ROOT, Bug
+from tests.bugs.bug import Bug
+from tests.planted_bugs import BUGS, ROOT
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
