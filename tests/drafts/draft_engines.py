@@ -45,6 +45,8 @@ from tests.drafts.draft_targets import CONFIGS, LAYER, TARGETS
 from tests.drafts.draft_tokenizer import save_tokenizer
 
 _BLOCK_SIZE, _ROWS = 8, 32
+_LEASE_S = 600.0
+"""On a busy machine, processes of low priority have no core for a while."""
 _FEW_BLOCKS = 130
 """A round's requests need more of them when they run at once, so some are preempted."""
 _DRAFTERS: dict[str, dict[str, Any]] = {
@@ -312,5 +314,6 @@ def with_transfers(config: EngineConfig, *, is_producer: bool) -> EngineConfig:
             kv_role="kv_producer" if is_producer else "kv_consumer",
             num_streams=1,
             staging_bytes=256 << 20,
+            lease_s=_LEASE_S,
         ),
     )

@@ -22,7 +22,7 @@ times in five, n-grams in between.
 
     python tests/drafts/parity.py                     # 10^6 tokens
     python tests/drafts/parity.py --tokens 20000 --methods ngram eagle3
-    python tests/drafts/parity.py --targets gated_delta --methods planted mtp --add
+    python tests/drafts/parity.py --targets mamba --methods planted --first-round 500 --add
 
 The exit status is 1 if anything differs. Results: bench/results/parity.json, after each drafter.
 """
@@ -316,6 +316,8 @@ def _measured(task: tuple[str, str, list[int], Limits, int, int]) -> tuple[str, 
     part = min(1.0, num_processes / num_left)
     until = now + (limits.until - now) * part
     name = method if target == TARGETS[0] else f"{method}, {target}"
+    if limits.first_round:
+        name += f", rounds from {limits.first_round}"
     return name, measure_method(method, query_lens, replace(limits, until=until), target)
 
 
@@ -326,7 +328,7 @@ def known_figures() -> Found:
 
 
 def with_known(found: Found, known: Found) -> Found:
-    """Returns both, where they are of different drafters; the newer of others."""
+    """Returns both, where they are of different drafters or rounds; the newer of others."""
     methods = {name: one for name, one in {**known, **found}.items() if isinstance(one, dict)}
     totals = {key: sum(one[key] for one in methods.values()) for key in ("tokens", "differing")}
     return totals | methods
@@ -341,7 +343,7 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--query-lens", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--first-round", type=int, default=0)
-    parser.add_argument("--add", action="store_true", help="keep what is known of other drafters")
+    parser.add_argument("--add", action="store_true", help="keep what is known of others")
     args = parser.parse_args()
     limits = Limits(args.tokens, time.monotonic() + args.seconds, first_round=args.first_round)
 
