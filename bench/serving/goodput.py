@@ -15,8 +15,9 @@
     python -m bench.serving.goodput --nodes 0p4d --load 2000/150@24,48 --load 1000/300@30,60
     python -m bench.serving.goodput --url http://a:8000,http://b:8000 --tag peer-rep2 --gpus 2
 
-    # a node dies in the middle of the last rate
+    # a node dies in the middle of the last rate; each rate alone, then beside a batch
     python -m bench.serving.goodput --nodes 3p1d --load 2000/150@24 --kill prefill
+    python -m bench.serving.goodput --nodes 1p1d --load 2000/150@8,12 --batch 1000/150
 
 Open loop: prompts of random token ids arrive as a Poisson process, however slow the answers are,
 sent by processes of their own. Each workload begins with a warm-up, which is not counted. For each
@@ -36,10 +37,11 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, closing, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 
 import aiohttp
 import uvloop
@@ -47,6 +49,7 @@ from rich.console import Console
 
 from bench.figures import Figures
 from bench.record import RESULTS, write_result
+from bench.serving.batch_beside import BatchBeside, running_batch
 from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
 from bench.serving.goodput_report import Objectives, goodput, print_tables, read_rows
 from bench.serving.load import LoadSpec, first_model
@@ -99,9 +102,10 @@ async def target_of(args: argparse.Namespace, model: str) -> AsyncIterator[Targe
     if args.kv_transports != "auto":
         setup = replace(setup, transport=args.kv_transports)
     settings = UpSettings(model=model, device=args.device, tp=args.tp, _cli_parse_args=[])
-    flags, timeout_s = node_args(args), args.start_timeout_s
-    async with running(setup, settings, flags, timeout_s, args.imitate) as cluster:
-        yield await target_of_cluster(args, setup, cluster)
+    with batch_store(args.batch is not None):
+        flags, timeout_s = node_args(args), args.start_timeout_s
+        async with running(setup, settings, flags, timeout_s, args.imitate) as cluster:
+            yield await target_of_cluster(args, setup, cluster)
 
 
 async def target_of_cluster(args: argparse.Namespace, setup: Setup, cluster: Cluster) -> Target:
@@ -109,6 +113,17 @@ async def target_of_cluster(args: argparse.Namespace, setup: Setup, cluster: Clu
     async with aiohttp.ClientSession() as client:
         name = await first_model(client, cluster.url)
     return Target(engine_of(args), [cluster.url], name, gpus, cluster)
+
+
+@contextmanager
+def batch_store(is_wanted: bool) -> Iterator[None]:
+    """Gives routers that start now a place for batches, if they need one."""
+    if not is_wanted:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TANDEM_ROUTER_BATCH_STORE"] = f"sqlite:///{folder}/batches.db"
+        yield
 
 
 def specs(args: argparse.Namespace, target: Target, index: int) -> tuple[LoadSpec, list[LoadSpec]]:
@@ -256,7 +271,27 @@ async def rows_of(
             await asyncio.sleep(_PAUSE_S)
             is_last = index == len(args.load) - 1 and spec is loads[-1]
             kill = args.kill if args.kill and is_last else ""
-            yield await measure(args, target, clients, spec, kill)
+            async for row in measured(args, target, clients, spec, kill):
+                yield row
+
+
+async def measured(
+    args: argparse.Namespace, target: Target, clients: LoadProcesses, spec: LoadSpec, kill: str
+) -> AsyncIterator[Figures]:
+    """Yields the row of a load, and that beside a batch."""
+    yield await measure(args, target, clients, spec, kill)
+    if args.batch is not None:
+        yield await measure_beside_batch(args, target, clients, spec)
+
+
+async def measure_beside_batch(
+    args: argparse.Namespace, target: Target, clients: LoadProcesses, spec: LoadSpec
+) -> Figures:
+    """Runs the load again while a batch runs."""
+    batch: BatchBeside = replace(args.batch)
+    async with running_batch(target.urls[0], target.model, spec.vocabulary, batch):
+        row = await measure(args, target, clients, spec, "")
+    return {**row, "engine": f"{target.engine}-batch", "batch": asdict(batch)}
 
 
 def write(args: argparse.Namespace, rows: list[Figures], objectives: Objectives) -> None:
@@ -264,6 +299,7 @@ def write(args: argparse.Namespace, rows: list[Figures], objectives: Objectives)
     name = args.name or f"goodput-{rows[0]['engine']}"
     settings = {key: value for key, value in vars(args).items() if key not in ("beside", "load")}
     settings["load"] = [f"{w.n_in}/{w.n_out}@{w.rates}" for w in args.load]
+    settings["batch"] = args.batch and f"{args.batch.n_in}/{args.batch.n_out}"
     figures = {"settings": settings, "loads": rows, "goodput": goodput(rows, objectives)}
     path = write_result(name, figures)
     print(f"written: {path.relative_to(RESULTS.parent.parent)}", file=sys.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
+from bench.serving.batch_beside import BatchBeside
 from bench.serving.imitated_core import Imitation
 
 _LOAD = re.compile(r"(\d+)/(\d+)@([\d.,]+)")
@@ -32,6 +33,12 @@ class Workload:
             raise argparse.ArgumentTypeError(f"{text!r} is not like {_DEFAULT_LOAD}")
         rates = tuple(float(rate) for rate in found[3].split(",") if rate)
         return cls(int(found[1]), int(found[2]), rates)
+
+
+def batch_of(text: str) -> BatchBeside:
+    """Reads IN/OUT; raises ValueError."""
+    n_in, n_out = text.split("/")
+    return BatchBeside(int(n_in), int(n_out))
 
 
 def imitation_of(text: str) -> Imitation:
@@ -82,6 +89,10 @@ def parse_arguments(doc: str | None, argv: list[str] | None = None) -> argparse.
     load.add_argument(
         "--client-processes", type=int, default=max(1, min(6, (os.cpu_count() or 2) // 4)),
         help="that send; a client that is busy measures itself",
+    )  # fmt: skip
+    load.add_argument(
+        "--batch", type=batch_of, metavar="IN/OUT",
+        help="measure each rate again while requests of a batch run, with the same arrivals",
     )  # fmt: skip
     load.add_argument("--kill", choices=["prefill", "decode"], help="amid the last rate's arrivals")
 

@@ -94,9 +94,9 @@ class Router(nn.Module):
             self.table = shard.parameter(*size, dtype=torch.int32)
 
     def forward(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
-        options = self.options
         """Chooses for `x` [T, H]; `slot_mapping` [T] int64, or with a table the ids of tokens; -1:
         padding."""
+        options = self.options
         return ops.route_tokens(
             self._logits(x if self.norm is None else self.norm(x)),
             slot_mapping,
@@ -142,7 +142,7 @@ class Router(nn.Module):
             if parameter is not None:
                 yield CheckpointWeight(name, parameter, tuple(parameter.shape))
         if self.table is not None:
-            shape = tuple(self.table.shape)
-            yield CheckpointWeight(table, self.table, shape, stored=_WHOLE_NUMBERS)
+            shape, count = tuple(self.table.shape), len(self.weight)
+            yield CheckpointWeight(table, self.table, shape, stored=_WHOLE_NUMBERS, below=count)
         if self.norm is not None:
             yield self.norm.scaled_weight(norm)

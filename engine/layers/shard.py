@@ -33,6 +33,7 @@ class TensorSlice:
         index: Of the first dimension, which the slice then lacks, and `dim` counts without.
         stored: Types of numbers that the checkpoint may have it in.
         dummy: What every element of dummy weights is; None: random numbers.
+        below: Whole numbers that index something are from 0 to below this; None: any numbers.
         is_optional: Some checkpoints lack it; what is filled is then given one tensor less. Only
             the last of a parameter's.
     """
@@ -44,6 +45,7 @@ class TensorSlice:
     count: int = 0
     stored: frozenset[str] = FLOATS
     dummy: float | None = None
+    below: int | None = None
     index: int | None = None
     is_optional: bool = False
 
@@ -61,7 +63,7 @@ class CheckpointWeight:
         stored: Types of numbers that the checkpoint may have it in.
         companions: Other tensors that are read with it, like scales.
         count: Indices of the slice where the target does not say it: `fill` changes the shape.
-        index: See `TensorSlice`.
+        index, below: See `TensorSlice`.
         fill: Fills the target instead of a copy; it is given the slice and those of the companions,
             as stored, on the target's device. `order` and `offset` are left to it.
         beside: Names of tensors that may be in the checkpoint as well and are not needed.
@@ -78,6 +80,7 @@ class CheckpointWeight:
     companions: tuple[TensorSlice, ...] = ()
     count: int | None = None
     index: int | None = None
+    below: int | None = None
     fill: Callable[..., object] | None = None
     beside: tuple[str, ...] = ()
 
@@ -88,8 +91,9 @@ class CheckpointWeight:
         if count is None:
             count = 0 if self.dim is None else self.target.shape[self.dim]
         own = TensorSlice(
-            self.name, self.shape, self.dim, self.start, count, self.stored, index=self.index
-        )
+            self.name, self.shape, self.dim, self.start, count, self.stored,
+            index=self.index, below=self.below,
+        )  # fmt: skip
         return (own, *self.companions)
 
 

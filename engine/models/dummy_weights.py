@@ -34,9 +34,8 @@ def _dummy(part: TensorSlice, weight: CheckpointWeight) -> Tensor:
         whole = torch.full(shape, part.dummy, device=device).to(kind or torch.float32)
     elif kind is not None and not kind.is_floating_point:
         limits = torch.iinfo(kind)
-        whole = torch.randint(
-            limits.min, limits.max, shape, generator=generator, device=device, dtype=kind
-        )
+        low, high = (limits.min, limits.max) if part.below is None else (0, part.below)
+        whole = torch.randint(low, high, shape, generator=generator, device=device, dtype=kind)
     else:
         whole = torch.empty(shape, dtype=torch.float32, device=device)
         whole.normal_(0.0, _STD if kind is None else 1.0, generator=generator)

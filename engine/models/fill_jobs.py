@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.layers.shard import CheckpointWeight, TensorSlice
 from engine.models.content_digests import block_bytes
+from engine.models.index_numbers import check_indices
 from engine.models.passing_digests import Block
 from engine.models.stored_tensors import StoredTensor
 from engine.models.weight_files import WeightFiles
@@ -141,7 +142,8 @@ class FillJob:
 
     def fill(self, memory: list[Tensor]) -> None:
         """Fills the target from the bytes of `pieces`, each [bytes] uint8 on the host. A GPU may
-        still have to read those that are pinned, in the order of its stream."""
+        still have to read those that are pinned, in the order of its stream. Raises
+        `CheckpointError`: numbers that index something are out of range."""
         if self.is_direct:
             return
         if self.is_verbatim:
@@ -153,6 +155,8 @@ class FillJob:
         numbers = [
             rows.numbers(part, device) for rows, part in zip(self.stored, memory, strict=True)
         ]
+        if (below := self.weight.below) is not None and self.weight.fill is None:
+            check_indices(self.weight.name, numbers[0], below)
         fill_weight(self.weight, self.target, *numbers)
 
 
@@ -189,6 +193,7 @@ def fill_jobs(weight: CheckpointWeight, files: WeightFiles) -> Iterator[FillJob]
     is_verbatim = (
         whole.dim is None
         and not weight.offset
+        and weight.below is None
         and target.is_contiguous()
         and target.dtype == STORED_TYPES[whole.tensor.dtype]
     )

@@ -27,6 +27,7 @@ from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.drafts.base import DraftNetwork, behind_first
+from engine.models.index_numbers import check_indices
 from engine.models.layer_kinds import LayerKinds
 from engine.models.specs.llama import LlamaSpec
 
@@ -127,7 +128,18 @@ class Eagle3Head(DraftNetwork):
         yield from self.lm_head.checkpoint_weights("lm_head")
         if self.distances is not None and self.reads_map:
             shape = tuple(self.distances.shape)
-            yield CheckpointWeight("d2t", self.distances, shape, stored=_INTEGERS)
+            own, whole = self.sizes
+            yield CheckpointWeight(
+                "d2t", self.distances, shape, stored=_INTEGERS, below=whole - own + 1,
+                fill=self._fill_map,
+            )  # fmt: skip
+
+    def _fill_map(self, distances: Tensor) -> None:
+        """Raises `CheckpointError`: `distances` lead to tokens that the target does not have."""
+        assert self.distances is not None
+        token_ids = distances + torch.arange(len(distances), device=distances.device)
+        check_indices("d2t", token_ids, self.sizes[1])
+        self.distances.copy_(distances)
 
     @property
     def unused_weights(self) -> frozenset[str]:

@@ -287,10 +287,14 @@ def test_a_checkpoint_without_layers_that_predict_has_no_mtp(target: Path) -> No
         read_draft("mtp", str(target), engine_config(target).model)
 
 
-def test_weights_that_are_missing_are_named(target: Path, tmp_path: Path) -> None:
+def test_weights_that_are_wrong_are_named(target: Path, tmp_path: Path) -> None:
     drafts.write_eagle3(tmp_path)
     config = with_drafter(engine_config(target), "eagle3", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
+    distances = weights["d2t"] + config.model.vocab_size
+    save_file(weights | {"d2t": distances}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="d2t: has indices from"):
+        OneEngine(config, depth=1)
     del weights["midlayer.hidden_norm.weight"]
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks midlayer\.hidden_norm\.weight"):
