@@ -51,7 +51,7 @@ def measure(
     name: str, contexts: Sequence[int], rows: Sequence[int], prompts: Sequence[int]
 ) -> list[Figure]:
     """Starts an engine and times its cases."""
-    config = engine_config(name, max([*contexts, *prompts]))
+    config = engine_config(name, max([*contexts, *prompts]), max(rows))
     cost = cost_of(config)
     assert cost is not None
     figures: list[Figure] = []
@@ -66,13 +66,13 @@ def measure(
     return figures
 
 
-def engine_config(name: str, max_model_len: int) -> EngineConfig:
-    """Returns the engine of that name with room for such lengths."""
+def engine_config(name: str, max_model_len: int, max_num_seqs: int) -> EngineConfig:
+    """Returns the engine of that name with room for such lengths, and as many rows."""
     subject = ENGINES[name]
     return shape_config(
         subject.shape,
         max_model_len=max_model_len,
-        max_num_seqs=32,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_BUDGET,
         quantization=subject.quantization,
         kv_cache_dtype=subject.kv_cache_dtype,

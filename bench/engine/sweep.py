@@ -57,6 +57,12 @@ ENGINES: dict[str, Subject] = {
     "gpt-oss-20b": Subject("gpt-oss-20b"),
     "v2-lite": Subject("deepseek-v2-lite"),
     "35b-a3b": Subject("qwen3.5-35b-a3b"),
+    "nemotron-3-nano": Subject("nemotron-3-nano"),
+    "v3.2": Subject("deepseek-v3.2-6-layers"),
+    "v4-flash": Subject("deepseek-v4-flash-3-layers"),
+    "minimax-m3": Subject("minimax-m3-4-layers"),
+    "mimo-v2": Subject("mimo-v2-flash-7-layers"),
+    "gemma-4": Subject("gemma-4-26b-a4b"),
 }
 
 
