@@ -4,9 +4,9 @@
 2. `decode_s(contexts)`, `prompts_s(prompts)` time steps, each from an empty batch to an empty one
 3. `bare_steps` closes it behind a `with`
 
-Contexts count as computed, and their KV is what the cache happens to hold, so a batch behind 64k
-tokens each costs nothing to begin. Blocks of different requests differ as long as the cache has
-enough; sums over what they hold mean nothing, and take their time.
+Contexts count as computed, and their KV is random, so a batch behind 64k tokens each costs nothing
+to begin. Blocks of different requests differ as long as the cache has enough, and those that a
+window has left are none; sums over what they hold mean nothing, and take their time.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _REPEATS = 4
 _IN_FLIGHT = 2
 _STRIDE = 7919
 """A prime, by which tokens that shall differ are apart."""
+_PIECE_BYTES = 999_999_937
+"""A prime, so that what is filled with the same bytes again lies otherwise in its block."""
 
 
 class BareSteps:
@@ -58,12 +60,15 @@ class BareSteps:
         self._worker.capture_model(lambda stage, fraction: None)
         stop_all(helpers)
         self.runner, self.shutdown = self._worker.runner, self._worker.shutdown
+        _fill(self.runner.kv_pages)
 
     def fits(self, contexts: Sequence[int]) -> bool:
         """Returns whether requests of these lengths have blocks of their own, and rows."""
         more = _WARM_STEPS + _STEPS + 2
         blocks = sum(
-            group.num_blocks_for(context + more) for context in contexts for group in self._groups
+            group.num_blocks_for(context + more) - group.first_block_seen(context - 1)
+            for context in contexts
+            for group in self._groups
         )
         limits = self._config
         return (
@@ -128,22 +133,27 @@ class BareSteps:
             prompt_len=computed + length,
             prefill_token_ids=tokens.astype(np.int32).tobytes(),
             num_computed_tokens=computed,
-            block_ids=self._blocks(0, computed + length + more),
+            block_ids=self._blocks(0, computed, computed + length + more),
             max_len=computed + length + more,
             sampling=SamplingParams(temperature=0.0, ignore_eos=True),
         )
 
-    def _blocks(self, group: int, num_tokens: int) -> list[int]:
-        """Returns the next blocks of the cache, and its first again behind the last."""
-        count = self._groups[group].num_blocks_for(num_tokens)
+    def _blocks(self, group: int, computed: int, num_tokens: int) -> list[int]:
+        """Returns the next blocks of the cache, and its first again behind the last. In place of
+        those that no token behind `computed` sees stands its first."""
+        left = self._groups[group].first_block_seen(computed)
+        count = self._groups[group].num_blocks_for(num_tokens) - left
         first, self._next_block = self._next_block, self._next_block + count
-        return [index % self.num_blocks for index in range(first, first + count)]
+        return [0] * left + [index % self.num_blocks for index in range(first, first + count)]
 
     def _beginning(self, requests: list[NewRequestData]) -> SchedulerOutput:
         """Returns the step in which requests come, with their blocks of all groups."""
         count = len(self._groups)
         others = [
-            (request.row * count + group, self._blocks(group, request.max_len))
+            (
+                request.row * count + group,
+                self._blocks(group, request.num_computed_tokens, request.max_len),
+            )
             for request in requests
             for group in range(1, count)
         ]
@@ -162,6 +172,17 @@ class BareSteps:
                 ends.append(time.perf_counter())
         in_flight.popleft().get_output()
         return [*ends, time.perf_counter()]
+
+
+def _fill(pages: torch.Tensor) -> None:
+    """Fills `pages` [any shape] with bytes that make numbers of either sign between 2^-31 and 2 in
+    any format: equal ones, as fresh memory has, would be the slowest case for a choice among
+    scores."""
+    pieces = pages.view(torch.uint8).view(-1).split(_PIECE_BYTES)
+    noise = torch.randint(0x30, 0x40, (len(pieces[0]),), dtype=torch.uint8, device=pages.device)
+    noise |= torch.randint_like(noise, 2) << 7
+    for piece in pieces:
+        piece.copy_(noise[: len(piece)])
 
 
 def _end(rows: Sequence[int]) -> SchedulerOutput:
