@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from engine.layers.mlp import DenseMLP, GatedMLP, SquaredMLP
@@ -35,7 +34,6 @@ class SharedExpert(nn.Module):
         squared: bool = False,
     ) -> None:
         super().__init__()
-        self.deterministic = shard.gemms.deterministic
         self.mlp: DenseMLP
         if squared:
             self.mlp = SquaredMLP(hidden_size, intermediate_size, shard)
@@ -46,11 +44,7 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Computes this rank's part of the sum over ranks: `x` [T, H] -> [T, H]."""
         out = self.mlp.partial(x)
-        if self.gate is None:
-            return out
-        # Not torch's sigmoid, whose bits on CPU depend on how many tokens there are.
-        odds = 1.0 + torch.exp(-self._logits(x, self.gate))
-        return (out.float() / odds).to(x.dtype)
+        return out if self.gate is None else ops.row_gate(out, x, self.gate)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Adds what `forward` returns to `out`, [T, H]; in the GEMM where it can."""
@@ -58,12 +52,6 @@ class SharedExpert(nn.Module):
             self.mlp.accumulate(x, out)
         else:
             out.add_(self(x))
-
-    def _logits(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Computes [T, H] -> [T, 1] float32."""
-        if self.deterministic:
-            return ops.invariant_gemm(x, gate, None, torch.float32)
-        return (x.float() * gate.float()).sum(-1, keepdim=True)
 
     def checkpoint_weights(
         self, prefix: str, gate: str, *, is_fused: bool

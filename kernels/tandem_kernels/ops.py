@@ -121,6 +121,7 @@ gelu_tanh_and_mul = Op(elementwise.gelu_tanh_and_mul, "elementwise.silu_and_mul"
 bounded_gate_and_mul = Op(elementwise.bounded_gate_and_mul, "elementwise.silu_and_mul")
 relu_squared = Op(elementwise.relu_squared, "elementwise.relu_squared")
 sigmoid_and_mul = Op(elementwise.sigmoid_and_mul, "elementwise.sigmoid_and_mul")
+row_gate = Op(gemm.row_gate, "elementwise.row_gate")
 softplus_and_mul = Op(elementwise.softplus_and_mul, "elementwise.sigmoid_and_mul")
 causal_conv = Op(delta_rule.causal_conv, "linear_attention.causal_conv")
 gated_delta_rule = Op(delta_rule.gated_delta_rule, "linear_attention.delta_rule")

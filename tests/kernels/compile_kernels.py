@@ -64,6 +64,7 @@ from tandem_kernels.elementwise import (
     embedding,
     relu_squared,
     rms_norm,
+    row_gate,
     sigmoid_and_mul,
     silu_and_mul,
     streams,
@@ -1271,7 +1272,7 @@ def ragged_cases(capability: int) -> Iterator[Case]:
 
 
 def linear_attention_cases(capability: int) -> Iterator[Case]:
-    names = ("x", "weight", "out", "gate", "mixed", "gates", "changes", "reads")
+    names = ("x", "weight", "given", "out", "gate", "mixed", "gates", "changes", "reads")
     types = {**named("*bf16", *names), **named("*fp32", "a_log", "dt_bias", "states")}
     types |= {**named("*i32", "blocks", "query_start_loc", "seq_lens"), "decays": "*bf16"}
     types |= {**named("*i32", "rows", "num_taken"), "kept": "*bf16", "kept_gates": "*bf16"}
@@ -1315,6 +1316,7 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     for shared in (1, 128):
         gated = {"BLOCK": 1024, "SHARED": shared, "SOFTPLUS": shared > 1, **overlap}
         yield Case(sigmoid_and_mul.gate_and_mul_kernel, f"shared={shared}", types, gated)
+    yield Case(row_gate.row_gate_kernel, "", types, {"BLOCK": 2048, **overlap})
 
 
 def kda_prompt_cases(types: dict[str, str], shape: dict[str, Any]) -> Iterator[Case]:

@@ -334,3 +334,17 @@ def gate_and_mul(
         factors = (sigmoid, wide.sigmoid()), (softplus, torch.nn.functional.softplus(wide))
         for op, factor in factors:
             assert relative_error(op(x.clone(), gate), x.double() * factor) < tolerance
+
+
+def row_gate(op: Op, rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+    """Rows have the same bits alone."""
+    x, wide = torch.randn(2, rows, 2 * width, device=device).to(dtype)
+    x, given = x[:, :width], wide[:, width:]
+    weight = (4 * torch.randn(1, width, device=device) / width**0.5).to(dtype)
+    expected = x.double() * (given.double() @ weight.double().T).sigmoid()
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+    found = op(x.clone(), given, weight)
+    assert relative_error(found, expected) < tolerance
+    for row in (0, rows - 1):
+        alone = op(x[row : row + 1].clone(), given[row : row + 1], weight)
+        assert torch.equal(alone, found[row : row + 1])

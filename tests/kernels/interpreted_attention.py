@@ -347,3 +347,4 @@ def test_gates_of_linear_attention() -> None:
         delta_checks.gated_rms_norm(ops.gated_rms_norm.kernel, *given, is_sigmoid=is_sigmoid)
     gates = ops.sigmoid_and_mul.kernel, ops.softplus_and_mul.kernel
     delta_checks.gate_and_mul(*gates, 3, 1100, torch.float16, "cpu")
+    delta_checks.row_gate(ops.row_gate.kernel, 3, 2100, torch.float16, "cpu")

@@ -46,6 +46,7 @@ def test_gates(dtype: torch.dtype) -> None:
     for is_sigmoid in (False, True):
         check.gated_rms_norm(ops.gated_rms_norm, 5, 3, 24, dtype, "cpu", is_sigmoid=is_sigmoid)
     check.gate_and_mul(ops.sigmoid_and_mul, ops.softplus_and_mul, 5, 72, dtype, "cpu")
+    check.row_gate(ops.row_gate, 5, 72, dtype, "cpu")
 
 
 @dtypes

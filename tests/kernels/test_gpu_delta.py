@@ -89,6 +89,7 @@ def test_gates(dtype: torch.dtype, rows: int) -> None:
         check.gated_rms_norm(ops.gated_rms_norm, *given, is_sigmoid=is_sigmoid)
     check.gated_rms_norm(ops.gated_rms_norm, rows, 3, 96, dtype, "cuda")
     check.gate_and_mul(ops.sigmoid_and_mul, ops.softplus_and_mul, rows, 4096, dtype, "cuda")
+    check.row_gate(ops.row_gate, rows, 2048, dtype, "cuda")
 
 
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[3]], ids=str)

@@ -110,3 +110,11 @@ def invariant_gemm(
         padded, weight = padded.to(out_dtype), weight.to(out_dtype)
     tiles = [F.linear(tile, weight, bias) for tile in torch.split(padded, _ROWS)]
     return torch.cat(tiles)[:num_rows] if tiles else x.new_empty((0, len(weight)))
+
+
+def row_gate(x: Tensor, given: Tensor, weight: Tensor) -> Tensor:
+    """Computes `x * sigmoid(given @ weight.T)`: x [T, H], given [T, H], weight [1, H]. A row has
+    the same bits whatever the others are. The memory of `x` may be reused."""
+    # Not torch's sigmoid, whose bits on CPU depend on how many tokens there are.
+    odds = 1.0 + torch.exp(-invariant_gemm(given, weight, None, torch.float32))
+    return (x.float() / odds).to(x.dtype)
