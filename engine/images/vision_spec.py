@@ -13,7 +13,7 @@ from engine.images.video_spec import VideoSpec
 
 Fit = Literal["area", "longest", "square", "patches", "fill"]
 """How an image's size becomes that of a grid of tokens; see `decode_node.images.fit`."""
-Merger = Literal["joined", "gated", "strided", "pooled", "scaled", "twice"]
+Merger = Literal["joined", "gated", "strided", "pooled", "scaled", "twice", "plain", "folded"]
 """How patches become tokens; see `engine.models.vision.mergers`."""
 
 
@@ -112,11 +112,14 @@ class PatchPositions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         shape: Of the table without the width of an entry; its sides are equal.
         resample: Between corner and corner ("linear"), or between the middles of entries ("cubic").
-            "axes": it is not stretched, and has a row for columns and one for rows.
+            "axes": it is not stretched, and has a row for columns and one for rows; "pairs": it has
+            both of each number together. "crossed": between the middles of entries, of which those
+            outside count as zeros; patches take them in the order in which they would lie if rows
+            were columns.
     """
 
     shape: tuple[int, ...]
-    resample: Literal["linear", "cubic", "axes"]
+    resample: Literal["linear", "cubic", "axes", "pairs", "crossed"]
 
     @property
     def side(self) -> int:
@@ -132,10 +135,11 @@ class PatchRope(msgspec.Struct, frozen=True, kw_only=True):
             "adjacent": elements 2i and 2i + 1 are a pair, and pairs turn by the column and the row
             in turn. "apart": the first half of a head turns by the column and the second by the
             row, each as a head of its own. "thirds": as "halves", and a third of the pairs before
-            them turns by time, which an image has none of; what is left over stays.
+            them turns by time, which an image has none of; what is left over stays. "columns": as
+            "halves", by the column first.
     """
 
-    pairs: Literal["halves", "shared", "adjacent", "apart", "thirds"] = "halves"
+    pairs: Literal["halves", "shared", "adjacent", "apart", "thirds", "columns"] = "halves"
     theta: float = 10_000.0
 
 
@@ -148,8 +152,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             parts of one. Names of parameters end with ".weight" and ".bias" behind these.
         renamed: Expressions for names that some releases have otherwise, and what they stand for.
         patch_shape: Of the patch embedding in the checkpoint, without its outputs.
-        patches_by_pixel: It has the channels of each pixel together, not each channel's pixels.
+        patch_order: What its weights count first: frames of each channel, channels of each frame,
+            or channels of each pixel.
+        has_shade_norm: There is a norm in front of it, of a patch's shades.
         has_patch_bias, has_patch_norm: Of the patch embedding, and behind it.
+        has_position_norm: There is a norm behind the learned positions.
         positions, rope: None: the tower has none.
         window_size: Pixels of the side of a window, within which most layers attend; 0: every
             layer sees the whole image.
@@ -179,9 +186,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     pixels: PixelSpec
     block: BlockSpec
     patch_shape: tuple[int, ...]
-    patches_by_pixel: bool = False
+    patch_order: Literal["channels", "frames", "pixels"] = "channels"
+    has_shade_norm: bool = False
     has_patch_bias: bool = False
     has_patch_norm: bool = False
+    has_position_norm: bool = False
     positions: PatchPositions | None = None
     rope: PatchRope | None = PatchRope()
     window_size: int = 0

@@ -13,6 +13,7 @@ from engine.images.vision_spec import VisionSpec
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.towers.fields import TextSizes, TowerFile
 from engine.models.specs.towers.gemma4 import gemma4
+from engine.models.specs.towers.gemma4_patches import gemma4_patches
 from engine.models.specs.towers.glm import glm4v, glm4v_dense
 from engine.models.specs.towers.kimi import moonvit
 from engine.models.specs.towers.minimax import minimax_m3
@@ -23,6 +24,7 @@ from engine.models.specs.towers.siglip import siglip
 TOWERS: dict[str, Callable[[TowerFile], VisionSpec]] = {
     "Gemma3ForConditionalGeneration": siglip,
     "Gemma4ForConditionalGeneration": gemma4,
+    "Gemma4UnifiedForConditionalGeneration": gemma4_patches,
     "Glm46VForConditionalGeneration": glm4v_dense,
     "Glm4vForConditionalGeneration": glm4v_dense,
     "Glm4vMoeForConditionalGeneration": glm4v,

@@ -6,6 +6,8 @@
     pooled     mean of a token's patches ─ norm ─ linear                                  Gemma 3
     scaled     the same, scaled, perhaps shifted, before the norm                         Gemma 4
     twice      linear ─ GELU ─ linear ─ patches side by side ─ linear ─ GELU ─ linear     MiniMax-M3
+    plain      norm ─ linear                                              Gemma 4 without a tower
+    folded     patches by channel ─ linear ─ GELU ─ linear ─ GELU ─ linear ─ norm    Muse Glimmer
 
 All take [patches, H] and give [tokens, out].
 """
@@ -50,6 +52,12 @@ class JoinedMerger(nn.Module):
         return found
 
 
+def by_channel(x: Tensor, unit: int) -> Tensor:
+    """Puts the `unit` patches of a token side by side, channel by channel: [patches, H] ->
+    [tokens, H * unit]."""
+    return x.view(-1, unit, x.shape[1]).transpose(1, 2).flatten(1)
+
+
 class Strided(Dense):
     """A convolution whose stride is its size: [patches, H] -> [tokens, out]."""
 
@@ -60,9 +68,7 @@ class Strided(Dense):
         super().__init__(spec.hidden_size * self.unit, out, shard, bias=bias, stored=stored)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Weights are by channel, then by place within the token.
-        by_channel = x.view(-1, self.unit, x.shape[1]).transpose(1, 2)
-        return super().forward(by_channel.flatten(1))
+        return super().forward(by_channel(x, self.unit))
 
 
 class StridedMerger(nn.Module):
@@ -184,6 +190,35 @@ class TwiceMerger(nn.Module):
         return found
 
 
+class PlainMerger(nn.Module):
+    """Gemma 4's without a tower: each patch is a token."""
+
+    def __init__(self, spec: VisionSpec, shard: Shard) -> None:
+        super().__init__()
+        self.eps = spec.merger_eps
+        self.first = Dense(spec.hidden_size, spec.out_hidden_size, shard, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.first(unit_rows(x, self.eps))
+        return found
+
+
+class FoldedMerger(nn.Module):
+    """Muse Glimmer's: tokens are normed as its embeddings of text are."""
+
+    def __init__(self, spec: VisionSpec, shard: Shard) -> None:
+        super().__init__()
+        self.unit, inner = spec.pixels.merge_size**2, spec.merger_size
+        self.eps = spec.merger_eps
+        self.first = Dense(spec.hidden_size * self.unit, inner, shard, bias=False)
+        self.second = Dense(inner, inner, shard, bias=False)
+        self.third = Dense(inner, spec.out_hidden_size, shard, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.gelu(self.second(F.gelu(self.first(by_channel(x, self.unit)))))
+        return unit_rows(self.third(inner), self.eps)
+
+
 MERGERS: dict[Merger, Callable[[VisionSpec, Shard], nn.Module]] = {
     "joined": JoinedMerger,
     "strided": StridedMerger,
@@ -191,4 +226,6 @@ MERGERS: dict[Merger, Callable[[VisionSpec, Shard], nn.Module]] = {
     "pooled": PooledMerger,
     "scaled": ScaledMerger,
     "twice": TwiceMerger,
+    "plain": PlainMerger,
+    "folded": FoldedMerger,
 }

@@ -20,20 +20,28 @@ def stretched(table: Tensor, positions: PatchPositions, places: Tensor, grid: Te
         places: [patches, 2] int64, row and column of each.
         grid: [2] int64, rows and columns of the image's patches.
     """
-    if positions.resample == "axes":
-        columns, rows = table.view(2, -1, table.shape[1])
+    if positions.resample in ("axes", "pairs"):
+        parts = table.view(*positions.shape, -1)
+        columns, rows = parts.unbind(0 if positions.resample == "axes" else 1)
         summed: Tensor = columns[places[:, 1]].float() + rows[places[:, 0]].float()
         return summed
     side = positions.side
+    if positions.resample == "crossed":
+        index = places[:, 0] * grid[1] + places[:, 1]
+        places = torch.stack((index // grid[0], index % grid[0]), dim=1)
+        grid = grid.flip(0)
     if positions.resample == "linear":
         at = places.float() * (side - 1) / (grid - 1).clamp(min=1)
-        taps = torch.arange(2, device=places.device)
     else:
         at = (places + 0.5) * side / grid - 0.5
-        taps = torch.arange(-1, 3, device=places.device)
+    first, stop = (-1, 3) if positions.resample == "cubic" else (0, 2)
+    taps = torch.arange(first, stop, device=places.device)
     near = at.floor()
-    entries = (near.long().unsqueeze(-1) + taps).clamp(0, side - 1)  # [patches, 2, taps]
+    entries = near.long().unsqueeze(-1) + taps  # [patches, 2, taps]
     weights = _weights((at - near).unsqueeze(-1) - taps)
+    if positions.resample == "crossed":
+        weights = weights * ((entries >= 0) & (entries < side))
+    entries = entries.clamp(0, side - 1)
     found = table.new_zeros((len(places), table.shape[1]), dtype=torch.float32)
     for row in range(len(taps)):
         for column in range(len(taps)):
@@ -71,5 +79,6 @@ def turning(rope: PatchRope, head_dim: int) -> tuple[Tensor, Tensor]:
     if rope.pairs == "adjacent":
         axes = torch.tensor([1, 0]).repeat(len(rows))
         return axes, rows.repeat_interleave(2)
-    axes = torch.tensor([0, 1]).repeat_interleave(len(rows))
+    order = [1, 0] if rope.pairs == "columns" else [0, 1]
+    axes = torch.tensor(order).repeat_interleave(len(rows))
     return axes, torch.cat((rows, columns))

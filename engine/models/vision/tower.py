@@ -27,6 +27,8 @@ from engine.models.vision.patches import stretched, turning
 from engine.models.vision.windows import patch_places, window_order
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
+_ORDERS = {"channels": (1, 2, 3, 4), "frames": (2, 1, 3, 4), "pixels": (2, 3, 4, 1)}
+"""Channels, frames, rows and columns of a patch, as its embedding takes them."""
 
 
 @runtime_checkable
@@ -47,8 +49,14 @@ class VisionTower(nn.Module):
         super().__init__()
         self.spec = spec
         size, stored, eps = spec.hidden_size, spec.patch_shape, spec.block.eps
+        self.shade_norm = self.patch_norm = self.position_norm = None
+        if spec.has_shade_norm:
+            self.shade_norm = tower_norm(spec, prod(stored), shard, eps)
         self.patch = Dense(prod(stored), size, shard, bias=spec.has_patch_bias, stored=stored)
-        self.patch_norm = tower_norm(spec, size, shard, eps) if spec.has_patch_norm else None
+        if spec.has_patch_norm:
+            self.patch_norm = tower_norm(spec, size, shard, eps)
+        if spec.has_position_norm:
+            self.position_norm = tower_norm(spec, size, shard, eps)
         self.positions = None
         if (learned := spec.positions) is not None:
             self.positions = PositionTable(learned.shape, prod(learned.shape), size, shard)
@@ -108,17 +116,17 @@ class VisionTower(nn.Module):
         channels = torch.arange(3, device=shades.device).view(3, 1, 1, 1)
         normal = self.shades[channels, shades.int()].to(weight.dtype)
         num_frames = weight.shape[1] // (3 * side**2)  # an image counts as equal ones
-        if spec.patches_by_pixel:
-            normal = normal.permute(0, 2, 3, 4, 1)
-        else:
-            normal = normal.expand(-1, -1, num_frames, -1, -1)
-        x: Tensor = self.patch(normal.flatten(1))
+        normal = normal.expand(-1, -1, num_frames, -1, -1).permute(0, *_ORDERS[spec.patch_order])
+        x: Tensor = normal.flatten(1)
+        if self.shade_norm is not None:
+            x = self.shade_norm(x)
+        x = self.patch(x)
         if self.patch_norm is not None:
             x = self.patch_norm(x)
-        if self.positions is None or spec.positions is None:
-            return x
-        grid = torch.tensor([image.rows * merge, image.columns * merge], device=places.device)
-        return x + stretched(self.positions.weight, spec.positions, places, grid).to(x.dtype)
+        if self.positions is not None and spec.positions is not None:
+            grid = torch.tensor([image.rows * merge, image.columns * merge], device=places.device)
+            x = x + stretched(self.positions.weight, spec.positions, places, grid).to(x.dtype)
+        return x if self.position_norm is None else self.position_norm(x)
 
     def _rope(self, places: Tensor) -> Tensor:
         """Returns [2, patches, 1, head / 2]: cosines and sines."""

@@ -70,6 +70,7 @@ def add(
         ("minimax_m3", (16, 16), (1, 1)),
         ("gemma4", (8, 16), (1, 1)),
         ("gemma4_small", (16, 8), (1, 1)),
+        ("gemma4_patches", (16, 8), (1, 2)),
     ],
 )
 def test_decode_nodes_get_no_pixels(

@@ -99,7 +99,7 @@ def reference_greedy(folder: Path, kind: str, asked: VideoPrompt, count: int) ->
     if kind.startswith("gemma"):
         inputs = _of_gemma(family, asked)
         inputs["mm_token_type_ids"] = torch.tensor([asked.types])
-        return _generated(model, asked, inputs, count)
+        return _generated(model, asked, inputs, count, family.cache)
     grids = [[len(one.pairs), one.rows * merge, one.columns * merge] for one in asked.clips]
     inputs = {
         "pixel_values_videos": torch.from_numpy(np.concatenate(patches)).flatten(1),
@@ -109,7 +109,7 @@ def reference_greedy(folder: Path, kind: str, asked: VideoPrompt, count: int) ->
     if any(one.tick for one in asked.clips):
         ticks = model.config.vision_config.tokens_per_second
         inputs["second_per_grid_ts"] = torch.tensor([one.tick / ticks for one in asked.clips])
-    return _generated(model, asked, inputs, count)
+    return _generated(model, asked, inputs, count, family.cache)
 
 
 def _of_gemma(family: VisionFamily, asked: VideoPrompt) -> dict[str, torch.Tensor]:
@@ -131,7 +131,7 @@ def _of_gemma(family: VisionFamily, asked: VideoPrompt) -> dict[str, torch.Tenso
 
 
 def _generated(
-    model: Any, asked: VideoPrompt, inputs: dict[str, torch.Tensor], count: int
+    model: Any, asked: VideoPrompt, inputs: dict[str, torch.Tensor], count: int, cache: str
 ) -> list[int]:
     ids = torch.tensor([asked.tokens])
     output = model.generate(
@@ -143,6 +143,7 @@ def _generated(
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
+        cache_implementation=cache or None,
         **inputs,
     )
     best = torch.cat(output.logits).topk(2).values

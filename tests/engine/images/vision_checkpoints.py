@@ -126,6 +126,8 @@ def _generated(folder: Path, kind: str, asked: Prompt, count: int, **wanted: Any
     inputs = family.model_inputs([one.frame for one in asked.pictures])
     if family.types:
         inputs[family.types] = (ids == IMAGE).long()
+    if family.cache:
+        wanted["cache_implementation"] = family.cache
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

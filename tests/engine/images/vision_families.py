@@ -14,6 +14,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     Glm4vMoeConfig,
     Glm4vMoeForConditionalGeneration,
     Glm46VConfig,
@@ -60,6 +62,7 @@ class VisionFamily:
         renamed: Names of tensors that transformers writes otherwise than they are published.
         types: The argument that tells tokens of images apart, if there is one.
         grids: Rows and columns of tokens that images may have; none: any.
+        cache: Which cache transformers generates with, as it calls it; "": its usual one.
     """
 
     model: type[PreTrainedModel]
@@ -76,6 +79,7 @@ class VisionFamily:
     shades: tuple[tuple[float, ...], tuple[float, ...]] = _CLIP
     row_ends: tuple[int, ...] = ()
     grids: tuple[tuple[int, int], ...] = ()
+    cache: str = ""
 
     @property
     def unit(self) -> int:
@@ -317,6 +321,18 @@ FAMILIES = {
             "use_double_wide_mlp": True,
         },
         {**_GEMMA4_TOWER, "use_clipped_linears": True},
+        **_GEMMA4,
+    ),
+    "gemma4_patches": VisionFamily(
+        Gemma4UnifiedForConditionalGeneration,
+        Gemma4UnifiedConfig,
+        {**_GEMMA4_TEXT, "attention_k_eq_v": True},
+        {"patch_size": 7, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 300,
+         "output_proj_dims": 32},
+        patch_size=14,
+        merge_size=1,
+        grids=((5, 6), (2, 3), (1, 11)),
+        cache="static",
         **_GEMMA4,
     ),
     "gemma3": VisionFamily(

@@ -47,8 +47,6 @@ _GREY = (0.5, 0.5, 0.5)
 def gemma4(file: TowerFile) -> VisionSpec:
     """Returns the tower. Raises `UnsupportedField`."""
     tower, rope = gemma4_tower(file)
-    text: dict[str, Any] = file.whole.get("text_config") or {}
-    sees_whole = text.get("use_bidirectional_attention") == "vision"
     found = VisionSpec(
         names=_NAMES,
         renamed=_RENAMED,
@@ -69,19 +67,29 @@ def gemma4(file: TowerFile) -> VisionSpec:
             eps=tower.rms_norm_eps,
         ),
         patch_shape=(3 * tower.patch_size**2,),
-        patches_by_pixel=True,
+        patch_order="pixels",
         positions=PatchPositions(shape=(2, tower.position_embedding_size), resample="axes"),
         rope=PatchRope(pairs="apart", theta=rope.rope_theta),
         merger="scaled",
         merger_eps=tower.rms_norm_eps,
         standardizes=tower.standardize,
-        image_token_id=file.number("image_token_id", _IMAGE),
-        sees_whole=sees_whole,
-        sees_whole_in_windows=sees_whole,
-        marker=_MARKER,
-        framed=_FRAMED,
+        **in_prompts(file, None),
     )
     return with_gemma4_videos(found, file)
+
+
+def in_prompts(file: TowerFile, seen: str | None) -> dict[str, Any]:
+    """Returns what of a tower is about prompts. `seen`: what an image's tokens see of it where the
+    text part does not say."""
+    text: dict[str, Any] = file.whole.get("text_config") or {}
+    sees_whole = text.get("use_bidirectional_attention", seen) == "vision"
+    return {
+        "image_token_id": file.number("image_token_id", _IMAGE),
+        "sees_whole": sees_whole,
+        "sees_whole_in_windows": sees_whole,
+        "marker": _MARKER,
+        "framed": _FRAMED,
+    }
 
 
 def _pixels(file: TowerFile, tower: Gemma4Tower) -> PixelSpec:

@@ -12,11 +12,15 @@ _VIDEO = 258_884
 _PAD = "<|video|>"
 
 
-def with_gemma4_videos(vision: VisionSpec, file: TowerFile) -> VisionSpec:
-    """Returns the tower with what it makes of videos. Raises `CheckpointError`."""
+def with_gemma4_videos(vision: VisionSpec, file: TowerFile, patches: int = 1) -> VisionSpec:
+    """Returns the tower with what it makes of videos. Raises `CheckpointError`.
+
+    Args:
+        patches: Of the processor's, each of the tower's has as many a side.
+    """
     said, token = file.video_processor(), file.number("video_token_id", _VIDEO)
-    is_alike = said.patch_size in (None, vision.pixels.patch_size)
-    if not is_alike or said.pooling_kernel_size not in (None, vision.pixels.merge_size):
+    is_alike = said.patch_size in (None, vision.pixels.patch_size // patches)
+    if not is_alike or said.pooling_kernel_size not in (None, vision.pixels.merge_size * patches):
         return vision
     video = VideoSpec(
         token_id=token,
