@@ -5,6 +5,7 @@
     square     always the same                                                    SigLIP
     patches    made smaller to have few patches, then black is added              MoonViT
     fill       as many tokens as allowed, sides rounded down                      Gemma 4
+    nearest    the whole tokens that are nearest to its shape                     Muse Glimmer
 
 Each rounds as the reference processor of its family in transformers does.
 """
@@ -59,7 +60,7 @@ def fitted_frames(
     if video.frame_tokens:
         left = max(1, (video.max_tokens or sys.maxsize) // count)
         tokens = min(video.frame_tokens, pixels.most_tokens, left)
-        size = _fill(height, width, msgspec.structs.replace(pixels, most_tokens=tokens))
+        size = fitted(height, width, msgspec.structs.replace(pixels, most_tokens=tokens))
         return size.height, size.width
     most = pixels.max_pixels
     if video.max_tokens:
@@ -129,6 +130,20 @@ def _fill(height: int, width: int, pixels: PixelSpec) -> FittedSize:
     return FittedSize.plain(rows * unit, columns * unit)
 
 
+def _nearest(height: int, width: int, pixels: PixelSpec) -> FittedSize:
+    unit, most = pixels.unit, pixels.most_tokens
+    rows, columns = height / unit, width / unit
+    if rows * columns > most:
+        shape = columns / rows
+        rows = math.sqrt(most / shape)
+        columns = rows * shape
+    sides = [[math.floor(side), math.ceil(side)] for side in (rows, columns)]
+    grids = {(r, c) for r in sides[0] for c in sides[1] if r >= 1 and c >= 1 and r * c <= most}
+    near = min(grids, key=lambda grid: abs(grid[0] / grid[1] - height / width), default=None)
+    found = near or (max(1, round(rows)), max(1, round(columns)))
+    return FittedSize.plain(found[0] * unit, found[1] * unit)
+
+
 def _whole(side: int, unit: int) -> int:
     """Returns the side with its last token completed."""
     return -(-side // unit) * unit
@@ -140,4 +155,5 @@ _FITS: dict[Fit, Callable[[int, int, PixelSpec], FittedSize]] = {
     "square": _square,
     "patches": _patches,
     "fill": _fill,
+    "nearest": _nearest,
 }

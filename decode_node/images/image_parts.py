@@ -107,7 +107,8 @@ def _video_tokens(
     """Returns the tokens of a video in a prompt that has it from `offset` on, and where its pairs
     of frames are."""
     if video.frame_text:
-        written = encode(video.gap.join(_at(seconds, video) for seconds in made.times))
+        frames = video.gap.join(_at(seconds, video) for seconds in made.times)
+        written = encode(video.opening + frames + video.closing)
     else:
         written = [video.frame_token_id] * len(made.pairs)
     if written.count(video.frame_token_id) != len(made.pairs):

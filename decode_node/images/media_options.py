@@ -33,7 +33,8 @@ _NEUTRAL = {
     "use_audio_in_video": False,
 }
 """These ask for nothing: they are done, or not done, in any case."""
-_PACES, _COUNTS = ("even_steps", "even_ends", "seconds"), ("even_steps", "even_ends", "count")
+_PACES = ("even_steps", "even_ends", "even_pairs", "seconds")
+_COUNTS = ("even_steps", "even_ends", "even_pairs", "count")
 """Samplings that know a pace, and those that know a number of frames."""
 _FRAMES = ("fps", "num_frames")
 _FASTEST = 120
@@ -208,6 +209,6 @@ def _sampled(video: VideoSpec, per_pair: int, asked: list[_Option]) -> VideoSpec
         count = min(video.max_frames, max(per_pair, round(count / per_pair) * per_pair))
     if count is None:
         return video.limited(fps=pace or 0.0)
-    if pace is not None:
-        return video.limited(fps=pace, max_frames=count)
+    if pace is not None or video.sampling == "even_pairs":
+        return video.limited(fps=pace or 0.0, max_frames=count)
     return msgspec.structs.replace(video, min_frames=count, max_frames=count)

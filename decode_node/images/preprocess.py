@@ -25,7 +25,11 @@ MAX_ASPECT = 200
 """The longer side divided by the shorter. Qwen's and GLM's processors take no more either."""
 
 
-_RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_RESAMPLING = {
+    "bicubic": Image.Resampling.BICUBIC,
+    "bilinear": Image.Resampling.BILINEAR,
+    "lanczos": Image.Resampling.LANCZOS,
+}
 
 Image.MAX_IMAGE_PIXELS = None
 """Sizes are checked here, against the operator's limit."""

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-Sampling = Literal["even_steps", "even_ends", "seconds", "paced", "count"]
+Sampling = Literal["even_steps", "even_ends", "even_pairs", "seconds", "paced", "count"]
 """How frames are picked; see `decode_node.images.video_frames`."""
 
 
@@ -28,6 +28,7 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
         frame_text: What stands in place of `token_id` for each pair, with "{time}", "{whole}" or
             "{clock}" for its seconds and `pad` where its tokens are; "": its tokens alone.
         gap: Stands between the texts of two pairs.
+        opening, closing: Stand before the first one and behind the last.
         pad: The name of `frame_token_id`.
         has_mean_times: A pair's time is the mean of its frames', not the first one's.
         ticks_per_second: Positions that a second takes, where no text tells the time; 0: text does.
@@ -45,6 +46,8 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
     frame_token_id: int
     frame_text: str = ""
     gap: str = ""
+    opening: str = ""
+    closing: str = ""
     pad: str = ""
     has_mean_times: bool = False
     ticks_per_second: float = 0.0

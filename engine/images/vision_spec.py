@@ -11,8 +11,9 @@ import msgspec
 from engine.images.image_input import ImagePixels, ImageSpan
 from engine.images.video_spec import VideoSpec
 
-Fit = Literal["area", "longest", "square", "patches", "fill"]
+Fit = Literal["area", "longest", "square", "patches", "fill", "nearest"]
 """How an image's size becomes that of a grid of tokens; see `decode_node.images.fit`."""
+Resample = Literal["bicubic", "bilinear", "lanczos"]
 Merger = Literal["joined", "gated", "strided", "pooled", "scaled", "twice", "plain", "folded"]
 """How patches become tokens; see `engine.models.vision.mergers`."""
 
@@ -44,7 +45,7 @@ class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
     longest_edge: int = 0
     max_patches: int = 0
     most_tokens: int = 0
-    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    resample: Resample = "bicubic"
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
 
@@ -60,7 +61,7 @@ class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
         most = side * side
         if self.fit == "area":
             most = self.max_pixels // self.unit**2
-        elif self.fit == "fill":
+        elif self.fit in ("fill", "nearest"):
             most = self.most_tokens
         elif self.fit == "patches":
             # Sides are rounded up to whole tokens behind the count: most where one is longest.

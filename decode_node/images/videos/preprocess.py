@@ -18,7 +18,7 @@ import numpy as np
 from decode_node.images.fit import fitted_frames
 from decode_node.images.preprocess import ImageError, check_size, patches_of
 from decode_node.images.videos.containers import opened
-from decode_node.images.videos.resize import Frame, resized
+from decode_node.images.videos.resize import CUBIC, LANCZOS, Frame, resized
 from decode_node.images.videos.sampling import sampled
 from engine.images.image_input import ImagePixels, image_digest
 from engine.images.video_spec import VideoSpec
@@ -90,7 +90,8 @@ class _Cutter:
                     "is too large; send a shorter or smaller one, or its operator may set a "
                     "smaller --max-video-tokens"
                 )
-        return patches_of(resized(frame, self._height, self._width), self._pixels)
+        curve = LANCZOS if self._pixels.resample == "lanczos" else CUBIC
+        return patches_of(resized(frame, self._height, self._width, curve), self._pixels)
 
     def joined(self, frames: Sequence[bytes]) -> ImagePixels:
         """Returns a pair of frames; of frames that are equal one."""

@@ -2,6 +2,7 @@
 
 even_steps    `fps` a second, at equal steps from the first        Qwen2.5-VL
 even_ends     `fps` a second, from the first to the last           Qwen3-VL, Qwen3.5
+even_pairs    the same in whole pairs                              Muse Glimmer
 seconds       one for each 1 / `fps` seconds                       GLM-4.1V, 4.5V
 paced         fewer a second the longer the video is               GLM-4.6V
 count         as many of every video, at equal steps               Gemma 4
@@ -46,6 +47,18 @@ def _even_steps(video: VideoSpec, total: int, rate: float, per_pair: int) -> lis
 def _even_ends(video: VideoSpec, total: int, rate: float, per_pair: int) -> list[int]:
     count = min(max(int(total / rate * video.fps), video.min_frames), video.max_frames, total)
     return _spread(0, total - 1, count, is_rounded=True)
+
+
+def _even_pairs(video: VideoSpec, total: int, rate: float, per_pair: int) -> list[int]:
+    count = min(int(total * video.fps / rate), video.max_frames, total)
+    count = min(max(1, count // per_pair) * per_pair, total)
+    # As torch has places of equal distance: from both ends, in float32.
+    last, index = np.float32(total - 1), np.arange(count)
+    step = last / np.float32(max(1, count - 1))
+    from_first = step * index.astype(np.float32)
+    from_last = last - step * (count - 1 - index).astype(np.float32)
+    places: list[int] = np.where(index < count // 2, from_first, from_last).astype(int).tolist()
+    return places if count > 1 else [0]
 
 
 def _seconds(video: VideoSpec, total: int, rate: float, per_pair: int) -> list[int]:
@@ -107,6 +120,7 @@ def _count(video: VideoSpec, total: int, rate: float, per_pair: int) -> list[int
 _SAMPLERS: dict[Sampling, Callable[[VideoSpec, int, float, int], list[int]]] = {
     "even_steps": _even_steps,
     "even_ends": _even_ends,
+    "even_pairs": _even_pairs,
     "seconds": _seconds,
     "paced": _paced,
     "count": _count,

@@ -17,6 +17,7 @@ from engine.models.specs.towers.gemma4_patches import gemma4_patches
 from engine.models.specs.towers.glm import glm4v, glm4v_dense
 from engine.models.specs.towers.kimi import moonvit
 from engine.models.specs.towers.minimax import minimax_m3
+from engine.models.specs.towers.muse import muse_glimmer
 from engine.models.specs.towers.pixtral import pixtral
 from engine.models.specs.towers.qwen import qwen2_5_vl, qwen3_5, qwen3_vl
 from engine.models.specs.towers.siglip import siglip
@@ -32,6 +33,7 @@ TOWERS: dict[str, Callable[[TowerFile], VisionSpec]] = {
     "Kimi_K25ForConditionalGeneration": moonvit,
     "MiniMaxM3SparseForConditionalGeneration": minimax_m3,
     "Mistral3ForConditionalGeneration": pixtral,
+    "MuseGlimmerForConditionalGeneration": muse_glimmer,
     "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl,

@@ -32,6 +32,7 @@ PATCHES = PixelSpec(patch_size=14, fit="patches", longest_edge=14 * 40, max_patc
 FILL = PixelSpec(
     patch_size=16, merge_size=3, fit="fill", most_tokens=70, mean=(0.5,) * 3, std=(0.5,) * 3
 )  # fmt: skip
+NEAREST = PixelSpec(patch_size=14, fit="nearest", most_tokens=60, resample="lanczos")
 GLM = PixelSpec(patch_size=14, min_pixels=6272, max_pixels=47_040, keeps_token=True)
 ODD = [
     (1, 200),
@@ -126,6 +127,15 @@ def test_sizes_for_moonvit(size: tuple[int, int], expected: tuple[int, int, int,
     assert fitted(*size, pixels) == expected
 
 
+def test_sizes_for_muse() -> None:
+    """As `smart_resize` of its processor in transformers 5.24 has them, which needs torchvision."""
+    pixels = PixelSpec(patch_size=14, fit="nearest", most_tokens=4096)
+    sizes = [(120, 90), (360, 640), (20, 300), (1080, 1920), (9, 300), (3000, 40), (4000, 6000)]
+    found = [fitted(*size, pixels)[:2] for size in sizes]
+    expected = [(112, 84), (364, 644), (28, 308), (1092, 1932), (28, 308), (3024, 56)]
+    assert found == [*expected, (1456, 2184)]
+
+
 def test_black_is_added_to_an_image_that_keeps_its_size() -> None:
     image = picture(53, 37, 3)
     found = preprocess(encode(image, "PNG"), PATCHES, 10_000_000)
@@ -138,7 +148,7 @@ def test_black_is_added_to_an_image_that_keeps_its_size() -> None:
     assert not shown[37:].any() and not shown[:, 53:].any()
 
 
-@pytest.mark.parametrize("pixels", [AREA, LONGEST, SQUARE, PATCHES, GLM, FILL])
+@pytest.mark.parametrize("pixels", [AREA, LONGEST, SQUARE, PATCHES, GLM, FILL, NEAREST])
 @pytest.mark.parametrize("limit", [0, 1, 17])
 def test_sizes_are_whole_tokens_and_within_limits(pixels: PixelSpec, limit: int) -> None:
     chance = random.Random(limit)

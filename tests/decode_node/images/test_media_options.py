@@ -28,6 +28,10 @@ GEMMA = Prepared(
     PixelSpec(patch_size=16, merge_size=3, fit="fill", most_tokens=280),
     msgspec.structs.replace(spec("count"), frame_tokens=70),
 )
+MUSE = Prepared(
+    PixelSpec(patch_size=14, fit="nearest", most_tokens=4096),
+    msgspec.structs.replace(spec("even_pairs"), frame_tokens=144),
+)
 NO_VIDEOS = Prepared(PixelSpec(patch_size=14, fit="longest", longest_edge=1540), None)
 Options = dict[str, Any]
 
@@ -69,6 +73,7 @@ def test_frames_are_picked_by_number_or_by_pace() -> None:
     assert len(frames(video_of(QWEN3, fps=4, num_frames=10))) == 10
     assert len(frames(video_of(GLM, fps=1.0))) == 4
     assert len(frames(video_of(GEMMA, num_frames=8))) == 8
+    assert [len(frames(video_of(MUSE, num_frames=n))) for n in (1, 7, 90)] == [1, 6, 8]
     assert video_of(QWEN3, {"video": {"fps": 1, "num_frames": -1}}).fps == 1.0
 
 

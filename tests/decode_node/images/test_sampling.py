@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_node.images.fit import fitted_frames
-from decode_node.images.videos.resize import resized
+from decode_node.images.videos.resize import CUBIC, LANCZOS, resized
 from decode_node.images.videos.sampling import sampled
 from engine.images.video_spec import Sampling, VideoSpec
 from engine.images.vision_spec import PixelSpec
@@ -27,7 +27,7 @@ def spec(sampling: Sampling, least: int = 3136, most: int = 1 << 24, tokens: int
         min_pixels=least,
         max_pixels=most,
         of_all=sampling != "even_steps",
-        max_frames=32 if sampling == "count" else 768,
+        max_frames={"count": 32, "even_pairs": 96}.get(sampling, 768),
         max_tokens=tokens,
     )
 
@@ -42,6 +42,10 @@ def spec(sampling: Sampling, least: int = 3136, most: int = 1 << 24, tokens: int
         ("even_ends", 7, 30.0, 4, [0, 2, 4, 6], [4, 6]),
         ("even_ends", 300, 29.97, 20, [0, 16, 31, 47, 63, 79, 94], [283, 299]),
         ("even_ends", 9000, 15.0, 768, [0, 12, 23, 35, 47, 59, 70], [8987, 8999]),
+        ("even_pairs", 7, 30.0, 2, [0, 6], [0, 6]),
+        ("even_pairs", 40, 10.0, 8, [0, 5, 11, 16, 22, 27, 33], [33, 39]),
+        ("even_pairs", 300, 29.97, 20, [0, 15, 31, 47, 62, 78, 94], [283, 299]),
+        ("even_pairs", 9000, 15.0, 96, [0, 94, 189, 284, 378, 473, 568], [8904, 8999]),
         ("seconds", 7, 30.0, 2, [0, 0], [0, 0]),
         ("seconds", 1000, 25.0, 80, [0, 13, 25, 38, 50, 63, 75], [975, 988]),
         ("seconds", 9000, 15.0, 600, [0, 16, 31, 46, 61, 76, 91], [8985, 8999]),
@@ -61,7 +65,7 @@ def test_frames_are_those_of_the_reference_processor(
 
 
 @given(
-    st.sampled_from(["even_steps", "even_ends", "seconds", "paced", "count"]),
+    st.sampled_from(["even_steps", "even_ends", "even_pairs", "seconds", "paced", "count"]),
     st.integers(1, 3000),
     st.floats(0.01, 1000.0),
     st.integers(1, 40),
@@ -116,6 +120,23 @@ def test_frames_of_gemma_are_as_large_as_their_tokens() -> None:
     assert fitted_frames(120, 90, 32, pixels.limited(12), video) == (192, 144), "as images may be"
 
 
+@pytest.mark.parametrize(("total", "count"), [(2, 2), (96, 95), (1481, 96), (54_001, 64)])
+def test_frames_in_whole_pairs_are_where_torch_has_them(total: int, count: int) -> None:
+    """Its places are sums in float32, which are cut to whole numbers: some are one less."""
+    video = msgspec.structs.replace(spec("even_pairs"), fps=1.0)
+    expected = torch.linspace(0, total - 1, count // 2 * 2).long().tolist()
+    assert sampled(video, total, total / count, 2) == expected
+
+
+def test_frames_of_muse_have_its_shape() -> None:
+    pixels = PixelSpec(patch_size=14, fit="nearest", most_tokens=4096)
+    video = msgspec.structs.replace(spec("even_pairs"), frame_tokens=144)
+    sizes = [(120, 90), (360, 640), (20, 300), (1080, 1920), (3000, 40)]
+    found = [fitted_frames(*size, 8, pixels, video) for size in sizes]
+    assert found == [(112, 84), (252, 448), (28, 308), (252, 448), (2884, 28)]
+    assert fitted_frames(1080, 1920, 8, pixels.limited(12), video) == (56, 112), "as images may be"
+
+
 @pytest.mark.parametrize("sampling", ["even_steps", "even_ends"])
 def test_fewer_tokens_make_frames_smaller(sampling: Sampling) -> None:
     pixels = PixelSpec(patch_size=14, max_pixels=1 << 24)
@@ -124,12 +145,14 @@ def test_fewer_tokens_make_frames_smaller(sampling: Sampling) -> None:
         assert 5 * (height // 28) * (width // 28) <= max(tokens, 5 * 2)
 
 
+@pytest.mark.parametrize("mode", ["bicubic", "lanczos"])
 @pytest.mark.parametrize(
     ("size", "new"),
     [((70, 90), (28, 56)), ((50, 60), (112, 140)), ((64, 64), (64, 32)), ((9, 301), (28, 84))],
 )
-def test_shades_are_those_of_torch(size: tuple[int, int], new: tuple[int, int]) -> None:
+def test_shades_are_those_of_torch(size: tuple[int, int], new: tuple[int, int], mode: str) -> None:
     frame = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
     planes = torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0)
-    expected = torch.nn.functional.interpolate(planes, new, mode="bicubic", antialias=True)
-    np.testing.assert_array_equal(resized(frame, *new), expected[0].permute(1, 2, 0).numpy())
+    expected = torch.nn.functional.interpolate(planes, new, mode=mode, antialias=True)
+    found = resized(frame, *new, LANCZOS if mode == "lanczos" else CUBIC)
+    np.testing.assert_array_equal(found, expected[0].permute(1, 2, 0).numpy())

@@ -250,10 +250,11 @@ def test_times_are_text_between_frames() -> None:
 
 def test_clocks_are_text_with_a_gap_between_frames() -> None:
     text = "{clock} #"
-    video = msgspec.structs.replace(VIDEO, frame_text=text, gap=" ", pad="#")
-    written = {"00:00 # 01:07 #": [41, 8, 42, 43, 8]}
+    around = {"opening": "(", "closing": ")"}
+    video = msgspec.structs.replace(VIDEO, frame_text=text, gap=" ", pad="#", **around)
+    written = {"(00:00 # 01:07 #)": [40, 41, 8, 42, 43, 8, 44]}
     tokens, _ = expanded([5, 8, 6], [_made(0.25, 67.5)], _vision(video), written.__getitem__)
-    assert tokens == [5, 41, 8, 8, 42, 43, 8, 8, 6]
+    assert tokens == [5, 40, 41, 8, 8, 42, 43, 8, 8, 44, 6]
 
 
 def test_times_are_positions_where_no_text_tells_them() -> None:

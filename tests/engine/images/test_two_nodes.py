@@ -71,6 +71,7 @@ def add(
         ("gemma4", (8, 16), (1, 1)),
         ("gemma4_small", (16, 8), (1, 1)),
         ("gemma4_patches", (16, 8), (1, 2)),
+        ("muse", (8, 16), (2, 1)),
     ],
 )
 def test_decode_nodes_get_no_pixels(

@@ -21,7 +21,7 @@ from tests.engine.images.vision_checkpoints import save_checkpoint
 
 COUNT = 12
 KINDS = ["qwen2_5", "qwen3", "qwen3_5_moe", "glm4v", "glm46v", "gemma4", "gemma4_small"]
-KINDS += ["gemma4_patches"]
+KINDS += ["gemma4_patches", "muse"]
 
 
 def prompts(kind: str) -> list[VideoPrompt]:

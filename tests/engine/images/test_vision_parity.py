@@ -46,6 +46,7 @@ CASES: list[tuple[str, dict[str, int]]] = [
     ("gemma4", {}),
     ("gemma4", {"budget": 40}),
     ("gemma4_patches", {"budget": 40}),
+    ("muse", {"budget": 24, "encoder_budget": 54}),
     ("gemma4_small", {"budget": 24, "encoder_budget": 54}),
     ("gemma3", {}),
     ("gemma3", {"budget": 18}),

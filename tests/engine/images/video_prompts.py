@@ -100,16 +100,27 @@ def reference_greedy(folder: Path, kind: str, asked: VideoPrompt, count: int) ->
         inputs = _of_gemma(family, asked)
         inputs["mm_token_type_ids"] = torch.tensor([asked.types])
         return _generated(model, asked, inputs, count, family.cache)
+    if kind == "muse":
+        sizes = [(one.rows, one.columns) for one in asked.clips for _ in one.pairs]
+        patches = [_by_frame(pair, *size) for pair, size in zip(patches, sizes, strict=True)]
     grids = [[len(one.pairs), one.rows * merge, one.columns * merge] for one in asked.clips]
     inputs = {
         "pixel_values_videos": torch.from_numpy(np.concatenate(patches)).flatten(1),
         "video_grid_thw": torch.tensor(grids),
-        "mm_token_type_ids": torch.tensor([asked.types]),
     }
+    if family.types:
+        inputs[family.types] = torch.tensor([asked.types])
     if any(one.tick for one in asked.clips):
         ticks = model.config.vision_config.tokens_per_second
         inputs["second_per_grid_ts"] = torch.tensor([one.tick / ticks for one in asked.clips])
     return _generated(model, asked, inputs, count, family.cache)
+
+
+def _by_frame(pair: Pair, rows: int, columns: int) -> Pair:
+    """Returns patches row by row, of which each frame is whole: [patches, 2, 3, size, size]."""
+    merge = round((len(pair) / (rows * columns)) ** 0.5)
+    cut = pair.reshape(rows, columns, merge, merge, *pair.shape[1:])
+    return cut.transpose(0, 2, 1, 3, 5, 4, 6, 7).reshape(len(pair), 2, 3, *pair.shape[3:])
 
 
 def _of_gemma(family: VisionFamily, asked: VideoPrompt) -> dict[str, torch.Tensor]:

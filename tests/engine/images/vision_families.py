@@ -24,6 +24,8 @@ from transformers import (
     MiniMaxM3VLConfig,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -139,6 +141,13 @@ def _in_rows(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
     """Kimi: patches row by row."""
     patches = torch.cat([_cut(one, family.patch_size, 1) for one in pictures])
     return {"pixel_values": patches, "image_grid_thw": _grids(pictures, family.patch_size)}
+
+
+def _by_frame(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
+    """Muse: patches row by row, each frame whole, flat."""
+    patches = torch.cat([_cut(one, family.patch_size, 1) for one in pictures])
+    frames = patches.unsqueeze(1).expand(-1, 2, -1, -1, -1).flatten(1)
+    return {"pixel_values": frames, "image_grid_thw": _grids(pictures, family.patch_size)}
 
 
 def _by_pixel(pictures: list[torch.Tensor], family: VisionFamily) -> Inputs:
@@ -334,6 +343,17 @@ FAMILIES = {
         grids=((5, 6), (2, 3), (1, 11)),
         cache="static",
         **_GEMMA4,
+    ),
+    "muse": VisionFamily(
+        MuseGlimmerForConditionalGeneration,
+        MuseGlimmerConfig,
+        {**_TEXT, "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 5,
+         "output_multiplier": 0.5, "final_logit_softcapping": 8.0},
+        {**_SIZES, "pos_emb_height": 4, "pos_emb_width": 4},
+        _by_frame,
+        whole={"image_token_id": IMAGE, "video_token_id": VIDEO, "out_hidden_size": 128,
+               "projector_hidden_size": 40},
+        shades=_GREY,
     ),
     "gemma3": VisionFamily(
         Gemma3ForConditionalGeneration,

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.images.vision_spec import PixelSpec
+from engine.images.vision_spec import PixelSpec, Resample
 from engine.models.json_file import read_json
 from engine.models.specs.base import UnsupportedField
 
 _Section = TypeVar("_Section")
 _SHADE = 1 / 255
-BICUBIC, _BILINEAR = 3, 2
+BICUBIC, _BILINEAR, LANCZOS = 3, 2, 1
 """Ways of resizing, as Pillow numbers them."""
 
 
@@ -54,6 +54,7 @@ class Processor(msgspec.Struct):
     resample: int | None = None
     do_pan_and_scan: bool | None = None
     max_soft_tokens: int | None = None
+    max_image_tokens: int | None = None
     pooling_kernel_size: int | None = None
 
     @property
@@ -78,6 +79,8 @@ class VideoProcessor(Processor):
     cap_pixels_per_frame: bool | None = None
     processor_class: str | None = None
     video_processor_type: str | None = None
+    max_video_frame_tokens: int | None = None
+    frame_timestamp_format: str | None = None
 
 
 class _Processors(msgspec.Struct):
@@ -170,7 +173,8 @@ class TowerFile:
     def shades(self, said: Processor, pixels: PixelSpec) -> PixelSpec:
         """Returns `pixels` with the processor's shades and way of resizing. Raises
         `UnsupportedField`."""
-        names = {BICUBIC: "bicubic", _BILINEAR: "bilinear", None: pixels.resample}
+        names: dict[int | None, Resample] = {None: pixels.resample}
+        names |= {BICUBIC: "bicubic", _BILINEAR: "bilinear", LANCZOS: "lanczos"}
         if said.resample not in names:
             raise UnsupportedField("resample", f"images resized by Pillow's {said.resample}")
         return msgspec.structs.replace(

@@ -5,6 +5,7 @@ Qwen3-VL, Qwen3.5 and later    <0.3 seconds> before each pair of frames
 GLM-4.1V, 4.5V                 whole seconds behind each pair
 GLM-4.6V                       the same as "0.3 seconds"
 Gemma 4                        00:03 before each frame, of which 32 are taken
+Muse Glimmer                   Time: 0.3s before each pair
 """
 
 from __future__ import annotations
