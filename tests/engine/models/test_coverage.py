@@ -21,7 +21,6 @@ ELSEWHERE = {
     "BailingMoeV2ForCausalLM",
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
     "InternVLForConditionalGeneration",
