@@ -51,6 +51,11 @@ _SHAPES = {
             "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
         },
     ),
+    "gemma-4-12b": ("Gemma4UnifiedForConditionalGeneration", TextSizes(3840, 256, 256, 1e-6), {}),
+    "muse-glimmer": ("MuseGlimmerForConditionalGeneration", TextSizes(6656, 128, 128, 1e-5), {}),
+    "minimax-m3": (
+        "MiniMaxM3SparseForConditionalGeneration", TextSizes(6144, 128, 64, 1e-6), {},
+    ),
 }  # fmt: skip
 """Holds by model its architecture, the decoder behind the tower, and `vision_config` where it is
 not as a reader completes it."""
@@ -60,7 +65,7 @@ def spec_of(name: str) -> VisionSpec:
     """Returns a published tower."""
     architecture, text, vision = _SHAPES[name]
     whole = {"vision_config": vision}
-    return TOWERS[architecture](TowerFile(Path("no-folder"), whole, text))
+    return TOWERS[architecture](TowerFile(Path("no-folder"), architecture, whole, text))
 
 
 def flops(spec: VisionSpec, num_patches: int) -> float:

@@ -110,22 +110,35 @@ def _video_tokens(
         frames = video.gap.join(_at(seconds, video) for seconds in made.times)
         written = encode(video.opening + frames + video.closing)
     else:
-        written = [video.frame_token_id] * len(made.pairs)
-    if written.count(video.frame_token_id) != len(made.pairs):
+        written = [video.frame_token_id] * len(made.times)
+    if written.count(video.frame_token_id) != len(made.times):
         raise BadRequest(
             f"this model's tokenizer has no token {video.pad}, which its videos need",
             param="messages",
         )
     tokens: list[int] = []
     spans: list[ImageSpan] = []
-    pairs = iter(made.pairs)
+    at_once = video.pairs_at_once
     for token in written:
         if token != video.frame_token_id:
             tokens.append(token)
             continue
-        pair, start = next(pairs), offset + len(tokens)
+        pair, place = made.pairs[len(spans) // at_once], len(spans) % at_once
         joins = not video.frame_text and bool(spans)
         time = int(len(spans) * made.step_s * video.ticks_per_second)
-        spans.append(ImageSpan(start, pair.rows, pair.columns, pair.digest, 0, joins, time))
-        tokens += [token] * (pair.rows * pair.columns)
+        size = pair.rows * pair.columns
+        beside = min(at_once, len(made.times) - len(spans) + place) - 1
+        spans.append(
+            ImageSpan(
+                offset + len(tokens),
+                pair.rows,
+                pair.columns,
+                pair.digest,
+                joins=joins,
+                time=time,
+                first=place * size,
+                beside=beside * size,
+            )
+        )
+        tokens += [token] * size
     return tokens, spans

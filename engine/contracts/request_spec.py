@@ -245,7 +245,8 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
                 and min(image.rows, image.columns) > 0
                 and end <= image.offset
                 and (image.offset == end > 0 if image.joins else image.time == 0)
-                and image.time >= 0
+                and min(image.time, image.first, image.beside) >= 0
+                and image.first <= image.beside
                 and image.end <= self.num_own_prompt_tokens,
                 "images",
                 "do not lie in the prompt one behind the other",

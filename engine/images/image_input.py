@@ -21,6 +21,8 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         joins: It goes on with the video that the span before it is of, without text between them:
             rows and columns have positions from the same start.
         time: How far its first position is behind that start.
+        first: The first of its embeddings among those of all pairs of frames that the tower is
+            given together; `beside`: those of the others.
     """
 
     offset: int
@@ -30,11 +32,18 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     row_ends: int = 0
     joins: bool = False
     time: int = 0
+    first: int = 0
+    beside: int = 0
 
     @property
     def num_embeddings(self) -> int:
         """Returns its tokens that the tower makes."""
         return self.rows * self.columns
+
+    @property
+    def num_encoded(self) -> int:
+        """Returns the tokens that the tower makes at once with it."""
+        return self.num_embeddings + self.beside
 
     @property
     def num_tokens(self) -> int:
@@ -50,10 +59,11 @@ class ImagePixels(msgspec.Struct, frozen=True, array_like=True):
     """Holds what a vision tower computes an image's embeddings from.
 
     Attributes:
-        rows, columns: Of tokens.
+        rows, columns: Of tokens; of each of several pairs of frames.
         patches: [patches, 3, frames, patch_size, patch_size] uint8, resized and not yet
             normalised. The patches of a token lie together, row by row; so do tokens. An image has
-            one frame; a pair of different frames of a video has as many as the tower takes.
+            one frame; a pair of different frames of a video has as many as the tower takes. Pairs
+            that see each other follow each other, with all of their frames.
     """
 
     digest: bytes

@@ -21,6 +21,7 @@ class ImageLimits:
 
     def __init__(self, config: EngineConfig) -> None:
         images, scheduler = config.images, config.scheduler
+        self._vision = config.model.vision
         self.largest = largest_image(config)
         self.has_encoder = config.model.vision is not None and images.has_encoder
         self.are_whole = config.model.vision is not None and config.model.vision.sees_whole
@@ -45,7 +46,10 @@ class ImageLimits:
             return "images need chunked prefill; start the engine with --enable-chunked-prefill"
         if any(image.digest not in request.pixels for image in images):
             return "the pixels of an image of the prompt are missing; send the request again"
-        largest = max(image.num_embeddings for image in images)
+        assert self._vision is not None
+        if not all(self._vision.is_of(image, request.pixels[image.digest]) for image in images):
+            return "an image of the prompt has another size than its pixels; send the request again"
+        largest = max(image.num_encoded for image in images)
         if largest > self.budget:
             return (
                 f"an image of the prompt has {largest} tokens and the encoder here computes at "
@@ -67,11 +71,14 @@ class ImageLimits:
 
 
 def largest_image(config: EngineConfig) -> int:
-    """Returns the most tokens of one image; 0: the model sees none."""
+    """Returns the most tokens that are encoded at once, of one image or of pairs of frames that see
+    each other; 0: the model sees none."""
     vision = config.model.vision
     if vision is None:
         return 0
     most = vision.pixels.limited(config.images.max_image_tokens).max_tokens
+    if vision.video is not None and config.images.max_videos:
+        most *= vision.video.pairs_at_once
     return min(most, config.model.max_model_len)
 
 

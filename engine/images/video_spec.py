@@ -1,7 +1,7 @@
 """Describes how a video becomes frames and tokens. Torch-free.
 
-A tower sees a video as pairs of frames: each pair is encoded alone, as an image is, and is a span
-of its own in the prompt.
+A tower sees a video as pairs of frames: each pair is encoded alone, as an image is, or with a few
+that follow it, and is a span of its own in the prompt.
 
     frames   0 1 2 3 4 5 ...            of the file
     picked   0     3     6     9        `sampling`
@@ -38,6 +38,8 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
         max_duration: "seconds": of a longer video frames are as many as of one of this length.
         min_pixels, max_pixels: Frames are resized to this many; `of_all`: those of all frames
             together.
+        pairs_at_once: So many pairs that follow each other see each other in the tower; frames of
+            these have times of 0, 1, ... there.
         frame_tokens: Each frame is made as large as this many tokens, whatever its pixels; 0: not.
         max_tokens: Frames are made so small that all have at most this many tokens; 0: any number.
     """
@@ -59,6 +61,7 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
     min_pixels: int
     max_pixels: int
     of_all: bool = True
+    pairs_at_once: int = 1
     frame_tokens: int = 0
     max_tokens: int = 0
 

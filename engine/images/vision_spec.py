@@ -136,7 +136,7 @@ class PatchRope(msgspec.Struct, frozen=True, kw_only=True):
             "adjacent": elements 2i and 2i + 1 are a pair, and pairs turn by the column and the row
             in turn. "apart": the first half of a head turns by the column and the second by the
             row, each as a head of its own. "thirds": as "halves", and a third of the pairs before
-            them turns by time, which an image has none of; what is left over stays. "columns": as
+            them turns by time, which is 0 in an image; what is left over stays. "columns": as
             "halves", by the column first.
     """
 
@@ -218,10 +218,24 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return 3 * self.pixels.patch_size**2
 
     def has_patches(self, image: ImagePixels) -> bool:
-        """Returns whether an image, or a pair of frames, has all of its patches and no more."""
+        """Returns whether an image, or pairs of frames, have all of their patches and no more."""
         one = image.rows * image.columns * self.pixels.merge_size**2 * self.patch_bytes
-        frames = 1 if self.video is None else self.pixels.temporal_patch_size
-        return len(image.patches) in (one, one * frames) and one > 0
+        sizes = {one}
+        if self.video is not None:
+            pair = one * self.pixels.temporal_patch_size
+            sizes |= {pair * (count + 1) for count in range(self.video.pairs_at_once)}
+        return len(image.patches) in sizes and one > 0
+
+    def num_pairs(self, image: ImagePixels) -> int:
+        """Returns how many pairs of frames a tower is given; 1: that, or an image."""
+        patches = image.rows * image.columns * self.pixels.merge_size**2
+        pair = patches * self.patch_bytes * self.pixels.temporal_patch_size
+        return max(1, len(image.patches) // pair)
+
+    def is_of(self, span: ImageSpan, image: ImagePixels) -> bool:
+        """Returns whether a span has the size of its image, or of a pair of its frames."""
+        sizes = (span.rows, span.columns) == (image.rows, image.columns)
+        return sizes and span.num_encoded == self.num_pairs(image) * span.num_embeddings
 
     def has_tokens(self, image: ImageSpan, tokens: list[int]) -> bool:
         """Returns whether a prompt's tokens from the image's first to its last are its own."""

@@ -79,7 +79,9 @@ def image_keys(images: Sequence[ImageSpan], first: int, block_size: int) -> byte
 
 
 def _times(image: ImageSpan) -> tuple[int, int]:
-    return image.joins, image.time
+    """Returns when a pair of frames is, or which it is of those that see each other: these have
+    text between them."""
+    return (2, image.first) if image.first else (image.joins, image.time)
 
 
 _PLACE = struct.Struct("<5i")

@@ -201,7 +201,7 @@ def embedded(image: ImageSpan, first: int, stop: int) -> tuple[npt.NDArray[np.in
     rows, columns = np.divmod(np.arange(first, stop) - image.offset, width)
     has = columns < image.columns
     places = (rows * image.columns + columns)[has]
-    start = int(places[0]) if len(places) else 0
+    start = image.first + (int(places[0]) if len(places) else 0)
     return np.arange(first, stop)[has], slice(start, start + len(places))
 
 

@@ -32,9 +32,10 @@ class VideoPixels(msgspec.Struct, frozen=True, array_like=True):
     """Holds a video after preprocessing.
 
     Attributes:
-        pairs: What a tower is given, one after the other, all of one size.
-        times: Seconds of each, from the video's beginning.
-        step_s: Seconds from one to the next, on average.
+        pairs: What a tower is given, one after the other, all of one size: pairs of frames, or some
+            of those that follow each other at once (`VideoSpec.pairs_at_once`).
+        times: Seconds of each pair, from the video's beginning.
+        step_s: Seconds from one pair to the next, on average.
     """
 
     pairs: tuple[ImagePixels, ...]
@@ -62,9 +63,11 @@ def preprocess_video(
         waiting: list[bytes] = []
         for frame in source.frames(indices):
             waiting.append(cut.patches(frame))
-            if len(waiting) == per_pair:
+            if len(waiting) == per_pair * video.pairs_at_once:
                 pairs.append(cut.joined(waiting))
                 waiting = []
+        if waiting:
+            pairs.append(cut.joined(waiting))
     seconds = [index / source.rate for index in indices]
     groups = [seconds[i : i + per_pair] for i in range(0, len(seconds), per_pair)]
     times = [(s[0] + s[-1]) / 2 if video.has_mean_times else s[0] for s in groups]
@@ -94,12 +97,13 @@ class _Cutter:
         return patches_of(resized(frame, self._height, self._width, curve), self._pixels)
 
     def joined(self, frames: Sequence[bytes]) -> ImagePixels:
-        """Returns a pair of frames; of frames that are equal one."""
-        unit = self._pixels.unit
+        """Returns a pair of frames, of frames that are equal one; or pairs behind each other."""
+        unit, per_pair = self._pixels.unit, self._pixels.temporal_patch_size
         rows, columns = self._height // unit, self._width // unit
         patches = frames[0]
-        if any(other != patches for other in frames):
+        if len(frames) > per_pair or any(other != patches for other in frames):
             shape = (-1, 3, self._pixels.patch_size**2)
             parts = [np.frombuffer(frame, np.uint8).reshape(shape) for frame in frames]
-            patches = np.stack(parts, axis=2).tobytes()
+            groups = [parts[i : i + per_pair] for i in range(0, len(parts), per_pair)]
+            patches = b"".join(np.stack(group, axis=2).tobytes() for group in groups)
         return ImagePixels(image_digest(rows, columns, patches), rows, columns, patches)

@@ -62,7 +62,7 @@ def _weights(distance: Tensor) -> Tensor:
 
 def turning(rope: PatchRope, head_dim: int) -> tuple[Tensor, Tensor]:
     """Returns of each pair of a head that turns, [head_dim / 2] at most: what it turns by, 0: the
-    row, 1: the column, and its frequency, in radians for each of them."""
+    row, 1: the column, 2: the time, and its frequency, in radians for each of them."""
     if rope.pairs == "shared":
         frequencies = inverse_frequencies(head_dim, rope.theta)
         rows, columns = frequencies[0::2], frequencies[1::2]
@@ -71,8 +71,7 @@ def turning(rope: PatchRope, head_dim: int) -> tuple[Tensor, Tensor]:
     if rope.pairs == "thirds":
         count = head_dim // 6
         turns = inverse_frequencies(2 * count, rope.theta)
-        axes = torch.tensor([0, 0, 1]).repeat_interleave(count)
-        return axes, torch.cat((torch.zeros(count), turns, turns))
+        return torch.tensor([2, 0, 1]).repeat_interleave(count), turns.repeat(3)
     if rope.pairs == "apart":
         axes = torch.tensor([1, 0]).repeat_interleave(len(rows))
         return axes, torch.cat((columns, rows))

@@ -39,7 +39,8 @@ class _Stored(Protocol):
 
 
 class VisionTower(nn.Module):
-    """One image at a time, so that what it computes depends on nothing else."""
+    """One image at a time, or pairs of frames that see each other, so that what it computes depends
+    on nothing else."""
 
     shades: Tensor
     axes: Tensor
@@ -81,13 +82,14 @@ class VisionTower(nn.Module):
 
     @torch.inference_mode()
     def encode(self, image: ImagePixels) -> Tensor:
-        """Returns [1 + taps, tokens, H]: embeddings of the image's tokens, row by row, and what is
-        added to them behind the first layers of the text part."""
+        """Returns [1 + taps, tokens, H]: embeddings of the image's tokens, row by row and pair by
+        pair, and what is added to them behind the first layers of the text part."""
         spec, merge = self.spec, self.spec.pixels.merge_size
-        device = self.patch.weight.device
-        order = window_order(image.rows, image.columns, spec.window_size // spec.pixels.unit)
+        device, num_pairs = self.patch.weight.device, self.spec.num_pairs(image)
+        rows = image.rows * num_pairs
+        order = window_order(rows, image.columns, spec.window_size // spec.pixels.unit)
         tokens = torch.from_numpy(order.tokens).to(device, non_blocking=True)
-        places = torch.from_numpy(patch_places(image.rows, image.columns, merge))
+        places = torch.from_numpy(patch_places(image.rows, image.columns, merge, num_pairs))
         places = places.to(device, non_blocking=True)
         unit = merge**2
         x = _in_order(self._embedded(image, places), tokens, unit)
@@ -110,8 +112,7 @@ class VisionTower(nn.Module):
         """Returns [patches, H]. Pixels are normalised by a table, in float32."""
         spec, weight = self.spec, self.patch.weight
         side, merge = spec.pixels.patch_size, spec.pixels.merge_size
-        count = image.rows * image.columns * merge**2
-        patches = np.frombuffer(image.patches, np.uint8).reshape(count, 3, -1, side, side)
+        patches = np.frombuffer(image.patches, np.uint8).reshape(len(places), 3, -1, side, side)
         shades = torch.from_numpy(patches.copy()).to(weight.device, non_blocking=True)
         channels = torch.arange(3, device=shades.device).view(3, 1, 1, 1)
         normal = self.shades[channels, shades.int()].to(weight.dtype)
@@ -125,7 +126,8 @@ class VisionTower(nn.Module):
             x = self.patch_norm(x)
         if self.positions is not None and spec.positions is not None:
             grid = torch.tensor([image.rows * merge, image.columns * merge], device=places.device)
-            x = x + stretched(self.positions.weight, spec.positions, places, grid).to(x.dtype)
+            table = self.positions.weight
+            x = x + stretched(table, spec.positions, places[:, :2], grid).to(x.dtype)
         return x if self.position_norm is None else self.position_norm(x)
 
     def _rope(self, places: Tensor) -> Tensor:

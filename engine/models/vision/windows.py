@@ -48,11 +48,13 @@ def window_order(rows: int, columns: int, side: int) -> WindowOrder:
     return WindowOrder(np.concatenate(windows), batches)
 
 
-def patch_places(rows: int, columns: int, merge_size: int) -> Int64Array:
-    """Returns [patches, 2] int64: row and column of each patch of the image, patches of a token
-    together."""
+def patch_places(rows: int, columns: int, merge_size: int, num_pairs: int = 1) -> Int64Array:
+    """Returns [patches, 3] int64: row, column and time of each patch of an image, or of pairs of
+    frames, patches of a token together."""
     token_rows, token_columns = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
     inner_rows, inner_columns = np.divmod(np.arange(merge_size**2, dtype=np.int64), merge_size)
     of_rows = token_rows[:, None] * merge_size + inner_rows
     of_columns = token_columns[:, None] * merge_size + inner_columns
-    return np.stack((of_rows.reshape(-1), of_columns.reshape(-1)), axis=1)
+    one = np.stack((of_rows.reshape(-1), of_columns.reshape(-1)), axis=1)
+    times = np.arange(num_pairs, dtype=np.int64).repeat(len(one))
+    return np.concatenate((np.tile(one, (num_pairs, 1)), times[:, None]), axis=1)

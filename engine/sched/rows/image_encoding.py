@@ -19,6 +19,8 @@ computes, so what it reads itself stays until the next.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from engine.contracts.outputs import ImageStats
 from engine.contracts.request import Request
 from engine.images.image_input import EncoderWork, ImagePixels, ImageSpan
@@ -68,12 +70,18 @@ class ImageEncoding:
         return count
 
     def passed(self, request: Request, end: int) -> None:
-        """Gives up references to all images but one that the chunk before `end` has cut."""
+        """Gives up references to all images but one that the chunk before `end` has cut, or whose
+        next pair of frames is behind it."""
         held = self._of_request.get(request.request_id)
         if held is None:
             return
         images = request.spec.images
         needed = {image.digest for image in images if image.offset < end < image.end}
+        needed |= {
+            image.digest
+            for image, following in pairwise(images)
+            if image.end <= end <= following.offset and following.first > image.first
+        }
         for digest in held - needed:
             self._give_up(request.request_id, digest)
 
@@ -126,7 +134,7 @@ class ImageEncoding:
         return True
 
     def _encode(self, request: Request, image: ImageSpan) -> bool:
-        size = image.num_embeddings
+        size = image.num_encoded
         if size > self._left or not self._make_room(size):
             return False
         self._encoded.append(request.pixels[image.digest])

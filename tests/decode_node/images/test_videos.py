@@ -87,6 +87,22 @@ def test_pairs_of_equal_frames_are_images() -> None:
     assert again.pairs[0] == first
 
 
+def test_pairs_that_see_each_other_are_given_together() -> None:
+    """Five of them, two at a time: each is as it is alone."""
+    still = [FRAMES[0].resize((56, 84))] * 4 + [frame.resize((56, 84)) for frame in FRAMES]
+    data, every = [animation("PNG", still)], {"fps": 4.0, "of_all": False}
+    alone = preprocess_video(data, SPEC, msgspec.structs.replace(VIDEO, **every), MOST)
+    joined = msgspec.structs.replace(VIDEO, pairs_at_once=2, **every)
+    found = preprocess_video(data, SPEC, joined, MOST)
+    assert len(alone.pairs) == 5 and found.times == alone.times
+    lengths, size = [len(pair.patches) for pair in found.pairs], 2 * 3 * 56 * 84
+    assert lengths == [2 * size, 2 * size, size]
+    second = alone.pairs[2].patches + alone.pairs[3].patches
+    assert found.pairs[1].patches == second and found.pairs[2] == alone.pairs[4]
+    first = np.frombuffer(found.pairs[0].patches, np.uint8).reshape(-1, 3, 2, 196)
+    assert (first[:, :, 0] == first[:, :, 1]).all(), "equal frames are both there"
+
+
 @pytest.mark.parametrize(
     ("form", "codec"), [("mp4", "mpeg4"), ("webm", "libvpx-vp9"), ("mov", "libx264")]
 )
@@ -255,6 +271,22 @@ def test_clocks_are_text_with_a_gap_between_frames() -> None:
     written = {"(00:00 # 01:07 #)": [40, 41, 8, 42, 43, 8, 44]}
     tokens, _ = expanded([5, 8, 6], [_made(0.25, 67.5)], _vision(video), written.__getitem__)
     assert tokens == [5, 40, 41, 8, 8, 42, 43, 8, 8, 44, 6]
+
+
+def test_spans_of_pairs_that_see_each_other_are_parts_of_one() -> None:
+    video = msgspec.structs.replace(VIDEO, frame_text="{time:.1f}#", pad="#", pairs_at_once=2)
+    digests = [image_digest(1, 2, bytes([i])) for i in range(2)]
+    made = VideoPixels(
+        tuple(ImagePixels(digest, 1, 2, b"") for digest in digests), (0.0, 1.0, 2.0), 1.0
+    )
+    written = {"0.0#1.0#2.0#": [41, 8, 42, 8, 43, 8]}
+    tokens, spans = expanded([5, 8, 6], [made], _vision(video), written.__getitem__)
+    assert tokens == [5, 41, 8, 8, 42, 8, 8, 43, 8, 8, 6]
+    assert [(s.offset, digests.index(s.digest), s.first, s.beside) for s in spans] == [
+        (2, 0, 0, 2),
+        (5, 0, 2, 2),
+        (8, 1, 0, 0),
+    ]
 
 
 def test_times_are_positions_where_no_text_tells_them() -> None:

@@ -84,7 +84,7 @@ def test_decode_nodes_get_no_pixels(
         assert found[name] == reference_greedy(folder, kind, one, COUNT), name
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2_5", "qwen3", "minimax_m3"])
 def test_decode_nodes_get_positions_of_videos_and_no_frames(kind: str, tmp_path: Path) -> None:
     folder = save_checkpoint(kind, tmp_path)
     asked = {str(index): one for index, one in enumerate(test_videos.prompts(kind))}

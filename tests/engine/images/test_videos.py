@@ -5,23 +5,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from engine.contracts.errors import InvalidRequest
 from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request import Request
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.images.image_input import ImageSpan, position_delta
+from engine.images.image_limits import ImageLimits
 from engine.images.positions import prompt_positions
 from engine.kv_cache.block_hash import image_keys
-from tests.engine.images.test_vision_parity import engine_of
+from tests.engine.images.test_vision_parity import config_of, engine_of
 from tests.engine.images.video_prompts import VideoPrompt, clip, reference_greedy, video_prompt
 from tests.engine.images.vision_checkpoints import save_checkpoint
 
 COUNT = 12
 KINDS = ["qwen2_5", "qwen3", "qwen3_5_moe", "glm4v", "glm46v", "gemma4", "gemma4_small"]
-KINDS += ["gemma4_patches", "muse"]
+KINDS += ["gemma4_patches", "muse", "minimax_m3"]
 
 
 def prompts(kind: str) -> list[VideoPrompt]:
@@ -70,6 +73,26 @@ def test_positions_of_pairs_without_text_between_them() -> None:
     ]
     np.testing.assert_array_equal(prompt_positions(spans), expected)
     assert position_delta(spans) == 12 - 11
+
+
+def test_places_among_pairs_are_in_hashes() -> None:
+    spans = [ImageSpan(0, 1, 4, bytes(32), first=first, beside=8) for first in (0, 4, 8, 4)]
+    found = [image_keys([one], 0, 4) for one in spans]
+    assert len(set(found)) == 3 and found[1] == found[3]
+
+
+@pytest.mark.parametrize("change", [{"beside": 4}, {"first": 4, "beside": 12}, {"columns": 3}])
+def test_spans_of_another_size_than_their_pixels_end(
+    change: dict[str, int], tmp_path: Path
+) -> None:
+    """Whatever node sends them: the tower would have other embeddings than their tokens."""
+    kind = "minimax_m3"
+    asked = video_prompt(kind, [clip(kind, 1, 1, 4, 1)], 3)
+    wrong = msgspec.structs.replace(asked.spans[0], **change)
+    spec = RequestSpec(asked.tokens, SamplingParams(max_tokens=1), images=(wrong,))
+    config = config_of(save_checkpoint(kind, tmp_path))
+    request = Request(EngineCoreRequest(request_id="0", spec=spec, pixels=asked.pixels))
+    assert "another size" in ImageLimits(config).refusal(request)
 
 
 def test_times_are_in_hashes() -> None:

@@ -68,18 +68,23 @@ def video_prompt(kind: str, clips: Sequence[Clip], seed: int) -> VideoPrompt:
         tokens.extend(said)
         types.extend([0] * len(said))
 
+    at_once = FAMILIES[kind].pairs_at_once
     for one in clips:
-        for index, pair in enumerate(one.pairs):
+        size = one.rows * one.columns
+        for index in range(len(one.pairs)):
             joins = bool(one.tick) and index > 0
             if not joins:
                 text(START)
-            patches = pair.tobytes()
+            place = index % at_once
+            group = one.pairs[index - place :][:at_once]
+            patches = b"".join(pair.tobytes() for pair in group)
             digest = image_digest(one.rows, one.columns, patches)
             pixels[digest] = ImagePixels(digest, one.rows, one.columns, patches)
-            time = int(one.tick * index)
-            spans.append(ImageSpan(len(tokens), one.rows, one.columns, digest, 0, joins, time))
-            tokens += [pad] * (one.rows * one.columns)
-            types += [2] * (one.rows * one.columns)
+            time, among = int(one.tick * index), (place * size, (len(group) - 1) * size)
+            place_in_prompt = len(tokens), one.rows, one.columns
+            spans.append(ImageSpan(*place_in_prompt, digest, 0, joins, time, *among))
+            tokens += [pad] * size
+            types += [2] * size
             if not one.tick:
                 text(END, *[numbers.randrange(1, 110) for _ in range(2)])
         text(END, *[numbers.randrange(1, 110) for _ in range(4)])
@@ -96,6 +101,7 @@ def reference_greedy(folder: Path, kind: str, asked: VideoPrompt, count: int) ->
         ((pair.astype(np.float64) * (1 / 255)).astype(np.float32) - mean) / std for pair in pairs
     ]
     merge = family.merge_size
+    at_once = family.pairs_at_once if family.pairs_at_once > 1 else 1 << 30
     if kind.startswith("gemma"):
         inputs = _of_gemma(family, asked)
         inputs["mm_token_type_ids"] = torch.tensor([asked.types])
@@ -103,7 +109,11 @@ def reference_greedy(folder: Path, kind: str, asked: VideoPrompt, count: int) ->
     if kind == "muse":
         sizes = [(one.rows, one.columns) for one in asked.clips for _ in one.pairs]
         patches = [_by_frame(pair, *size) for pair, size in zip(patches, sizes, strict=True)]
-    grids = [[len(one.pairs), one.rows * merge, one.columns * merge] for one in asked.clips]
+    grids = [
+        [min(at_once, len(one.pairs) - first), one.rows * merge, one.columns * merge]
+        for one in asked.clips
+        for first in range(0, len(one.pairs), at_once)
+    ]
     inputs = {
         "pixel_values_videos": torch.from_numpy(np.concatenate(patches)).flatten(1),
         "video_grid_thw": torch.tensor(grids),

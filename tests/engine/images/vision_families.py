@@ -64,6 +64,7 @@ class VisionFamily:
         renamed: Names of tensors that transformers writes otherwise than they are published.
         types: The argument that tells tokens of images apart, if there is one.
         grids: Rows and columns of tokens that images may have; none: any.
+        pairs_at_once: Of a video so many pairs of frames see each other.
         cache: Which cache transformers generates with, as it calls it; "": its usual one.
     """
 
@@ -82,6 +83,7 @@ class VisionFamily:
     row_ends: tuple[int, ...] = ()
     grids: tuple[tuple[int, int], ...] = ()
     cache: str = ""
+    pairs_at_once: int = 1
 
     @property
     def unit(self) -> int:
@@ -311,6 +313,8 @@ FAMILIES = {
         {**_SIZES, "patch_size": 14, "num_attention_heads": 1},
         _in_frames,
         whole={"image_token_index": IMAGE, "video_token_index": VIDEO, "projector_hidden_size": 40},
+        files={"video_preprocessor_config.json": {"vision_segment_max_frames": 2}},
+        pairs_at_once=2,
     ),
     "gemma4": VisionFamily(
         Gemma4ForConditionalGeneration,

@@ -80,6 +80,7 @@ class VideoProcessor(Processor):
     processor_class: str | None = None
     video_processor_type: str | None = None
     max_video_frame_tokens: int | None = None
+    vision_segment_max_frames: int | None = None
     frame_timestamp_format: str | None = None
 
 

@@ -1,7 +1,8 @@
 """The tower of MiniMax-M3: heads turn by time, row and column, and patches are projected before
 they are merged. The chat template writes the placeholder alone.
 
-Videos are not read: their frames see each other, two at a time being one place in time.
+Of a video two frames are one place in time, behind its "0.3 seconds", and four of these see each
+other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import msgspec
 
 from engine.images.vision_spec import BlockSpec, PatchRope, PixelSpec, VisionSpec
 from engine.models.specs.towers.fields import Rope, TowerFile, is_uneven, refuse
+from engine.models.specs.towers.videos import with_minimax_videos
 
 _TOWER = "vision_tower.vision_model"
 _LAYER = f"{_TOWER}.encoder.layers.{{}}"
@@ -60,7 +62,7 @@ def minimax_m3(file: TowerFile) -> VisionSpec:
         },
         tower,
     )
-    return VisionSpec(
+    found = VisionSpec(
         names=_NAMES,
         depth=tower.num_hidden_layers,
         hidden_size=tower.hidden_size,
@@ -78,6 +80,7 @@ def minimax_m3(file: TowerFile) -> VisionSpec:
         marker=_MARKER,
         framed=_FRAMED,
     )
+    return with_minimax_videos(found, file)
 
 
 def _pixels(file: TowerFile, tower: _Tower) -> PixelSpec:

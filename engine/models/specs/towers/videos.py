@@ -6,6 +6,7 @@ GLM-4.1V, 4.5V                 whole seconds behind each pair
 GLM-4.6V                       the same as "0.3 seconds"
 Gemma 4                        00:03 before each frame, of which 32 are taken
 Muse Glimmer                   Time: 0.3s before each pair
+MiniMax-M3                     ]<]0.3 seconds[>[ before each pair; four pairs see each other
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from engine.images.vision_spec import VisionSpec
 from engine.models.specs.towers.fields import BICUBIC, TowerFile, VideoProcessor
 
 _QWEN, _QWEN_3_5, _GLM, _GLM_MOE = 151_656, 248_057, 151_344, 151_364
+_MINIMAX, _MINIMAX_PAIRS, _MINIMAX_PAD = 200_026, 4, "]<]video[>["
+_MINIMAX_FRAME = (
+    "]<]{time:.1f} seconds[>[]<]start of image[>[" + _MINIMAX_PAD + "]<]end of image[>["
+)
 _QWEN_PAD, _GLM_PAD = "<|video_pad|>", "<|image|>"
 _QWEN_FRAME = "<{time:.1f} seconds><|vision_start|>" + _QWEN_PAD + "<|vision_end|>"
 _GLM_FRAME = "<|begin_of_image|>" + _GLM_PAD + "<|end_of_image|>"
@@ -71,6 +76,25 @@ def with_glm_videos(vision: VisionSpec, file: TowerFile, *, is_dense: bool) -> V
         sampling="paced" if is_4_6 else "seconds",
         min_pixels=least,
         max_pixels=most,
+    )
+    return _with(vision, said, video)
+
+
+def with_minimax_videos(vision: VisionSpec, file: TowerFile) -> VisionSpec:
+    """Returns the tower with what it makes of videos. Raises `CheckpointError`."""
+    said = file.video_processor()
+    token = file.number("video_token_index", file.number("video_token_id", _MINIMAX))
+    video = VideoSpec(
+        token_id=token,
+        frame_token_id=token,
+        frame_text=_MINIMAX_FRAME,
+        pad=_MINIMAX_PAD,
+        sampling="even_steps",
+        fps=1.0,
+        min_pixels=said.min_pixels or 4 * 28 * 28,
+        max_pixels=said.max_pixels or 768 * 28 * 28,
+        of_all=False,
+        pairs_at_once=said.vision_segment_max_frames or _MINIMAX_PAIRS,
     )
     return _with(vision, said, video)
 
