@@ -38,8 +38,8 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
         max_duration: "seconds": of a longer video frames are as many as of one of this length.
         min_pixels, max_pixels: Frames are resized to this many; `of_all`: those of all frames
             together.
-        pairs_at_once: So many pairs that follow each other see each other in the tower; frames of
-            these have times of 0, 1, ... there.
+        pairs_at_once: The tower is given this many pairs that follow each other, which see each
+            other there and have times of 0, 1, ...
         frame_tokens: Each frame is made as large as this many tokens, whatever its pixels; 0: not.
         max_tokens: Frames are made so small that all have at most this many tokens; 0: any number.
     """

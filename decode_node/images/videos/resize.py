@@ -24,7 +24,7 @@ _ROWS = 16
 
 
 class Curve(NamedTuple):
-    """What a pixel weighs at a distance, in new pixels. `reach`: none farther than this counts."""
+    """Tells what a pixel weighs at a distance, in new pixels. `reach`: none farther counts."""
 
     reach: int
     weigh: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]

@@ -21,7 +21,7 @@ from engine.models.specs.base import UnsupportedField
 
 _Section = TypeVar("_Section")
 _SHADE = 1 / 255
-BICUBIC, _BILINEAR, LANCZOS = 3, 2, 1
+RESAMPLES: dict[Resample, int] = {"lanczos": 1, "bilinear": 2, "bicubic": 3}
 """Ways of resizing, as Pillow numbers them."""
 
 
@@ -175,7 +175,7 @@ class TowerFile:
         """Returns `pixels` with the processor's shades and way of resizing. Raises
         `UnsupportedField`."""
         names: dict[int | None, Resample] = {None: pixels.resample}
-        names |= {BICUBIC: "bicubic", _BILINEAR: "bilinear", LANCZOS: "lanczos"}
+        names |= {number: name for name, number in RESAMPLES.items()}
         if said.resample not in names:
             raise UnsupportedField("resample", f"images resized by Pillow's {said.resample}")
         return msgspec.structs.replace(

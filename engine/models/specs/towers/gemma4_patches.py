@@ -1,5 +1,5 @@
-"""What Gemma 4 12B has in place of a tower: squares of 48 x 48 pixels are projected, one for each
-token, with learned positions and norms between. All else is as Gemma 4 has it.
+"""Gemma 4 12B has no tower: squares of 48 x 48 pixels are projected, one for each token, with
+learned positions and norms between. All else is as Gemma 4 has it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The tower of MiniMax-M3: heads turn by time, row and column, and patches are projected before
 they are merged. The chat template writes the placeholder alone.
-
-Of a video two frames are one place in time, behind its "0.3 seconds", and four of these see each
-other.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ import msgspec
 
 from engine.images.vision_spec import BlockSpec, PatchRope, PixelSpec, VisionSpec
 from engine.models.specs.towers.fields import Rope, TowerFile, is_uneven, refuse
-from engine.models.specs.towers.videos import with_minimax_videos
+from engine.models.specs.towers.minimax_videos import with_minimax_videos
 
 _TOWER = "vision_tower.vision_model"
 _LAYER = f"{_TOWER}.encoder.layers.{{}}"

@@ -1,24 +1,15 @@
 """The tower of Muse Glimmer: windows of 32 x 32 patches in three layers of four, and a token for
 each 28 x 28 pixels, normed as embeddings of text are. The chat template writes <|patch|> alone.
-
-Of a video each pair of frames stands behind its "Time: 0.3s".
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from engine.images.video_spec import VideoSpec
 from engine.images.vision_spec import BlockSpec, PatchPositions, PatchRope, PixelSpec, VisionSpec
 from engine.models.specs.base import UnsupportedField
-from engine.models.specs.towers.fields import (
-    LANCZOS,
-    Rope,
-    TowerFile,
-    is_odd_head,
-    is_uneven,
-    refuse,
-)
+from engine.models.specs.towers.fields import Rope, TowerFile, is_odd_head, is_uneven, refuse
+from engine.models.specs.towers.muse_videos import with_muse_videos
 
 _LAYER = "vision_tower.layers.{}"
 _NAMES = {
@@ -37,10 +28,8 @@ _NAMES = {
     "merger.third": "vision_projection",
 }
 _EPS, _GREY = 1e-5, (0.5, 0.5, 0.5)
-_IMAGE, _VIDEO = 200_092, 200_091
-_MARKER, _VIDEO_PAD = "<|patch|>", "<|video|>"
+_IMAGE, _MARKER = 200_092, "<|patch|>"
 _FRAMED = f"<|image_start|>{_MARKER}<|image_end|>"
-_TIME = "Time: {timestamp:.1f}s"
 
 
 class _Tower(msgspec.Struct):
@@ -78,8 +67,8 @@ def muse_glimmer(file: TowerFile) -> VisionSpec:
             "hidden_act": tower.hidden_act != "gelu",
             "layer_norm_eps": tower.layer_norm_eps != _EPS,
             "num_attention_heads": is_odd_head(tower.hidden_size, tower.num_attention_heads),
-            "pos_emb_width": tower.pos_emb_width != tower.pos_emb_height,
             "pos_emb_height": is_uneven(tower.pos_emb_height, tower.merge_size),
+            "pos_emb_width": tower.pos_emb_width != tower.pos_emb_height,
             "hidden_size": merged != file.number("out_hidden_size", 6144),
         },
         tower,
@@ -110,7 +99,7 @@ def muse_glimmer(file: TowerFile) -> VisionSpec:
         marker=_MARKER,
         framed=_FRAMED,
     )
-    return _with_videos(found, file)
+    return with_muse_videos(found, file)
 
 
 def _pixels(file: TowerFile, tower: _Tower) -> PixelSpec:
@@ -126,37 +115,3 @@ def _pixels(file: TowerFile, tower: _Tower) -> PixelSpec:
         std=_GREY,
     )
     return file.shades(said, found)
-
-
-def _with_videos(vision: VisionSpec, file: TowerFile) -> VisionSpec:
-    """Returns the tower with what it makes of videos; without where frames are not prepared as
-    images are, or are announced by another text."""
-    said, token = file.video_processor(), file.number("video_token_id", _VIDEO)
-    pixels = vision.pixels
-    is_alike = (
-        said.patch_size in (None, pixels.patch_size)
-        and said.merge_size in (None, pixels.merge_size)
-        and said.temporal_patch_size in (None, pixels.temporal_patch_size)
-        and said.image_mean in (None, pixels.mean)
-        and said.image_std in (None, pixels.std)
-        and said.resample in (None, LANCZOS)
-        and said.frame_timestamp_format in (None, _TIME)
-    )
-    if not is_alike:
-        return vision
-    video = VideoSpec(
-        token_id=token,
-        frame_token_id=token,
-        opening="<|vid_start|>",
-        frame_text="Time: {time:.1f}s" + _VIDEO_PAD,
-        gap="<|vid_frame_separator|>",
-        closing="<|vid_end|>",
-        pad=_VIDEO_PAD,
-        sampling="even_pairs",
-        fps=said.fps or 2.0,
-        max_frames=said.num_frames or 96,
-        frame_tokens=said.max_video_frame_tokens or 144,
-        min_pixels=0,
-        max_pixels=0,
-    )
-    return msgspec.structs.replace(vision, video=video)

@@ -15,13 +15,9 @@ import msgspec
 
 from engine.images.video_spec import VideoSpec
 from engine.images.vision_spec import VisionSpec
-from engine.models.specs.towers.fields import BICUBIC, TowerFile, VideoProcessor
+from engine.models.specs.towers.fields import RESAMPLES, TowerFile, VideoProcessor
 
 _QWEN, _QWEN_3_5, _GLM, _GLM_MOE = 151_656, 248_057, 151_344, 151_364
-_MINIMAX, _MINIMAX_PAIRS, _MINIMAX_PAD = 200_026, 4, "]<]video[>["
-_MINIMAX_FRAME = (
-    "]<]{time:.1f} seconds[>[]<]start of image[>[" + _MINIMAX_PAD + "]<]end of image[>["
-)
 _QWEN_PAD, _GLM_PAD = "<|video_pad|>", "<|image|>"
 _QWEN_FRAME = "<{time:.1f} seconds><|vision_start|>" + _QWEN_PAD + "<|vision_end|>"
 _GLM_FRAME = "<|begin_of_image|>" + _GLM_PAD + "<|end_of_image|>"
@@ -42,7 +38,7 @@ def with_qwen2_5_videos(vision: VisionSpec, file: TowerFile, ticks: float) -> Vi
         max_pixels=most,
         of_all=False,
     )
-    return _with(vision, said, video)
+    return with_frames(vision, said, video)
 
 
 def with_qwen3_videos(vision: VisionSpec, file: TowerFile, *, is_3_5: bool = False) -> VisionSpec:
@@ -60,7 +56,7 @@ def with_qwen3_videos(vision: VisionSpec, file: TowerFile, *, is_3_5: bool = Fal
         min_pixels=least,
         max_pixels=most,
     )
-    return _with(vision, said, video)
+    return with_frames(vision, said, video)
 
 
 def with_glm_videos(vision: VisionSpec, file: TowerFile, *, is_dense: bool) -> VisionSpec:
@@ -77,26 +73,7 @@ def with_glm_videos(vision: VisionSpec, file: TowerFile, *, is_dense: bool) -> V
         min_pixels=least,
         max_pixels=most,
     )
-    return _with(vision, said, video)
-
-
-def with_minimax_videos(vision: VisionSpec, file: TowerFile) -> VisionSpec:
-    """Returns the tower with what it makes of videos. Raises `CheckpointError`."""
-    said = file.video_processor()
-    token = file.number("video_token_index", file.number("video_token_id", _MINIMAX))
-    video = VideoSpec(
-        token_id=token,
-        frame_token_id=token,
-        frame_text=_MINIMAX_FRAME,
-        pad=_MINIMAX_PAD,
-        sampling="even_steps",
-        fps=1.0,
-        min_pixels=said.min_pixels or 4 * 28 * 28,
-        max_pixels=said.max_pixels or 768 * 28 * 28,
-        of_all=False,
-        pairs_at_once=said.vision_segment_max_frames or _MINIMAX_PAIRS,
-    )
-    return _with(vision, said, video)
+    return with_frames(vision, said, video)
 
 
 def _pixels(said: VideoProcessor, least: int, most: int) -> tuple[int, int]:
@@ -106,7 +83,7 @@ def _pixels(said: VideoProcessor, least: int, most: int) -> tuple[int, int]:
     )
 
 
-def _with(vision: VisionSpec, said: VideoProcessor, video: VideoSpec) -> VisionSpec:
+def with_frames(vision: VisionSpec, said: VideoProcessor, video: VideoSpec) -> VisionSpec:
     """Returns the tower with videos; without where frames are not prepared as images are."""
     pixels = vision.pixels
     is_alike = (
@@ -115,7 +92,7 @@ def _with(vision: VisionSpec, said: VideoProcessor, video: VideoSpec) -> VisionS
         and said.temporal_patch_size in (None, pixels.temporal_patch_size)
         and said.image_mean in (None, pixels.mean)
         and said.image_std in (None, pixels.std)
-        and said.resample in (None, BICUBIC)
+        and said.resample in (None, RESAMPLES[pixels.resample])
         and not said.cap_pixels_per_frame
     )
     if not is_alike:
