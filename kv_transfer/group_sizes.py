@@ -4,6 +4,7 @@ that share pages well."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 import msgspec
 
@@ -13,11 +14,10 @@ INDEX_PLANE, INDEX_SCALE_PLANE = "index", "index_scale"
 """Planes of index keys and of their scales, whose numbers have a type of their own, whatever the
 `dtype` of their group."""
 
-_LONGEST = 8
-"""Blocks of rows that stand for many tokens have at most this many times the tokens of others. A
-prefix is found where every group has a whole block, which would be rare if a page were filled with
-rows of 128 tokens; so these take up to an eighth of what rows of 4 tokens take beside them, where
-the fullest would take a thirtieth."""
+LONGEST = 8
+"""Blocks of rows that stand for many tokens have at most this many times the tokens of others, if
+they are not in the blocks of those. A prefix is found where every group has a whole block, which
+would be rare if a page were filled with rows of 128 tokens."""
 
 
 def in_fp8(group: KVGroup, scales: str) -> KVGroup:
@@ -40,12 +40,42 @@ def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, .
     than the largest gets 2, 4, ... times its block size, as long as that fits. What is left of its
     pages is unused. A state is of one size, often larger than others are to begin with; of rows
     that are still open a token takes as much as many that are closed, so their blocks may be
-    halved, too."""
+    halved, too. Rows that stand for most tokens lie in the blocks of those that stand for fewest,
+    if these have slots for them."""
+    host, last = _host_of(groups), len(groups) - 1
+    if host is not None:
+        longer = list(groups)
+        size = lcm(groups[host].block_size, groups[last].compress_ratio)
+        longer[host] = _resized(groups[host], size)
+        fitted = _all_fitted(longer, tp_size)
+        guest = _resized(fitted[last], fitted[host].block_size)
+        if _has_slots_for(guest, fitted, host, tp_size):
+            return (*fitted[:last], msgspec.structs.replace(guest, blocks_of=host))
+    return tuple(_all_fitted(groups, tp_size))
+
+
+def _host_of(groups: Sequence[KVGroup]) -> int | None:
+    """Returns the group in whose blocks the last one may lie."""
+    *others, last = groups
+    ratios = {i: group.compress_ratio for i, group in enumerate(others) if group.compress_ratio > 1}
+    host = min(ratios, key=ratios.__getitem__, default=None)
+    return None if host is None or ratios[host] >= last.compress_ratio else host
+
+
+def _has_slots_for(guest: KVGroup, groups: list[KVGroup], host: int, tp_size: int) -> bool:
+    """Returns whether blocks of `host` have unused slots for all layers of the last group."""
+    own = groups[:-1]
+    num_free = max(len(group.layers) for group in own) - len(groups[host].layers)
+    page_bytes = max(group.bytes_needed(tp_size) for group in own)
+    return num_free * (page_bytes // guest.bytes_needed(tp_size)) >= len(guest.layers)
+
+
+def _all_fitted(groups: Sequence[KVGroup], tp_size: int) -> list[KVGroup]:
     page_bytes = max(
         (_resized(group, 1) if group.is_open else group).bytes_needed(tp_size) for group in groups
     )
     least = min((group.block_size for group in groups if group.compress_ratio > 1), default=0)
-    return tuple(_fitted(group, page_bytes, tp_size, _LONGEST * least) for group in groups)
+    return [_fitted(group, page_bytes, tp_size, LONGEST * least) for group in groups]
 
 
 def _fitted(group: KVGroup, page_bytes: int, tp_size: int, longest: int) -> KVGroup:

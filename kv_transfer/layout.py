@@ -20,6 +20,11 @@ rows differ in size have blocks of as many tokens as fill the page best:
 
     page     | plane 0 [heads, block_size, row_bytes] | plane 1 | ... | unused |
 
+A group that takes little may lie in slots that another one leaves unused, in the blocks of that one
+and as many tokens of it. Several of its layers share a slot:
+
+    slot 21  | pages of layers 0, 1, 2, 3 of the group, in block 0 | unused | of block 1 | ...
+
 For one group with planes k and v a slot is `[num_blocks, 2, heads, block_size, head_dim]`.
 
 Heads are numbered over all ranks of a node, so nodes with different tensor-parallel sizes agree on
@@ -32,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -55,6 +60,8 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, FP8: 1}
 MAX_TP_SIZE = 1024
 """A peer that claims more is refused: what is computed for each of its ranks must be bounded."""
 
+T = TypeVar("T")
+
 BlockIds: TypeAlias = tuple[list[int], ...]
 """One list a group: physical blocks by logical index. Entries before the first block that a
 window still needs are never read."""
@@ -73,6 +80,8 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             are multiples of it.
         window_align: The window reaches back to a multiple of this many tokens: with 128 and a
             window of 1, to the first of the 128 that a row will stand for.
+        blocks_of: The group in whose blocks it lies; -1: it has blocks of its own, as all groups
+            have that stand before it.
     """
 
     layers: tuple[int, ...]
@@ -83,6 +92,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     scales: str = ""
     compress_ratio: int = 1
     window_align: int = 1
+    blocks_of: int = -1
 
     @property
     def is_state(self) -> bool:
@@ -160,6 +170,31 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return self.page_of_rank(0, tp_size).num_bytes
 
 
+class PagePlaces(NamedTuple):
+    """Says where a group's pages lie in a block: those of its first `layers_a_slot` layers behind
+    each other in slot `first_slot`, from its beginning on, those of the next ones behind it."""
+
+    first_slot: int
+    layers_a_slot: int
+    page_bytes: int
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Returns the slot of a layer of the group, and where its page begins there."""
+        slot, place = divmod(layer, self.layers_a_slot)
+        return self.first_slot + slot, place * self.page_bytes
+
+
+def own_groups(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
+    """Returns the groups that have blocks of their own: the first ones."""
+    return tuple(group for group in groups if group.blocks_of < 0)
+
+
+def of_every_group(groups: Sequence[KVGroup], own: Sequence[T]) -> tuple[T, ...]:
+    """Returns what each group has, such as a table of blocks, from what those have that have blocks
+    of their own."""
+    return (*own, *(own[group.blocks_of] for group in groups if group.blocks_of >= 0))
+
+
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """All that a node says of its KV cache."""
 
@@ -178,13 +213,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def page_bytes(self) -> int:
         """Returns the bytes of one block in one slot of one rank."""
-        return max(group.bytes_needed(self.tp_size) for group in self.groups)
+        return max(group.bytes_needed(self.tp_size) for group in own_groups(self.groups))
 
     @property
     def num_slots(self) -> int:
         """Pages that a block has on a rank with most: as many as the largest group has layers."""
-        stages = range(self.num_stages)
-        return max(len(self.layers_on(stage, group)) for stage in stages for group in self.groups)
+        stages, groups = range(self.num_stages), own_groups(self.groups)
+        return max(len(self.layers_on(stage, group)) for stage in stages for group in groups)
 
     @property
     def block_bytes(self) -> int:
@@ -243,6 +278,14 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Returns a page of a group as `rank` stores it."""
         return self.groups[group].page_of_rank(rank % self.tp_size, self.tp_size)
 
+    def places(self, group: int) -> PagePlaces:
+        """Returns where a group's pages lie in a block of a rank that has all layers."""
+        own = self.groups[group]
+        if own.blocks_of < 0:
+            return PagePlaces(0, 1, self.page_bytes)
+        size = own.bytes_needed(self.tp_size)
+        return PagePlaces(len(self.groups[own.blocks_of].layers), self.page_bytes // size, size)
+
     def share(self, rank: int, puller: int, puller_tp_size: int) -> tuple[PageShape, ...]:
         """Returns what a block of our `rank` looks like on its way to rank `puller` of a node with
         `puller_tp_size` ranks, by group: only with the heads that it takes from this rank."""
@@ -271,6 +314,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             name = f"groups[{index}]"
             _check_equal(f"{name}.layers", *(one._model_layers(index) for one in (self, peer)))
             _check_group(name, ours, theirs)
+            _check_places(name, ours, peer, index)
         starts = peer.stage_starts
         if starts and (starts[0] or not _rise((*starts, peer.num_layers))):
             raise HandshakeMismatch("stage_starts", self.stage_starts, starts)
@@ -333,6 +377,26 @@ def _rise(numbers: Sequence[int]) -> bool:
 def _check_equal(field: str, ours: object, theirs: object) -> None:
     if ours != theirs:
         raise HandshakeMismatch(field, ours, theirs)
+
+
+def _check_places(name: str, ours: KVGroup, peer: KVLayout, index: int) -> None:
+    """Raises `HandshakeMismatch` where pages would lie outside of a peer's blocks."""
+    theirs = peer.groups[index]
+    if theirs.blocks_of < 0:
+        if any(group.blocks_of >= 0 for group in peer.groups[:index]):
+            raise HandshakeMismatch(f"{name}.blocks_of", ours.blocks_of, theirs.blocks_of)
+        return
+    own = own_groups(peer.groups)
+    fits = theirs.blocks_of < len(own) and not peer.stage_starts
+    fits = fits and theirs.block_size == own[theirs.blocks_of].block_size
+    size = theirs.bytes_needed(peer.tp_size)
+    if fits and 0 < size <= peer.page_bytes:
+        slot, _ = peer.places(index).place_of(len(theirs.layers) - 1)
+        fits = slot < peer.num_slots
+    else:
+        fits = False
+    if not fits:
+        raise HandshakeMismatch(f"{name}.blocks_of", ours.blocks_of, theirs.blocks_of)
 
 
 def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:

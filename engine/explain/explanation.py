@@ -33,6 +33,7 @@ from engine.worker.attention_of_model import attention_of, group_inputs
 from engine.worker.cudagraph_utils import capture_sizes, longest_prompt, recorded_prompts
 from engine.worker.kv_cache import layer_views
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
+from kv_transfer.layout import own_groups
 from tandem_kernels.device import GpuFacts, as_on
 
 _TELL_AT_START = ("engine.models.factory", "engine.layers.attention.selection")
@@ -302,7 +303,7 @@ def _run(
         zeros(count),
         zeros(count, blocks),
     )
-    by_group = [replace(seen, window=group.window) for group in layout.groups]
+    by_group = [replace(seen, window=group.window) for group in own_groups(layout.groups)]
     pages = torch.empty(layout.num_slots * _NUM_BLOCKS * layout.page_bytes, dtype=torch.uint8)
 
     keeps = keeps_sampled_rows(config, model) and num_logits < num_tokens

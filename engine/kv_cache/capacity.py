@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
-from kv_transfer.layout import STATE_SPAN, KVGroup
+from kv_transfer.group_sizes import LONGEST
+from kv_transfer.layout import STATE_SPAN, KVGroup, own_groups
 
 _STEPS_AHEAD = 2
 """One is computed while the next is scheduled."""
@@ -19,9 +20,13 @@ def windows_roll(groups: Sequence[KVGroup]) -> bool:
 
 def hit_stride(groups: Sequence[KVGroup]) -> int:
     """Returns the tokens at whose multiples a prefix can be found: where the blocks of all groups
-    end, and no window reaches further back than to the one before."""
+    end, and no window reaches further back than to the one before. Where rows of many tokens lie
+    in blocks of others, all ends are near, and what windows have there takes more than the rows in
+    between: then it is every eighth."""
     end = lcm(*(group.block_size for group in groups if not group.is_state))
     reach = max((group.window or 1) + group.window_align - 2 for group in groups)
+    shared = [group.block_size for group in groups if group.blocks_of >= 0]
+    reach = max(reach, LONGEST * min(shared, default=0))
     return end * max(1, -(-reach // end))
 
 
@@ -46,7 +51,7 @@ def blocks_besides(groups: Sequence[KVGroup], step_tokens: int) -> int:
     rolls, stride = windows_roll(groups), hit_stride(groups)
     return sum(
         blocks_at_once(group, STATE_SPAN, step_tokens, stride) if not group.is_state else 1
-        for group in groups
+        for group in own_groups(groups)
         if group.is_state or (rolls and group.window is not None)
     )
 
@@ -56,14 +61,14 @@ def blocks_a_token(groups: Sequence[KVGroup]) -> float:
     rolls = windows_roll(groups)
     return sum(
         1 / group.block_size
-        for group in groups
+        for group in own_groups(groups)
         if not (group.is_state or (rolls and group.window is not None))
     )
 
 
 def num_entries(groups: Sequence[KVGroup], num_tokens: int) -> int:
     """Returns the entries that tables of `num_tokens` tokens have, over all groups."""
-    return sum(group.num_blocks_for(num_tokens) for group in groups)
+    return sum(group.num_blocks_for(num_tokens) for group in own_groups(groups))
 
 
 def num_blocks_for(
@@ -76,7 +81,7 @@ def num_blocks_for(
         blocks_at_once(group, num_tokens, step_tokens, stride)
         if rolls and group.window is not None
         else group.num_blocks_for(num_tokens)
-        for group in groups
+        for group in own_groups(groups)
     )
 
 

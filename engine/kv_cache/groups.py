@@ -8,13 +8,14 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.capacity import hit_stride, windows_roll
 from engine.kv_cache.group_manager import GroupManager, StateGroupManager, WindowGroupManager
 from engine.kv_cache.rolling_windows import OpenRowsManager, RollingWindowManager
-from kv_transfer.layout import KVGroup
+from kv_transfer.layout import KVGroup, own_groups
 
 
 def create_group_managers(
     groups: Sequence[KVGroup], pool: BlockPool, step_tokens: int
 ) -> list[GroupManager]:
-    """Returns the managers of groups whose steps compute up to `step_tokens` of a request."""
+    """Returns the managers of groups with blocks of their own, whose steps compute up to
+    `step_tokens` of a request."""
     stride = state_stride(groups)
     rolls, end = windows_roll(groups), hit_stride(groups)
 
@@ -28,7 +29,7 @@ def create_group_managers(
             return kind(index, group, pool, end, step_tokens)
         return WindowGroupManager(index, group, pool)
 
-    return [create(index, group) for index, group in enumerate(groups)]
+    return [create(index, group) for index, group in enumerate(own_groups(groups))]
 
 
 def state_stride(groups: Sequence[KVGroup]) -> int:

@@ -36,7 +36,7 @@ from engine.kv_cache.kept_states import BlockCopy, KeptStates
 from engine.kv_cache.prefixes_behind import PrefixesBehind
 from engine.kv_cache.rolling_windows import UNWRITTEN, RollingWindowManager
 from engine.kv_cache.sampled_pool import SampledBlockPool
-from kv_transfer.layout import STATE_SPAN, BlockIds, KVGroup
+from kv_transfer.layout import STATE_SPAN, BlockIds, KVGroup, own_groups
 
 
 class KVCacheManager:
@@ -56,8 +56,8 @@ class KVCacheManager:
             if residency_sample
             else BlockPool(num_blocks, enable_caching)
         )
-        self._shapes = groups
         self._groups = create_group_managers(groups, self.block_pool, step_tokens)
+        self._shapes = groups = own_groups(groups)
         self._rolling = [one for one in self._groups if isinstance(one, RollingWindowManager)]
         rolling = {group.index for group in self._rolling}
         self._staying = [index for index in range(len(groups)) if index not in rolling]
@@ -347,8 +347,8 @@ class KVCacheManager:
         return self._blocks[request_id]
 
     def get_block_ids(self, request_id: str) -> BlockIds:
-        """Returns the blocks of each group, by logical block. Entries before a window name any
-        block."""
+        """Returns the blocks of each group with blocks of its own, by logical block. Entries before
+        a window name any block."""
         tables = self._blocks[request_id].tables
         return tuple([block.block_id for block in table] for table in tables)
 

@@ -12,7 +12,7 @@ from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.selection import choose_attention
 from engine.models.base import GroupInputs
 from engine.models.registry import spec_of
-from kv_transfer.layout import KVGroup
+from kv_transfer.layout import KVGroup, of_every_group, own_groups
 from tandem_kernels.attention.index_pages import (
     CachesByGroup,
     IndexedKV,
@@ -67,10 +67,10 @@ def group_inputs(
     most: int = 1,
     keeps_ends: bool = False,
 ) -> tuple[GroupInputs, ...]:
-    """Returns a pass over a batch, which is given as each KV group sees it, for their layers.
-    `num_taken` [rows] int32, `most`: see `InputBatch.state_metadata`. `keeps_ends`: the last layer
-    attends for `InputBatch.ends` alone."""
-    return tuple(
+    """Returns a pass over a batch, which is given as each KV group with blocks of its own sees it,
+    for the layers of all groups. `num_taken` [rows] int32, `most`: see `InputBatch.state_metadata`.
+    `keeps_ends`: the last layer attends for `InputBatch.ends` alone."""
+    own = tuple(
         GroupInputs(batch.slot_mapping, batch.state_metadata(num_taken, most))
         if group.is_state
         else GroupInputs(
@@ -78,5 +78,6 @@ def group_inputs(
             attention.metadata(batch),
             attention.metadata(batch.ends()) if keeps_ends else None,
         )
-        for group, batch in zip(groups, by_group, strict=True)
+        for group, batch in zip(own_groups(groups), by_group, strict=True)
     )
+    return of_every_group(groups, own)

@@ -25,7 +25,7 @@ from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.models.registry import spec_of
 from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.worker.cudagraph_utils import FP8_PROMPT_TOKENS
-from kv_transfer.layout import KVGroup
+from kv_transfer.layout import KVGroup, own_groups
 from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
@@ -71,7 +71,7 @@ class DummyStep(NamedTuple):
         tokens that decodes may have, and the one that ends its requests. All blocks are block 0,
         and those of states block 1, if the cache has one.
         """
-        groups = config.kv_layout.groups
+        groups = own_groups(config.kv_layout.groups)
         # Attention must not read a state: as keys and values its bytes may be no numbers at all.
         of_states = min(1, num_blocks - 1)
         whole = [self.num_cached + length for length in self.lengths]

@@ -127,8 +127,10 @@ def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[LayerCache]:
     slots = memory.view(layout.num_slots, num_blocks, layout.page_bytes)
     views: dict[int, list[GroupCache]] = {}
     for index, group in enumerate(layout.groups):
-        for slot, layer in enumerate(group.layers):
-            found = _view_of(slots[slot], layout.page(index, rank=0), group)
+        places = layout.places(index)
+        for number, layer in enumerate(group.layers):
+            slot, start = places.place_of(number)
+            found = _view_of(slots[slot, :, start:], layout.page(index, rank=0), group)
             views.setdefault(layer, []).append(found)
     return [
         found[0] if len(found) == 1 else CachesByGroup(tuple(found))

@@ -65,6 +65,7 @@ from engine.worker.kv_connector import KVConnector, OnLayer, waits_for_layers
 from engine.worker.network_drafter import NetworkDrafter, with_drafts
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from engine.worker.sampler_of_model import create_sampler
+from kv_transfer.layout import own_groups
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import LayerCache
 
@@ -98,7 +99,7 @@ class ModelRunner:
         self._groups = config.kv_layout.groups
         self._block_tables = [
             BlockTables(rows, max_model_len, group.block_size, device, config.decode_query_len - 1)
-            for group in self._groups
+            for group in own_groups(self._groups)
         ]
         self._decode_set = DecodeSet(rows)
         self._images = create_image_rows(config, tower, device)
@@ -115,7 +116,7 @@ class ModelRunner:
             limits.max_num_batched_tokens,
             [tables.tensor.shape[1] for tables in self._block_tables],
             device,
-            [group.window for group in self._groups],
+            [group.window for group in own_groups(self._groups)],
         )
         self._result_copier = ResultCopier(device)
         self._prompt_keys = recorded_prompts(config)

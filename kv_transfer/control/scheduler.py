@@ -23,7 +23,7 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.node_transfer import NodeTransfer, Outcome
 from kv_transfer.control.own_host import check_own
 from kv_transfer.control.transfer_processes import TransferProcesses
-from kv_transfer.layout import BlockIds, KVLayout
+from kv_transfer.layout import BlockIds, KVLayout, of_every_group
 from kv_transfer.memory.load_marks import LoadMarksOfRanks
 from kv_transfer.metadata import (
     AbortMeta,
@@ -262,7 +262,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
                 step_id,
                 first_token,
                 stop - first_token,
-                transfer.block_ids,
+                of_every_group(self._layout.groups, transfer.block_ids),
             ),
         )
 
@@ -292,8 +292,9 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             self._transfers.refuse(params.transfer_id, params.attempt)
             self._release(params, complete=True)
             return
+        ids = of_every_group(self._layout.groups, block_ids)
         meta = RecvMeta(
-            params.transfer_id, params.attempt, params.peer, block_ids, first_token, num_tokens
+            params.transfer_id, params.attempt, params.peer, ids, first_token, num_tokens
         )
         self._open(params, meta)
 

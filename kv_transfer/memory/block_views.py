@@ -14,14 +14,15 @@ class BlockViews:
     def __init__(self, cache: KVCacheView) -> None:
         self._used_bytes = [page.num_bytes for page in cache.pages]
         self._page_bytes = cache.page_bytes
-        self._slot_bytes = cache.slot_bytes
-        memory = (ctypes.c_char * cache.num_bytes).from_address(cache.address_of(0, 0))
+        self._cache = cache
+        memory = (ctypes.c_char * cache.num_bytes).from_address(cache.address)
         self._memory = memoryview(memory).cast("B")
 
-    def of(self, group: int, slot: int, block_ids: list[int]) -> list[memoryview]:
-        """Returns what the group uses of these pages, in order. Neighbours come as one, unless
-        something unused lies between them."""
-        size, base, used = self._page_bytes, slot * self._slot_bytes, self._used_bytes[group]
+    def of(self, group: int, layer: int, block_ids: list[int]) -> list[memoryview]:
+        """Returns what a layer of the group uses of these pages, in order. Neighbours come as one,
+        unless something else lies between them."""
+        size, used = self._page_bytes, self._used_bytes[group]
+        base = self._cache.page_of(group, layer, 0) - self._cache.address
         views: list[memoryview] = []
         start = previous = block_ids[0]
         for block_id in block_ids[1:]:

@@ -99,6 +99,7 @@ class CachePlaces:
         self.address = address
         self.pages = tuple(layout.page(group, rank) for group in range(len(layout.groups)))
         """Shapes of a page, by group."""
+        self.places = tuple(layout.places(group) for group in range(len(layout.groups)))
         self.page_bytes = layout.page_bytes
         self.slot_bytes = num_blocks * layout.page_bytes
         self.num_bytes = num_blocks * layout.block_bytes
@@ -114,9 +115,20 @@ class CachePlaces:
         for group, ids in zip(self.layout.groups, block_ids, strict=True):
             self.check_block_ids(ids[group.blocks_to_pull(first_token, num_tokens).start :])
 
-    def address_of(self, slot: int, block_id: int) -> int:
-        """Returns where the page of a block in a slot begins."""
-        return self.address + slot * self.slot_bytes + block_id * self.page_bytes
+    def page_of(self, group: int, layer: int, block_id: int) -> int:
+        """Returns where the page of a block begins that a layer of a group has, counted in it."""
+        slot, inside = self.places[group].place_of(layer)
+        return self.address + slot * self.slot_bytes + block_id * self.page_bytes + inside
+
+    def pages_of(
+        self, group: int, layers: int | Numbers, block_ids: list[int] | Numbers
+    ) -> Numbers:
+        """Returns the pages of one block of each of these layers of a group, or of blocks of one
+        layer."""
+        first, count, size = self.places[group]
+        if count == 1:
+            return self.addresses_of(layers + first, block_ids)
+        return self.addresses_of(layers // count + first, block_ids) + layers % count * size
 
     def addresses_of(self, slots: int | Numbers, block_ids: list[int] | Numbers) -> Numbers:
         """Returns the addresses of one block in each of these slots, or of blocks in one slot."""
@@ -169,12 +181,12 @@ class KVCacheView(CacheMap):
         self.copies = CopyQueue(self.device.new_stream())
         self.inbox = Inbox(self.device, self.copies, inbox_bytes, message_bytes)
 
-    def copy_out(self, group: int, slot: int, block_ids: list[int], target: int) -> None:
+    def copy_out(self, group: int, layer: int, block_ids: list[int], target: int) -> None:
         """Issues copies of the pages, one behind the other and without what they leave unused;
         neighbours move together."""
         size = self.pages[group].num_bytes
         targets = target + size * np.arange(len(block_ids))
-        sources = self.addresses_of(slot, block_ids)
+        sources = self.pages_of(group, layer, block_ids)
         sizes = np.full(len(block_ids), size)
         copy_joined(self.copies.stream, targets, sources, sizes, in_portions=True)
 

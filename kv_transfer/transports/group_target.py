@@ -91,7 +91,7 @@ class GroupTarget:
 
     def copy_from_cache(self, blocks: NamedBlocks, peer: CachePlaces) -> None:
         """Issues copies of what was asked for out of the sender's cache, which is mapped here."""
-        sources = peer.addresses_of(blocks.layers, blocks.places)
+        sources = peer.pages_of(self._group, blocks.layers, blocks.places)
         copy = page_copy(self._page, peer.pages[self._group], self.share)
         named = NamedBlocks(blocks.layers, blocks.numbers, sources)
         self._copy(named, copy, from_host=False)
@@ -112,7 +112,8 @@ class GroupTarget:
         if not is_whole.all():
             whole = blocks.where(is_whole)
             copy_runs(stream, copy, self._wanted_runs(blocks.where(~is_whole)))
-        targets = self._cache.addresses_of(whole.layers, self._block_array[whole.numbers])
+        places = self._block_array[whole.numbers]
+        targets = self._cache.pages_of(self._group, whole.layers, places)
         copy_blocks(stream, copy, targets, whole.places, from_host)
 
     def _wanted_runs(self, blocks: NamedBlocks) -> Iterator[tuple[int, TokenRun, int]]:
@@ -124,5 +125,6 @@ class GroupTarget:
             start = max(number * size, wanted.start)
             stop = min((number + 1) * size, wanted.stop)
             for run in token_runs(start, stop, size, self._page.block_size):
-                target = self._cache.address_of(layer, self._block_ids[run.target_block])
+                block_id = self._block_ids[run.target_block]
+                target = self._cache.page_of(self._group, layer, block_id)
                 yield source, run, target

@@ -75,6 +75,7 @@ def _layout_to_proto(layout: KVLayout) -> pb.KVLayout:
                 scales=group.scales,
                 compress_ratio=_unless_one(group.compress_ratio),
                 window_align=_unless_one(group.window_align),
+                blocks_of=group.blocks_of if group.blocks_of >= 0 else None,
             )
             for group in layout.groups
         ],
@@ -102,6 +103,7 @@ def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
                 scales=group.scales,
                 compress_ratio=group.compress_ratio or 1,
                 window_align=group.window_align or 1,
+                blocks_of=group.blocks_of if group.HasField("blocks_of") else -1,
             )
             for group in message.groups
         ),

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem_pb/kv_transfer.proto\x12\ttandem.v1\"\xb7\x01\n\x08KVLayout\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\"\n\x06groups\x18\t \x03(\x0b\x32\x12.tandem.v1.KVGroup\x12\x18\n\x10num_draft_layers\x18\n \x01(\r\x12\x12\n\ndraft_hash\x18\x0b \x01(\t\x12\x14\n\x0cstage_starts\x18\x0c \x03(\rJ\x04\x08\x03\x10\x08\"\xbe\x01\n\x07KVGroup\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\"\n\x06planes\x18\x02 \x03(\x0b\x32\x12.tandem.v1.KVPlane\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x06window\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06scales\x18\x06 \x01(\t\x12\x16\n\x0e\x63ompress_ratio\x18\x07 \x01(\r\x12\x14\n\x0cwindow_align\x18\x08 \x01(\rB\t\n\x07_window\"M\n\x07KVPlane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x11\n\trow_bytes\x18\x03 \x01(\r\x12\x12\n\nreplicated\x18\x04 \x01(\x08\"\xeb\x01\n\x06KVPeer\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\'\n\x05ranks\x18\x04 \x03(\x0b\x32\x18.tandem.v1.RankEndpoints\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12(\n\ntransports\x18\x06 \x03(\x0b\x32\x14.tandem.v1.Transport\x12!\n\x06groups\x18\x07 \x03(\x0b\x32\x11.tandem.v1.KVPeer\x12\x13\n\x0bnames_group\x18\x08 \x01(\x08\"%\n\tTransport\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\"\n\rRankEndpoints\x12\x11\n\taddresses\x18\x01 \x03(\t\"\x8e\x02\n\x0bPullRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x14\n\x0cstream_index\x18\x04 \x01(\r\x12\x13\n\x0bnum_streams\x18\x05 \x01(\r\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x08 \x01(\r\x12\x12\n\nnum_tokens\x18\t \x01(\r\x12\x15\n\rrepeat_chunks\x18\x0b \x03(\r\x12\x11\n\ttransport\x18\x0c \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\r \x01(\r\x12\x12\n\nstop_layer\x18\x0e \x01(\rJ\x04\x08\n\x10\x0b\"W\n\x0eReleaseRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"\x1d\n\x0cReleaseReply\x12\r\n\x05known\x18\x01 \x01(\x08\x32~\n\nKVTransfer\x12\x31\n\tHandshake\x12\x11.tandem.v1.KVPeer\x1a\x11.tandem.v1.KVPeer\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem_pb/kv_transfer.proto\x12\ttandem.v1\"\xb7\x01\n\x08KVLayout\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\"\n\x06groups\x18\t \x03(\x0b\x32\x12.tandem.v1.KVGroup\x12\x18\n\x10num_draft_layers\x18\n \x01(\r\x12\x12\n\ndraft_hash\x18\x0b \x01(\t\x12\x14\n\x0cstage_starts\x18\x0c \x03(\rJ\x04\x08\x03\x10\x08\"\xe4\x01\n\x07KVGroup\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\"\n\x06planes\x18\x02 \x03(\x0b\x32\x12.tandem.v1.KVPlane\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x06window\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06scales\x18\x06 \x01(\t\x12\x16\n\x0e\x63ompress_ratio\x18\x07 \x01(\r\x12\x14\n\x0cwindow_align\x18\x08 \x01(\r\x12\x16\n\tblocks_of\x18\t \x01(\rH\x01\x88\x01\x01\x42\t\n\x07_windowB\x0c\n\n_blocks_of\"M\n\x07KVPlane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x11\n\trow_bytes\x18\x03 \x01(\r\x12\x12\n\nreplicated\x18\x04 \x01(\x08\"\xeb\x01\n\x06KVPeer\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\'\n\x05ranks\x18\x04 \x03(\x0b\x32\x18.tandem.v1.RankEndpoints\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12(\n\ntransports\x18\x06 \x03(\x0b\x32\x14.tandem.v1.Transport\x12!\n\x06groups\x18\x07 \x03(\x0b\x32\x11.tandem.v1.KVPeer\x12\x13\n\x0bnames_group\x18\x08 \x01(\x08\"%\n\tTransport\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\"\n\rRankEndpoints\x12\x11\n\taddresses\x18\x01 \x03(\t\"\x8e\x02\n\x0bPullRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x14\n\x0cstream_index\x18\x04 \x01(\r\x12\x13\n\x0bnum_streams\x18\x05 \x01(\r\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x08 \x01(\r\x12\x12\n\nnum_tokens\x18\t \x01(\r\x12\x15\n\rrepeat_chunks\x18\x0b \x03(\r\x12\x11\n\ttransport\x18\x0c \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\r \x01(\r\x12\x12\n\nstop_layer\x18\x0e \x01(\rJ\x04\x08\n\x10\x0b\"W\n\x0eReleaseRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"\x1d\n\x0cReleaseReply\x12\r\n\x05known\x18\x01 \x01(\x08\x32~\n\nKVTransfer\x12\x31\n\tHandshake\x12\x11.tandem.v1.KVPeer\x1a\x11.tandem.v1.KVPeer\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVLAYOUT']._serialized_start=43
   _globals['_KVLAYOUT']._serialized_end=226
   _globals['_KVGROUP']._serialized_start=229
-  _globals['_KVGROUP']._serialized_end=419
-  _globals['_KVPLANE']._serialized_start=421
-  _globals['_KVPLANE']._serialized_end=498
-  _globals['_KVPEER']._serialized_start=501
-  _globals['_KVPEER']._serialized_end=736
-  _globals['_TRANSPORT']._serialized_start=738
-  _globals['_TRANSPORT']._serialized_end=775
-  _globals['_RANKENDPOINTS']._serialized_start=777
-  _globals['_RANKENDPOINTS']._serialized_end=811
-  _globals['_PULLREQUEST']._serialized_start=814
-  _globals['_PULLREQUEST']._serialized_end=1084
-  _globals['_RELEASEREQUEST']._serialized_start=1086
-  _globals['_RELEASEREQUEST']._serialized_end=1173
-  _globals['_RELEASEREPLY']._serialized_start=1175
-  _globals['_RELEASEREPLY']._serialized_end=1204
-  _globals['_KVTRANSFER']._serialized_start=1206
-  _globals['_KVTRANSFER']._serialized_end=1332
+  _globals['_KVGROUP']._serialized_end=457
+  _globals['_KVPLANE']._serialized_start=459
+  _globals['_KVPLANE']._serialized_end=536
+  _globals['_KVPEER']._serialized_start=539
+  _globals['_KVPEER']._serialized_end=774
+  _globals['_TRANSPORT']._serialized_start=776
+  _globals['_TRANSPORT']._serialized_end=813
+  _globals['_RANKENDPOINTS']._serialized_start=815
+  _globals['_RANKENDPOINTS']._serialized_end=849
+  _globals['_PULLREQUEST']._serialized_start=852
+  _globals['_PULLREQUEST']._serialized_end=1122
+  _globals['_RELEASEREQUEST']._serialized_start=1124
+  _globals['_RELEASEREQUEST']._serialized_end=1211
+  _globals['_RELEASEREPLY']._serialized_start=1213
+  _globals['_RELEASEREPLY']._serialized_end=1242
+  _globals['_KVTRANSFER']._serialized_start=1244
+  _globals['_KVTRANSFER']._serialized_end=1370
 # @@protoc_insertion_point(module_scope)

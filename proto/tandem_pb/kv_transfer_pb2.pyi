@@ -25,7 +25,7 @@ class KVLayout(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., num_draft_layers: _Optional[int] = ..., draft_hash: _Optional[str] = ..., stage_starts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KVGroup(_message.Message):
-    __slots__ = ("layers", "planes", "block_size", "dtype", "window", "scales", "compress_ratio", "window_align")
+    __slots__ = ("layers", "planes", "block_size", "dtype", "window", "scales", "compress_ratio", "window_align", "blocks_of")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PLANES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class KVGroup(_message.Message):
     SCALES_FIELD_NUMBER: _ClassVar[int]
     COMPRESS_RATIO_FIELD_NUMBER: _ClassVar[int]
     WINDOW_ALIGN_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_OF_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     planes: _containers.RepeatedCompositeFieldContainer[KVPlane]
     block_size: int
@@ -42,7 +43,8 @@ class KVGroup(_message.Message):
     scales: str
     compress_ratio: int
     window_align: int
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[KVPlane, _Mapping]]] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., scales: _Optional[str] = ..., compress_ratio: _Optional[int] = ..., window_align: _Optional[int] = ...) -> None: ...
+    blocks_of: int
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[KVPlane, _Mapping]]] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., scales: _Optional[str] = ..., compress_ratio: _Optional[int] = ..., window_align: _Optional[int] = ..., blocks_of: _Optional[int] = ...) -> None: ...
 
 class KVPlane(_message.Message):
     __slots__ = ("name", "heads", "row_bytes", "replicated")

@@ -86,7 +86,7 @@ def test_copied_runs_touch_nothing_else(source_first_head: int) -> None:
     large = layout(tp_size=1, num_kv_heads=4, block_size=64).groups[0]
     wanted = large.page([HeadRange(1, 2)] * 2)
     copy = PageCopy(shape.page(0, 0), large.page([held] * 2), wanted)
-    copy_runs(view.copies.stream, copy, [(int(source.ctypes.data), run, view.address_of(2, 6))])
+    copy_runs(view.copies.stream, copy, [(int(source.ctypes.data), run, view.page_of(0, 2, 6))])
     before[2, 6, :, 1:3, 5:9] = source[:, source_first_head:, 5:9]
     np.testing.assert_array_equal(cache.words, before)
     view.close()

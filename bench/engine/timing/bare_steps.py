@@ -29,6 +29,7 @@ from engine.executor.precompiling import start_precompiling
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from host.child_process import stop_all
+from kv_transfer.layout import own_groups
 
 _WARM_STEPS, _STEPS = 4, 24
 _REPEATS = 4
@@ -48,7 +49,7 @@ class BareSteps:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._groups = config.kv_layout.groups
+        self._groups = own_groups(config.kv_layout.groups)
         self._worker = Worker(config, rank=0, rendezvous="")
         self._step_id = 0
         self._next_block = 0

@@ -152,8 +152,8 @@ class WindowRowsBlock(nn.Module):
         """Closes rows, and returns those that tokens attend to."""
         if self.compressor is None:
             return None
-        closed, opened = caches
-        of_rows, of_tokens = inputs.others
+        opened, closed = caches
+        of_tokens, of_rows = inputs.others
         assert isinstance(opened, OpenRows)
         left = OpenTokens(opened.planes[0], of_tokens.slot_mapping, of_tokens.metadata)
         found = self.compressor(x, left, inputs)

@@ -49,8 +49,8 @@ class TokenRowsSpec(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.head_dim
 
     def kv_layers(self, model: ModelConfig, window: int | None) -> tuple[KVLayers, ...]:
-        """Returns for each ratio its layers' windows, their rows, and what tokens leave for a row
-        that is open. Layers without rows are with the fewest."""
+        """Returns for each ratio its layers' windows, what tokens leave for a row that is open, and
+        their rows, of most tokens last. Layers without rows are with the fewest."""
         numbers = range(model.num_layers)
         kinds = sorted({self.ratio_of(i) for i in numbers} - {0})
         of_kind = {kind: [i for i in numbers if self.ratio_of(i) == kind] for kind in kinds}
@@ -58,21 +58,25 @@ class TokenRowsSpec(msgspec.Struct, frozen=True, kw_only=True):
         windows = {kind: list(layers) for kind, layers in of_kind.items()} or {0: []}
         fewest = min(windows, key=lambda kind: len(windows[kind]))
         windows[fewest] = sorted(windows[fewest] + rest)
-        number = DTYPE_BYTES[model.dtype]
-        kept = Plane("kv", 1, self.head_dim * number, replicated=True)
-        groups = [_group(layers, (kept,), window=window) for layers in windows.values()]
+        groups = [self.windows(layers, model.dtype, window) for layers in windows.values()]
+        kept = groups[0].planes[0]
         for kind, layers in of_kind.items():
-            chooses = kind == self.chosen_ratio
-            planes: tuple[Plane, ...] = (kept,)
-            if chooses:
-                planes = (kept, *self.indexer.planes(model.dtype))
             width = self.left_by_token(layers[0]) * DTYPE_BYTES[ROW_DTYPE]
             left = Plane("open", 1, width, replicated=True)
-            groups.append(_group(layers, planes, compress_ratio=kind))
             # A token is needed until its row, or the row behind it, is closed.
-            seen = kind + 1 if chooses else 1
+            seen = kind + 1 if kind == self.chosen_ratio else 1
             groups.append(_group(layers, (left,), window=seen, window_align=kind, dtype=ROW_DTYPE))
+        for kind, layers in of_kind.items():
+            planes: tuple[Plane, ...] = (kept,)
+            if kind == self.chosen_ratio:
+                planes = (kept, *self.indexer.planes(model.dtype))
+            groups.append(_group(layers, planes, compress_ratio=kind))
         return tuple(groups)
+
+    def windows(self, layers: Sequence[int], dtype: str, window: int | None) -> KVLayers:
+        """Returns the windows of some layers."""
+        kept = Plane("kv", 1, self.head_dim * DTYPE_BYTES[dtype], replicated=True)
+        return _group(layers, (kept,), window=window)
 
 
 def _group(

@@ -95,7 +95,7 @@ class FilledSlots:
         for blocks in packed_blocks(grid, share, np.array(filled.indices)):
             page, wanted = cache.pages[blocks.group], share[blocks.group]
             places = block_ids[blocks.group][blocks.numbers]
-            sources = cache.addresses_of(blocks.layers, places)
+            sources = cache.pages_of(blocks.group, blocks.layers, places)
             copies = page_copy(wanted, page, wanted).of_blocks(start + blocks.offsets, sources)
             copy_joined(cache.copies.stream, *copies, in_portions=False)
         cache.copies.then(lambda: self._copied(filled))
