@@ -1,6 +1,6 @@
 """Residual streams beside each other, and the weights by which layers read and write them.
 
-    1. `HyperStream(x, n)`    all streams begin as the embedding
+    1. `HyperStream.begun`    all streams begin as the embedding
     2. `enter(connection)`    once a block: what it will read, and how streams take in what it adds
     3. `read`, `add`          by the block, as of a single stream
     4. `enter(head)`          behind the last layer; `normed` then gives the one row that is left
@@ -69,16 +69,21 @@ class HyperStream(ResidualStream):
     """Holds n streams, [T, n, H], which blocks read and write as if they were one.
 
     Args:
-        x: [T, H], with which all begin.
+        streams: [T, n, H]. Their memory becomes the stream's.
 
     Attributes:
         post, comb: See `reference.streams.read_streams`; of the last block that was entered.
     """
 
-    def __init__(self, x: Tensor, count: int) -> None:
-        super().__init__(x)
-        self.streams = x[:, None].repeat(1, count, 1)
-        self.post = self.comb = x
+    def __init__(self, streams: Tensor) -> None:
+        super().__init__(streams[:, 0])
+        self.streams = streams
+        self.post = self.comb = streams
+
+    @classmethod
+    def begun(cls, x: Tensor, count: int) -> HyperStream:
+        """Returns streams that all begin with `x` [T, H]."""
+        return cls(x[:, None].repeat(1, count, 1))
 
     def enter(self, block: HyperConnection | HyperHead) -> None:
         """Computes what the block reads."""

@@ -39,8 +39,9 @@ class Taps:
     """Asks for the residual stream in front of some layers.
 
     Attributes:
-        layers: Numbers of these layers, ascending.
-        streams: [T, H] of each of them, once the pass is done.
+        layers: Numbers of these layers, ascending; the number behind the last one asks for what all
+            layers have made.
+        streams: [T, H] of each of them, once the pass is done; [T, n H] of n streams.
     """
 
     layers: tuple[int, ...]
@@ -113,6 +114,11 @@ class ForwardInputs:
     images: ImageInputs | None = None
     kept: Tensor | None = None
     choice: ChosenTokens | None = None
+
+    def tap(self, layer: int, stream: ResidualStream) -> None:
+        """Keeps the stream in front of a layer, if `taps` ask for that."""
+        if self.taps is not None and layer in self.taps.layers:
+            self.taps.streams.append(stream.value())
 
 
 class CausalLM(nn.Module):

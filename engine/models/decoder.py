@@ -67,14 +67,14 @@ class Decoder(CausalLM):
             ids = images.begin(stream, ids)
         given = inputs_by_layer(self.inputs, ids, stream.sum, len(self.layers))
         for index, (layer, place) in enumerate(zip(self.layers, self.kinds.caches, strict=True)):
-            if step.taps is not None and index in step.taps.layers:
-                step.taps.streams.append(stream.value())
+            step.tap(index, stream)
             kept = step.kept if layer is self.layers[-1] else None
             layer(stream, step.kv_caches[place], inputs[index], kept, given[index])
             if images is not None:
                 images.follow(stream, self.layer_indices[index])
             if place == index:
                 step.on_layer(index)
+        step.tap(len(self.layers), stream)
         if self.link.is_last:
             return self.streams.normed(stream, self.norm)
         return self.link.send(stream.value())

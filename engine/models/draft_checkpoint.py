@@ -6,7 +6,7 @@ Torch-free: a head that does not fit is named before any worker starts. Formats:
                  in `transformer_layer_config`)
     eagle        SafeAILab's first form: one layer behind `fc`, without a norm in front of it
     medusa       vLLM's form: `blocks.N.layers.M`, `lm_heads.N`
-    mtp          layers behind the last of the model's own checkpoint (DeepSeek V3, GLM 4.5,
+    mtp          layers behind the last of the model's own checkpoint (DeepSeek V3 and V4, GLM 4.5,
                  Qwen3.5): as many as it has, and no more than there are drafts
     draft_model  any model that is served, with the same vocabulary
 """
@@ -93,11 +93,11 @@ def read_draft(
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(folder, "is no folder", "name the folder of the drafter's checkpoint")
-    if spec.residual_streams is not None and method in ("eagle3", "mtp"):
+    if spec.residual_streams is not None and method == "eagle3":
         raise CheckpointError(
             target.path,
             f"has several residual streams, and drafters of the method {method} read one",
-            "choose ngram or draft_model",
+            "choose mtp, ngram or draft_model",
         )
     try:
         return readers[method](path, target, spec)
@@ -243,13 +243,20 @@ def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec, num_drafts: int) ->
             "choose another method than mtp",
         )
     names, first = _names(folder, target), target.num_layers if spec.ahead.counts_on else 0
+    if spec.ahead.dspark in names:
+        raise CheckpointError(
+            target.path,
+            f"has DSpark's drafter ({spec.ahead.dspark}), which drafts several tokens in one pass, "
+            "in place of layers that predict ahead",
+            "choose ngram or draft_model",
+        )
     layers = [spec.ahead.projection.format(first + i) for i in range(spec.num_extra_layers)]
     found = [target.load_format == "dummy" or f"{name}.weight" in names for name in layers]
     if not any(found[:1]):
-        field = "num_nextn_predict_layers" if spec.ahead.counts_on else "mtp_num_hidden_layers"
         raise CheckpointError(
             target.path,
-            f"has no layers that predict ahead ({field} is {spec.num_extra_layers}, and the "
+            f"has no layers that predict ahead ({spec.ahead.field} is {spec.num_extra_layers}, and "
+            "the "
             f"weights are to begin with {spec.ahead.projection.format(first)})",
             "choose another method than mtp",
         )
@@ -257,15 +264,13 @@ def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec, num_drafts: int) ->
     count = min([*found, False].index(False), num_drafts)
     name = "mtp" if count == 1 else f"mtp-{count}"
     model = replace(target, num_layers=count, model_hash=f"{name}-{target.model_hash}")
-    if spec.linear is not None:
-        attention = replace(target.kv_layers[0], layers=tuple(range(count)))
-        model = replace(model, kv_layers=(attention,))
-    elif target.kv_layers:
-        model = replace(model, kv_layers=spec.kv_layers(model))
+    model = replace(model, kv_layers=spec.kv_layers_ahead(model))
+    streams = spec.residual_streams
     return DraftModel(
         model=model,
         vocab_size=target.vocab_size,
-        feature_size=count * spec.hidden_size,
+        feature_size=count * spec.hidden_size * (1 if streams is None else streams.count),
+        taps=() if streams is None else (target.num_layers,),
         options={"index": target.num_layers},
     )
 
@@ -292,8 +297,10 @@ def _names(folder: Path, target: ModelConfig) -> frozenset[str]:
     """Returns the names of a checkpoint's tensors; none of a model with dummy weights."""
     if target.load_format == "dummy":
         return frozenset()
-    wrapper = target.wrapper if str(folder) == target.path else ""
-    return frozenset(WeightFiles(folder, wrapper).tensors)
+    if str(folder) != target.path:
+        return frozenset(WeightFiles(folder).tensors)
+    renamed = type(spec_of(target)).renamed_tensors
+    return frozenset(WeightFiles(folder, target.wrapper, renamed).tensors)
 
 
 def _digest(kind: str, file: object, folder: Path, target: ModelConfig) -> str:

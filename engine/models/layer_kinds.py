@@ -40,16 +40,24 @@ class LayerKinds:
     """The kinds of some layers, which are adjacent. Tables of cosines and sines cover
     `max_model_len` positions; layers that keep a state have none.
 
+    Args:
+        first_cached: The layer that the cache numbers as its first.
+
     Attributes:
         caches: Of each layer, the place among them of the one whose cache it reads.
     """
 
     def __init__(
-        self, config: EngineConfig, spec: DenseSpec, layers: Iterable[int], device: torch.device
+        self,
+        config: EngineConfig,
+        spec: DenseSpec,
+        layers: Iterable[int],
+        device: torch.device,
+        first_cached: int = 0,
     ) -> None:
         model, groups = config.model, config.kv_layout.groups
         layout = config.kv_layout
-        of_layers = [(i, layout.groups_of(spec.kv_source(i))) for i in layers]
+        of_layers = [(i, layout.groups_of(spec.kv_source(i) - first_cached)) for i in layers]
         first = of_layers[0][0] if of_layers else 0
         self.caches = [spec.kv_source(i) - first for i, _ in of_layers]
         kinds = [

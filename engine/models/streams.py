@@ -45,7 +45,14 @@ class Streams(nn.Module):
         if self.ends is not None:
             return self.ends.begin(rows)
         streams = self.streams
-        return ResidualStream(rows) if streams is None else HyperStream(rows, streams.count)
+        return ResidualStream(rows) if streams is None else HyperStream.begun(rows, streams.count)
+
+    def resumed(self, value: Tensor) -> ResidualStream:
+        """Returns the stream that goes on from its `value` [T, n H], whose memory becomes the
+        stream's."""
+        if self.streams is None:
+            return ResidualStream(value)
+        return HyperStream(value.view(len(value), self.streams.count, -1))
 
     def normed(self, stream: ResidualStream, norm: RMSNorm) -> Tensor:
         """Returns the norm behind all layers, [T, H]."""

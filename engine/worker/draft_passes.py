@@ -20,7 +20,7 @@ Batches that no graph holds launch the same kernels one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -51,9 +51,22 @@ class Draw(Protocol):
     ) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class DraftGroup:
+    """Holds what passes read of a KV group.
+
+    Attributes:
+        window: Tokens that one sees at most; None: all before it.
+    """
+
+    tables: BlockTables
+    rows: RowTables
+    window: int | None
+
+
 class DraftPasses:
-    """`tables` and `rows`: of each KV group that the network has, the first of which is described
-    by drafts. `of_target`: the rows' tables of the model itself."""
+    """`groups`: those that the network has, the first of which is described by drafts. `of_target`:
+    the rows' tables of the model itself."""
 
     def __init__(
         self,
@@ -61,8 +74,7 @@ class DraftPasses:
         network: DraftNetwork,
         draw: Draw,
         attention: AttentionBackend,
-        tables: Sequence[BlockTables],
-        rows: Sequence[RowTables],
+        groups: Sequence[DraftGroup],
         of_target: RowTables,
         device: torch.device,
     ) -> None:
@@ -71,14 +83,14 @@ class DraftPasses:
         self._network = network
         self._draw = draw
         self._attention = attention
-        self._tables, self._rows, self._of_target = tables, rows, of_target
+        self._groups, self._of_target = groups, of_target
         self._vocab_size = config.model.vocab_size
         self._kv_caches: list[LayerCache] = []
         self._graphs: CudaGraphManager | None = None
         self.most_rows: int | None = None
         """Rows of the data-parallel group that has most, in this step; None: there is one group."""
         most = config.scheduler.max_num_seqs
-        self._inputs = [_one_token_inputs(most, one, device) for one in rows]
+        self._inputs = [_one_token_inputs(most, one.rows, device) for one in groups]
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         # What graphs read and write.
         self._row_ids = torch.full((most,), _NO_ROW, dtype=torch.int32, device=device)
@@ -171,7 +183,7 @@ class DraftPasses:
             batch,
             idx_mapping.clamp(min=0),
             self._features[:size],
-            self._room[:size] if self._rows else None,
+            self._room[:size] if self._groups else None,
             replace(self._of_target, max_drafts=num_drafts),
         )
         self._drafts[:size, :num_drafts].copy_(drafts)
@@ -214,9 +226,9 @@ class DraftPasses:
     def _room_of(self, rows: Int32Array) -> torch.Tensor | None:
         """Returns [S] int32: how many tokens the blocks of each row hold. None: the network has no
         blocks."""
-        if not self._rows:
+        if not self._groups:
             return None
-        slots = [tables.num_slots(rows) for tables in self._tables]
+        slots = [group.tables.num_slots(rows) for group in self._groups]
         return to_device(np.minimum.reduce(slots), self._starts.device)
 
     def _pass(
@@ -240,8 +252,8 @@ class DraftPasses:
             num_sampled=count,
         )
         groups: list[GroupInputs] = []
-        for rows, inputs in zip(self._rows, self._inputs, strict=True):
-            behind = replace(rows, num_computed=rows.num_computed + ahead)
+        for group, inputs in zip(self._groups, self._inputs, strict=True):
+            behind = replace(group.rows, num_computed=group.rows.num_computed + ahead)
             ops.prepare_inputs(batch.idx_mapping, batch.starts, behind, inputs)
             slots = inputs.slot_mapping[:count]
             slots.masked_fill_(inputs.positions[:count] >= room, -1)
@@ -256,6 +268,7 @@ class DraftPasses:
                 slot_mapping=slots,
                 seq_lens=seq_lens,
                 block_tables=inputs.block_tables[:count],
+                window=group.window,
             )
             groups.append(GroupInputs(slots, self._attention.metadata(view)))
         first = self._inputs[0]

@@ -29,7 +29,7 @@ from engine.models.drafts.base import DraftNetwork
 from engine.models.drafts.factory import config_of_draft
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
 from engine.worker.draft_features import DraftFeatures, ends_of
-from engine.worker.draft_passes import DraftPasses, Draw
+from engine.worker.draft_passes import DraftGroup, DraftPasses, Draw
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import LayerCache
 from tandem_kernels.batch.batch_tables import RowTables
@@ -55,6 +55,7 @@ class NetworkDrafter:
         self.taps = draft.taps
         self.first_layer = config.model.num_layers
         self._attention = attention
+        self._groups = config.kv_layout.groups
         self._group_indices = _groups_of_draft(config)
         """The engine's KV group of each of the drafter's."""
         self._home = self._group_indices[0] if self._group_indices else 0
@@ -74,8 +75,10 @@ class NetworkDrafter:
             network,
             draw,
             attention,
-            [tables[index] for index in self._group_indices],
-            [rows[index] for index in self._group_indices],
+            [
+                DraftGroup(tables[index], rows[index], self._groups[index].window)
+                for index in self._group_indices
+            ],
             rows[0],
             device,
         )
@@ -131,8 +134,10 @@ class NetworkDrafter:
             return
         if new.num_computed_tokens <= pulled.first_token:
             return
-        size = self._tables[self._home].block_size
-        first, last = pulled.first_token // size, (new.num_computed_tokens - 1) // size
+        size, computed = self._tables[self._home].block_size, new.num_computed_tokens
+        # A window has no blocks in front of it.
+        seen = self._groups[self._home].first_token_seen(computed)
+        first, last = max(pulled.first_token, seen) // size, (computed - 1) // size
         blocks = self._rows[self._home].block_table[new.row, first : last + 1].long()
         self.features.forget(blocks, is_known=pulled.has_kv)
         self._lacks_any |= not pulled.has_kv

@@ -22,6 +22,7 @@ from engine.config import (
     DeviceConfig,
     DrafterName,
     EngineConfig,
+    ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
@@ -44,11 +45,14 @@ from tests.drafts.draft_requests import VOCAB, names_of
 from tests.drafts.draft_targets import CONFIGS, LAYER, TARGETS
 from tests.drafts.draft_tokenizer import save_tokenizer
 
-_BLOCK_SIZE, _ROWS = 8, 32
+_ROWS = 32
 _LEASE_S = 600.0
 """On a busy machine, processes of low priority have no core for a while."""
-_FEW_BLOCKS = 130
+_BLOCK_SIZE, _FEW_BLOCKS = 8, 130
 """A round's requests need more of them when they run at once, so some are preempted."""
+_OF_ROWS = 1, 190
+"""The same beside rows that stand for several tokens: with longer blocks no prompt is so long that
+a prefix could be found."""
 _DRAFTERS: dict[str, dict[str, Any]] = {
     "draft_model": {**LAYER, "num_hidden_layers": 1},
     "eagle": {**LAYER, "num_hidden_layers": 1},
@@ -255,14 +259,22 @@ def write_models(folder: Path, target: str = TARGETS[0]) -> None:
 
 def base_config(folder: Path) -> EngineConfig:
     """Returns the engine without drafts to which others are compared."""
+    model = load_model_config(folder / "target", load_format="dummy", dtype="float32")
+    block_size, _ = _sizes_of(model)
     return EngineConfig(
         engine_id=f"parity-{secrets.token_hex(4)}",
         epoch=1,
-        model=load_model_config(folder / "target", load_format="dummy", dtype="float32"),
-        cache=CacheConfig(block_size=_BLOCK_SIZE, num_blocks=1000),
+        model=model,
+        cache=CacheConfig(block_size=block_size, num_blocks=1000),
         scheduler=SchedulerConfig(max_num_seqs=_ROWS, max_num_batched_tokens=256),
         device=DeviceConfig(deterministic=True),
     )
+
+
+def _sizes_of(model: ModelConfig) -> tuple[int, int]:
+    """Returns the size of blocks, and how many are few."""
+    has_rows = any(kv.compress_ratio > 1 for kv in model.kv_layers)
+    return _OF_ROWS if has_rows else (_BLOCK_SIZE, _FEW_BLOCKS)
 
 
 def speculative_config(folder: Path, method: str, num_drafts: int) -> SpeculativeConfig:
@@ -286,7 +298,9 @@ def decoding_config(
     """Returns an engine with few blocks whose rows compute `query_len` tokens a step."""
     config = base_config(folder)
     is_double = speculative is not None and speculative.method == "draft_model"
-    blocks = _FEW_BLOCKS * 4 // 3 if is_double else _FEW_BLOCKS
+    _, blocks = _sizes_of(config.model)
+    if is_double:
+        blocks = blocks * 4 // 3
     return replace(
         config,
         cache=replace(config.cache, num_blocks=blocks),

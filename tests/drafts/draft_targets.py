@@ -67,6 +67,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_expand": 2,
         "num_local_experts": 0,
     },
+    "token_rows": {
+        **LAYER,
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 12,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "num_hash_layers": 1,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 6,
+        "hc_eps": 1e-6,
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 4,
+        "sliding_window": 20,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {
+            "compressed_sparse_attention": 4,
+            "heavily_compressed_attention": 16,
+        },
+        "num_nextn_predict_layers": 1,
+    },
     "short_conv": {
         **_HYBRID,
         "architectures": ["Lfm2ForCausalLM"],
@@ -81,9 +115,10 @@ _NOT_FITTING = {
     "kimi_delta": {"mtp", "eagle", "eagle3", "draft_model"},
     "mamba": {"mtp"},
     "short_conv": {"mtp"},
+    "token_rows": {"eagle", "eagle3", "draft_model"},
 }
 """Maps a target to drafters that its family has none of: layers that predict ahead are read of few,
-and beside latents no drafter has keys and values."""
+and beside latents, or rows of several tokens, no drafter has keys and values."""
 
 
 def fits(target: str, method: str) -> bool:

@@ -7,31 +7,33 @@ on (DeepSeek V3's report, arXiv 2412.19437, section 2.2). So the k-th draft is t
 
 Qwen3-Next and Qwen3.5 have one layer, with attention, under names of their own. Their model takes
 the normed output of a draft for the feature of the next one.
+
+DeepSeek V4 has one, too, with a window alone. Its feature is what all layers have made of the
+model's residual streams, which it goes on with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from engine.config import DraftModel, EngineConfig
-from engine.layers.linear import ReplicatedLinear
 from engine.layers.norm import RMSNorm
-from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.decoder_layer import DecoderLayer
+from engine.models.drafts.ahead_input import AheadInput
 from engine.models.drafts.base import DraftNetwork, behind_first
 from engine.models.layer_kinds import LayerKinds
 from engine.models.specs.dense import DenseSpec
 from engine.models.stacked_experts import StackableExperts
+from engine.models.streams import Streams
 
 
 class MtpLayer(DraftNetwork):
-    """layer(eh_proj[norm of the embedding; norm of the feature]), a norm, the model's head.
+    """layer(embedding and feature, see `AheadInput`), a norm, the model's head.
 
     `place`: which of the drafter's layers it is; the ones behind it are its own, in a row.
     """
@@ -53,15 +55,11 @@ class MtpLayer(DraftNetwork):
         number = self.index if self.names.counts_on else place
         self.name = self.names.layer.format(number)
         self.number = number
-        at = shard.at(self.name)
-        size, eps = spec.hidden_size, spec.rms_norm_eps
-        self.enorm, self.hnorm, self.norm = (
-            RMSNorm(size, eps, shard, offset=spec.norm_offset) for _ in range(3)
-        )
-        at_projection = shard.at(self.names.projection.format(number))
-        self.eh_proj = ReplicatedLinear(2 * size, size, at_projection)
-        self.layer = DecoderLayer(config, spec, at, self.index)
-        self.kinds = LayerKinds(config, spec, [place], shard.device)
+        self.input = AheadInput(spec, number, shard)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
+        self.streams = Streams(spec, shard)
+        self.layer = DecoderLayer(config, spec, shard.at(self.name), self.index)
+        self.kinds = LayerKinds(config, spec, [self.index], shard.device, self.index - place)
         self.behind: MtpLayer | None = None
         if place + 1 < draft.num_layers:
             self.behind = MtpLayer(config, draft, spec, shard, target, place + 1)
@@ -78,26 +76,25 @@ class MtpLayer(DraftNetwork):
     def expert_blocks(self) -> Sequence[SparseMLP]:
         return [block for block in self.layer.modules() if isinstance(block, SparseMLP)]
 
+    def features(self, hidden: Tensor, taps: list[Tensor]) -> Tensor:
+        return taps[0] if taps else hidden
+
     def forward(self, step: ForwardInputs, features: Tensor) -> Tensor:
-        embedded = self.enorm(self.target.embedded(step.input_ids))
-        x = self.eh_proj(torch.cat([embedded, self.hnorm(features)], dim=-1))
-        stream = ResidualStream(behind_first(x, step.positions, 1 + self.place))
+        x = self.input(self.target.embedded(step.input_ids), features)
+        stream = self.streams.resumed(behind_first(x, step.positions, 1 + self.place))
         self.layer(stream, step.kv_caches[self.place], self.kinds.inputs(step)[0])
         step.on_layer(self.place)
-        return stream.read(self.norm if self.names.feeds_norm else None)
+        return stream.normed(self.norm) if self.names.feeds_norm else stream.value()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.target.compute_logits(hidden if self.names.feeds_norm else self.norm(hidden))
+        if not self.names.feeds_norm:
+            hidden = self.streams.normed(self.streams.resumed(hidden), self.norm)
+        return self.target.compute_logits(hidden)
 
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
-        names = self.names
-        for norm, name in (
-            (self.enorm, names.embedding_norm),
-            (self.hnorm, names.feature_norm),
-            (self.norm, names.norm),
-        ):
-            yield from norm.checkpoint_weights(name.format(self.number))
-        yield from self.eh_proj.checkpoint_weights(names.projection.format(self.number))
+        yield from self.input.checkpoint_weights()
+        yield from self.norm.checkpoint_weights(self.names.norm.format(self.number))
+        yield from self.streams.checkpoint_weights(self.name)
         yield from self.layer.checkpoint_weights(self.name)
         if self.behind is not None:
             yield from self.behind.checkpoint_weights()

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
 from engine.models.config_file import ConfigFile
+from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import UnsupportedField
-from engine.models.specs.deepseek_v4_fields import RENAMED, faults_of, with_common_names
+from engine.models.specs.deepseek_v4_fields import AHEAD, RENAMED, faults_of, with_common_names
 from engine.models.specs.deepseek_v4_layers import CHOSEN, rates_of, ratios_of, read_experts
 from engine.models.specs.dense import DenseSpec, NormNames
 from engine.models.specs.experts import number_of
@@ -27,6 +28,7 @@ class DeepseekV4Spec(DenseSpec, frozen=True, kw_only=True):
     norms: ClassVar[NormNames] = NormNames(before_attention="attn_norm", before_mlp="ffn_norm")
     default_theta: ClassVar[float] = 10_000.0
     num_dense: ClassVar[int | None] = 0
+    ahead: ClassVar[AheadNames] = AHEAD
     other_weights: ClassVar[tuple[str, ...]] = ("model.mtp.",)
 
     rows: TokenRowsSpec
@@ -52,7 +54,7 @@ class DeepseekV4Spec(DenseSpec, frozen=True, kw_only=True):
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
-        ratios, rates = ratios_of(file), rates_of(file)
+        ratios, rates, count = ratios_of(file), rates_of(file), number_of(file, "hc_mult")
         return {
             "rows": TokenRowsSpec(
                 q_rank=number_of(file, "q_lora_rank"),
@@ -68,11 +70,7 @@ class DeepseekV4Spec(DenseSpec, frozen=True, kw_only=True):
                     interleaved=True,
                 ),
             ),
-            "streams": StreamsSpec(
-                count=number_of(file, "hc_mult"),
-                iterations=file.hc_sinkhorn_iters,
-                eps=file.hc_eps,
-            ),
+            "streams": StreamsSpec(count=count, iterations=file.hc_sinkhorn_iters, eps=file.hc_eps),
             "row_rotary": read_rotary(file, cls.head_dim_of(file), max_model_len),
             "sink_layers": tuple(range(file.num_hidden_layers)),
             "experts": read_experts(file),
@@ -92,6 +90,9 @@ class DeepseekV4Spec(DenseSpec, frozen=True, kw_only=True):
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         return self.rows.kv_layers(model, self.sliding_window)
 
+    def kv_layers_ahead(self, model: ModelConfig) -> tuple[KVLayers, ...]:
+        return (self.rows.windows(range(model.num_layers), model.dtype, self.sliding_window),)
+
     @property
     def rare_attention(self) -> str:
         return "attention to rows that stand for several tokens"
@@ -106,7 +107,7 @@ class DeepseekV4Spec(DenseSpec, frozen=True, kw_only=True):
 
     def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         super().check_parallel(model, parallel)
-        check_one_stage(model, parallel)
+        check_one_stage(model, parallel, "several residual streams")
         check_counts(model, parallel, ((self.rows.groups, "groups of the attention's output"),))
 
     def _rare_facts(self, model: ModelConfig) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile, RopeFields
+from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.experts import number_of
 
@@ -24,6 +25,16 @@ RENAMED = (
     (r"\.scale$", ".weight_scale_inv"),
 )
 """Names of tensors, as published and as transformers writes them."""
+AHEAD = AheadNames(
+    layer="model.mtp.{}",
+    embedding_norm="model.mtp.{}.enorm",
+    feature_norm="model.mtp.{}.hnorm",
+    projection="model.mtp.{}.h_proj",
+    embedding_projection="model.mtp.{}.e_proj",
+    norm="model.mtp.{}.norm",
+    counts_on=False,
+    dspark="model.mtp.0.main_proj.weight",
+)
 _ROPE_PART = 64 / 512
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
@@ -305,6 +305,12 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         local = () if self.sliding_window is None else [one for one in windows if one in every]
         return layers_alike(model, every, local, self.sliding_window)
 
+    def kv_layers_ahead(self, model: ModelConfig) -> tuple[KVLayers, ...]:
+        """Returns the same of layers that predict ahead, which `model` has in place of its own."""
+        if self.linear is not None:
+            return (replace(model.kv_layers[0], layers=tuple(range(model.num_layers))),)
+        return self.kv_layers(model)
+
     @property
     def rare_attention(self) -> str:
         if self.latent is not None:
@@ -342,7 +348,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         experts, spreads_experts = self.experts, parallel.enable_expert_parallel
         check_experts(model, parallel, self.num_experts)
         if self.reads_across_layers:
-            check_one_stage(model, parallel)
+            what = "layers that attend to keys of others, or that read embeddings of their own"
+            check_one_stage(model, parallel, what)
         has_dense = experts is None or experts.stands_beside_dense or len(experts.dense_layers) > 0
         units = 0 if experts is None or spreads_experts else experts.intermediate_size
         counts = (

@@ -24,14 +24,13 @@ def check_experts(model: ModelConfig, parallel: ParallelConfig, num_experts: int
         )
 
 
-def check_one_stage(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuses stages of a pipeline, for a model whose layers need more than what the one before
-    gives."""
+def check_one_stage(model: ModelConfig, parallel: ParallelConfig, what: str) -> None:
+    """Refuses stages of a pipeline, for a model whose layers need more than the one row of a token
+    that the stage before gives: `what` it has."""
     if parallel.pipeline_parallel_size > 1:
         raise CheckpointError(
             model.path,
-            "has layers that attend to keys of others, embeddings of their own, or several "
-            "residual streams, which stages of a pipeline would not have",
+            f"has {what}, and a stage of a pipeline gives the next one a single row of a token",
             "start it with pipeline_parallel_size 1",
         )
 

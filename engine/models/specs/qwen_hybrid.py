@@ -35,6 +35,7 @@ class HybridSpec(Qwen3Spec, frozen=True, kw_only=True):
         projection="mtp.fc",
         norm="mtp.norm",
         counts_on=False,
+        field="mtp_num_hidden_layers",
         feeds_norm=True,
     )
     other_weights: ClassVar[tuple[str, ...]] = ("mtp.",)

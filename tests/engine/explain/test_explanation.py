@@ -24,6 +24,7 @@ from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.worker.attention_of_model import attention_of, group_inputs
 from engine.worker.kv_cache import layer_views
+from kv_transfer.layout import own_groups
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.device import KNOWN_GPUS, as_on, gpu_name, supports_pdl
@@ -121,7 +122,7 @@ def launched(config: EngineConfig, batch: Batch) -> list[str]:
     layout = config.kv_layout
     pages = torch.zeros(layout.block_bytes * 2, dtype=torch.uint8)
     attention = attention_of(config, CPU, 0)
-    groups = [replace(built, window=group.window) for group in layout.groups]
+    groups = [replace(built, window=group.window) for group in own_groups(layout.groups)]
     with ops.standing_in(recorder), torch.inference_mode():
         hidden = model(
             ForwardInputs(

@@ -15,7 +15,7 @@ from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.worker.kv_cache import layer_views
-from kv_transfer.layout import KVGroup
+from kv_transfer.layout import KVGroup, of_every_group, own_groups
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import (
     CachesByGroup,
@@ -54,7 +54,7 @@ class PagedModel:
         self._device = device
         self._free = list(range(_NUM_BLOCKS))
         layout = config.kv_layout
-        self._groups = layout.groups
+        self._groups, self._every = own_groups(layout.groups), layout.groups
         sizes = {group.block_size for group in layout.groups if not group.is_state}
         assert BLOCK_SIZE in sizes
         # Rows of several tokens are shared by the token: the leader goes on with none of them.
@@ -140,7 +140,7 @@ class PagedModel:
         hidden = self._model(
             ForwardInputs(
                 *inputs,
-                groups,
+                of_every_group(self._every, groups),
                 self.kv_caches,
                 self.backend,
                 self.layers_seen.append,

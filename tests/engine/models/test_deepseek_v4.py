@@ -8,6 +8,8 @@ What went wrong elsewhere, and the test that would have seen it:
     a base address (vLLM 57661)
     low accuracy behind a transfer           the same: tokens equal those of one node, at and beside
     (vLLM 46807)                             every edge of a row and of the window
+    drafts' window stays behind              the same: so do drafts
+    (SGLang 30461)
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,10 @@ from engine.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
+from engine.executor.uniproc_executor import UniprocExecutor
 from engine.kv_cache.capacity import blocks_a_token
 from engine.models.checkpoint import CheckpointError, check_parallel, load_model_config
 from engine.models.draft_checkpoint import read_draft
@@ -50,6 +57,10 @@ from tests.engine.models.reference_models import (
     save_checkpoint,
 )
 from tests.engine.models.sparse_families import V4
+from tests.engine.worker.one_engine import OneEngine
+from tests.engine.worker.stream_drafts import v4_mtp_reference, write_v4_with_mtp
+from tests.engine.worker.test_network_drafters import engine_config as drafting_config
+from tests.engine.worker.test_network_drafters import watch, with_drafter
 
 NUM_TOKENS = 8
 LENGTHS = [3, 4, 127, 128, 129, 255, 256, 381, 512, 515, 700]
@@ -81,7 +92,7 @@ def asked() -> dict[str, list[int]]:
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("checkpoints") / "deepseek_v4"
-    save_checkpoint(LONG, folder)
+    write_v4_with_mtp(folder, LONG)
     return folder
 
 
@@ -110,9 +121,11 @@ def test_long_prompts_are_cut_and_found_again(long: Path, oracle: GreedyAnswers)
     engine.close()
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [((1, 2), (1, 2))])
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "drafts"), [((1, 2), (1, 2), False), ((2, 1), (64, 32), True)]
+)
 def test_nodes_of_other_sizes_hand_over_windows_and_rows(
-    ranks: tuple[int, int], sizes: tuple[int, int], long: Path, oracle: GreedyAnswers
+    ranks: tuple[int, int], sizes: tuple[int, int], drafts: bool, long: Path, oracle: GreedyAnswers
 ) -> None:
     with ExitStack() as stack:
         nodes = []
@@ -122,11 +135,26 @@ def test_nodes_of_other_sizes_hand_over_windows_and_rows(
                 load_model_config(long), block_size=size, num_blocks=4000, tp_size=tp_size,
                 kv_transfer=kv, chunk=150,
             )  # fmt: skip
+            if drafts:
+                drafting = with_drafter(config, "mtp", long)
+                query_len = 1 if role == "kv_producer" else drafting.decode_query_len
+                config = replace(drafting, decode_query_len=query_len)
+            assert drafts == any(group.blocks_of >= 0 for group in config.kv_layout.groups)
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)
         edges = {name: asked()[name] for name in ("3", "127", "128", "129", "515", "700")}
+        executor = nodes[1].executor
+        found = watch(executor._worker.runner) if isinstance(executor, UniprocExecutor) else []
         hand_over(nodes[0], nodes[1], edges, oracle)
         assert nodes[1].core.stats().prompt_tokens_computed == 0
+    if not drafts:
+        return
+    firsts = {len(prompt) + 2 for prompt in edges.values()}
+    behind = [one for one in found if len(one[0]) in firsts]
+    assert len(behind) >= len(edges), "the first step of each answer"
+    drafter = v4_mtp_reference(reference(long), long)
+    for known, proposed, count in (*behind, *found[::9]):
+        assert proposed[:count] == drafter.drafts(known, count), len(known)
 
 
 def test_bfloat16_is_as_exact_as_transformers(tmp_path: Path) -> None:
@@ -171,8 +199,8 @@ def by_modelopt(num_layers: int) -> dict[str, Any]:
 def write_published(folder: Path, published: Path, plain: Path, *, nvfp4: bool) -> None:
     """Writes a checkpoint of transformers as DeepSeek publishes it, or NVIDIA, and one in plain
     numbers that mean the same."""
-    in_fp8 = ("wq_a", "wkv", "wq_b", "wo_a", "wo_b")
-    fp8, fp4 = write_fp8_blocks((128, 128), "scale"), write_nvfp4() if nvfp4 else write_mxfp4()
+    in_fp8 = ("wq_a", "wkv", "wq_b", "wo_a", "wo_b", "e_proj", "h_proj")
+    fp8, fp4 = write_fp8_blocks((128, 128), "scale"), {True: write_nvfp4(), False: write_mxfp4()}
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -180,9 +208,11 @@ def write_published(folder: Path, published: Path, plain: Path, *, nvfp4: bool) 
         last = layer.rpartition(".")[2]
         meant[name], stored[own] = tensor, tensor
         if ".ffn.experts." in name:
-            found, meant[name] = fp4(own.removesuffix(".weight"), tensor)
+            # NVIDIA leaves the layer that predicts ahead as it is.
+            by_nvidia = nvfp4 and not name.startswith("mtp.")
+            found, meant[name] = fp4[by_nvidia](own.removesuffix(".weight"), tensor)
             stored |= found
-            if not nvfp4:
+            if not by_nvidia:
                 stored[own] = found[own].view(torch.int8)
                 exponents = stored.pop(own.replace(".weight", ".weight_scale"))
                 stored[own.replace(".weight", ".scale")] = exponents.view(torch.float8_e8m0fnu)
@@ -195,7 +225,6 @@ def write_published(folder: Path, published: Path, plain: Path, *, nvfp4: bool) 
             stored[own] = to_e4m3(tensor / wide)
             meant[name] = stored[own].float() * wide
             stored[own.replace(".weight", ".scale")] = power.to(torch.float8_e8m0fnu)
-    stored["mtp.0.enorm.weight"] = torch.ones(4)
     for to, tensors in ((published, stored), (plain, meant)):
         shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors*"))
         save_file({name: t.contiguous() for name, t in tensors.items()}, to / "model.safetensors")
@@ -226,15 +255,24 @@ def write_published(folder: Path, published: Path, plain: Path, *, nvfp4: bool) 
 @pytest.mark.parametrize("nvfp4", [False, True])
 def test_a_checkpoint_as_published(nvfp4: bool, tmp_path: Path) -> None:
     """Experts in FP4 inside of FP8, by DeepSeek or by NVIDIA, exponents as scales, names and
-    settings of DeepSeek's own; the layer that predicts ahead is left aside."""
+    settings of DeepSeek's own, also of the layer that predicts ahead."""
     family = Family(LONG.model, LONG.config, LONG.changes | {"moe_intermediate_size": 32})
     saved, published, plain = (tmp_path / name for name in ("saved", "published", "plain"))
-    save_checkpoint(family, saved)
+    write_v4_with_mtp(saved, family)
     write_published(saved, published, plain, nvfp4=nvfp4)
     prompts = [asked()["3"], asked()["255"]]
     paged, model = make_paged_model(published, ParallelGroup(0, 1)), reference(plain)
     for prompt, ours in zip(prompts, paged.prefill(prompts, 100), strict=True):
         torch.testing.assert_close(ours, reference_logits(model, prompt), rtol=1e-4, atol=4e-5)
+    found = []
+    for folder in (published, plain):
+        engine = OneEngine(with_drafter(drafting_config(folder), "mtp", folder), depth=1)
+        found.append(watch(engine.worker.runner))
+        greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        engine.add(EngineCoreRequest(request_id="r", spec=RequestSpec(asked()["3"], greedy)))
+        engine.finish()
+        engine.worker.shutdown()
+    assert found[0] == found[1] and len(found[0]) > 5
 
 
 FLASH = {
@@ -334,11 +372,18 @@ def test_rows_in_fp8_are_refused(long: Path) -> None:
         choose_kv_scales(model, "fp8")
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_drafters_that_read_the_stream_are_refused(method: Any, long: Path) -> None:
+def test_drafters_that_read_one_stream_are_refused(long: Path) -> None:
     model = load_model_config(long)
     with pytest.raises(CheckpointError, match="several residual streams"):
-        read_draft(method, str(long), model)
+        read_draft("eagle3", str(long), model)
+
+
+def test_dspark_is_refused_by_name(tmp_path: Path) -> None:
+    """V4-Flash-0731 has it under the names of the layer that predicts ahead."""
+    folder = flash(tmp_path / "flash")
+    save_file({"mtp.0.main_proj.weight": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="DSpark"):
+        read_draft("mtp", str(folder), load_model_config(folder, hashes_later=True))
 
 
 def test_v41_is_refused_by_what_it_has_besides(tmp_path: Path) -> None:

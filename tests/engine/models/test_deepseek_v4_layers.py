@@ -61,7 +61,7 @@ def test_a_block_reads_and_writes_streams_as_theirs(shard: Shard) -> None:
     modules = [drawn(theirs.DeepseekV4HyperConnection(CONFIG)) for _ in range(2)]
     head = drawn(theirs.DeepseekV4HyperHead(CONFIG))
     x, added = torch.randn(NUM_TOKENS, SIZE), torch.randn(2, NUM_TOKENS, SIZE)
-    stream = HyperStream(x, COUNT)
+    stream = HyperStream.begun(x, COUNT)
     expected = x[None, :, None].repeat(1, 1, COUNT, 1)
     norm = RMSNorm(SIZE, CONFIG.rms_norm_eps, shard)
     norm.weight.copy_(torch.randn(SIZE))
@@ -86,7 +86,7 @@ def test_streams_are_mixed_by_sums_of_one(shard: Shard) -> None:
     """Rows and columns of the mix have sums of one, so that no stream grows by mixing."""
     ours = drawn(HyperConnection(SIZE, COUNT, StreamForm(40, 1e-6, 1e-6), shard))
     ours.fn.mul_(0.1)
-    stream = HyperStream(torch.randn(NUM_TOKENS, SIZE), COUNT)
+    stream = HyperStream.begun(torch.randn(NUM_TOKENS, SIZE), COUNT)
     stream.enter(ours)
     for dim in (-1, -2):
         sums = stream.comb.sum(dim)

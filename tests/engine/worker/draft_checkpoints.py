@@ -58,7 +58,7 @@ class Reference:
         for index in range(count):
             layer, logits = chain[min(index, len(chain) - 1)]
             if index < len(chain):
-                before = torch.cat([torch.zeros(1, HIDDEN), feature])
+                before = torch.cat([torch.zeros(1, feature.shape[1]), feature])
             else:
                 before = torch.cat([before, feature[-1:]])
             embedded = self.target.get_input_embeddings()(torch.tensor(known))

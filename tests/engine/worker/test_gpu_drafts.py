@@ -145,20 +145,63 @@ def with_head(config: EngineConfig, method: DrafterName, folder: Path) -> Engine
     if method == "medusa":
         sizes["num_hidden_layers"] = 2
     (folder / "config.json").write_text(json.dumps(sizes))
+    return drafting(config, method, folder)
+
+
+def drafting(config: EngineConfig, method: DrafterName, folder: Path) -> EngineConfig:
     config = with_ngrams(config, 4)
     assert config.speculative is not None
-    draft = read_draft(method, str(folder), replace(model, load_format="dummy"))
+    draft = read_draft(method, str(folder), replace(config.model, load_format="dummy"), 3)
     return replace(config, speculative=replace(config.speculative, method=method, draft=draft))
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
+def of_rows(config: EngineConfig, folder: Path) -> EngineConfig:
+    """Returns the engine with a DeepSeek V4 of random weights, which has a layer that predicts
+    ahead, and as many blocks as its rows and windows need."""
+    sizes = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 128,
+        "o_groups": 2,
+        "o_lora_rank": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "n_shared_experts": 1,
+        "num_hash_layers": 1,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+        "index_topk": 16,
+        "sliding_window": 32,
+        "compress_ratios": [0, 4, 128, 4, 0],
+        "max_position_embeddings": config.model.max_model_len,
+        "vocab_size": config.model.vocab_size,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-6,
+    }
+    (folder / "config.json").write_text(json.dumps(sizes))
+    model = load_model_config(folder, load_format="dummy", dtype=config.model.dtype)
+    return replace(config, model=model, cache=replace(config.cache, num_blocks=400))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa", "mtp"])
 def test_recorded_passes_draft_like_single_launches(
     small_weights: Path, make_prompt, tmp_path: Path, method: DrafterName
 ) -> None:
     plain = small_config(small_weights, dtype="bfloat16", deterministic=True)
+    plain = of_rows(plain, tmp_path) if method == "mtp" else plain
     requests = mixed_requests(make_prompt)
     one, _ = run(plain, requests, None)
-    config = with_head(plain, method, tmp_path)
+    makes = drafting if method == "mtp" else with_head
+    config = makes(plain, method, tmp_path)
     found = []
     for enforce_eager in (True, False):
         device = replace(config.device, enforce_eager=enforce_eager)

@@ -38,6 +38,7 @@ from tests.engine.models.reference_models import FAMILIES, reference, save_check
 from tests.engine.worker import draft_checkpoints as drafts
 from tests.engine.worker.drafters import KnowingDrafter
 from tests.engine.worker.one_engine import OneEngine, check_empty
+from tests.engine.worker.stream_drafts import v4_mtp_reference, write_v4_with_mtp
 from tests.engine.worker.test_choices import forked
 from tests.engine.worker.test_grammars import TwoRanks
 from tests.engine.worker.test_speculation import run
@@ -78,6 +79,11 @@ CASES: dict[str, tuple[DrafterName, Callable[[Path], None], Callable[..., Any]]]
         lambda folder: drafts.write_with_mtp(folder, "deepseek_v32"),
         drafts.mtp_reference,
     ),
+    "mtp of deepseek_v4": (
+        "mtp",
+        lambda folder: write_v4_with_mtp(folder, FAMILIES["deepseek_v4"]),
+        v4_mtp_reference,
+    ),
     "mtp of qwen3_next": (
         "mtp",
         lambda folder: drafts.write_hybrid_with_mtp(folder, "qwen3_next"),
@@ -108,11 +114,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_config(target: Path, **cache: Any) -> EngineConfig:
+def engine_config(target: Path, max_len: int = MAX_LEN, **cache: Any) -> EngineConfig:
     return EngineConfig(
         engine_id="drafting",
         epoch=1,
-        model=load_model_config(target, max_model_len=MAX_LEN),
+        model=load_model_config(target, max_model_len=max_len),
         cache=CacheConfig(**{"block_size": BLOCK_SIZE, "num_blocks": 96, **cache}),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
         device=DeviceConfig(deterministic=True),
@@ -195,14 +201,27 @@ def test_drafts_are_those_of_the_reference(case: str, target: Path, tmp_path: Pa
     whole = folder if method == "mtp" else target
     oracle = make_reference(reference(whole), folder)
     requests = greedy_requests(engine_config(whole).model.vocab_size)
-    alone = run(engine_config(whole), 1, requests)
+    longer, repeated, max_len = case == "mtp of deepseek_v4", requests[4], MAX_LEN
+    if longer:  # Rows of several tokens are found again behind long prompts alone.
+        tokens = [*range(101), *range(35)]
+        sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        repeated = EngineCoreRequest(request_id="long", spec=RequestSpec(tokens, sampling))
+        requests, max_len = [*requests, repeated], 150
+    alone = run(engine_config(whole, max_len, num_blocks=300 if longer else 96), 1, requests)
     answers = [known + alone.tokens[name] for name, known in prompts_of(requests)]
-    again = msgspec.structs.replace(requests[4], request_id="again")
+    again = msgspec.structs.replace(repeated, request_id="again")
     num_hits = num_preemptions = 0
-    # A second model has blocks of its own. States have, too, and are kept where there is room.
-    rooms = {"second model": (20,), "mtp of qwen3_next": (20, 40)}
+    # A second model has blocks of its own. States have, too, and are kept where there is room, as
+    # windows are beside rows of several tokens.
+    rooms = {
+        "second model": (20,),
+        "mtp of qwen3_next": (20, 40),
+        "mtp of deepseek_v4": (70,),
+    }
+    size = 1 if longer else BLOCK_SIZE
     for num_blocks in rooms.get(case, (13,)):
-        config = with_drafter(engine_config(whole, num_blocks=num_blocks), method, folder)
+        cache = {"num_blocks": num_blocks, "block_size": size}
+        config = with_drafter(engine_config(whole, max_len, **cache), method, folder)
         engine = OneEngine(config, depth=2)
         found = watch(engine.worker.runner, answers)
         for request in requests:
@@ -215,7 +234,7 @@ def test_drafts_are_those_of_the_reference(case: str, target: Path, tmp_path: Pa
         num_hits += stats.prefix_cache_hits
         num_preemptions += stats.num_preemptions
         assert 0 < stats.drafts.num_accepted_tokens < stats.drafts.num_draft_tokens
-        assert engine.tokens == {**alone.tokens, "again": alone.tokens["r4"]}
+        assert engine.tokens == {**alone.tokens, "again": alone.tokens[repeated.request_id]}
         check_empty(engine)
         num_checked = 0
         for known, proposed, count in found[::6]:
