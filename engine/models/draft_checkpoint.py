@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import msgspec
 import xxhash
@@ -49,6 +49,8 @@ class EagleSpec(LlamaSpec, frozen=True, kw_only=True):
 class HeadFile(ConfigFile):
     """Holds what config.json says of an EAGLE head."""
 
+    speculators_model_type: str | None = None
+    dflash_config: dict[str, Any] | None = None
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     norm_before_residual: bool = False
@@ -125,7 +127,7 @@ def _second_model(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftMo
     return DraftModel(model=model, vocab_size=target.vocab_size)
 
 
-def _head_file(folder: Path, target: ModelConfig, spec: DenseSpec) -> HeadFile:
+def _head_file(method: DrafterName, folder: Path, target: ModelConfig, spec: DenseSpec) -> HeadFile:
     """Reads an EAGLE head's config.json and checks what all of them share."""
     path = folder / "config.json"
     whole = read_json(path, dict[str, Any])
@@ -134,15 +136,41 @@ def _head_file(folder: Path, target: ModelConfig, spec: DenseSpec) -> HeadFile:
         file = msgspec.convert(merged, HeadFile)
     except msgspec.ValidationError as error:
         raise CheckpointError(path, str(error), "correct the field") from error
+    _check_kind(path, method, file)
     _check(path, "num_hidden_layers", file.num_hidden_layers, 1)
     _check(path, "vocab_size", file.vocab_size, target.vocab_size)
     _check(path, "hidden_size", file.hidden_size, spec.hidden_size)
     return file
 
 
-def _eagle(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
-    file = _head_file(folder, target, spec)
+def _check_kind(path: Path, method: DrafterName, file: HeadFile) -> None:
+    """Refuses heads of other kinds, as speculators, ModelOpt and DFlash's authors write them."""
+    kind = file.speculators_model_type or ("dflash" if file.dflash_config is not None else method)
+    if kind != method:
+        field = "speculators_model_type" if file.speculators_model_type else "dflash_config"
+        is_here = kind in get_args(DrafterName)
+        cure = f"choose the method {kind}" if is_here else "choose a drafter of another kind"
+        raise CheckpointError(
+            path, f"is a drafter of the kind {kind} ({field}), and the method is {method}", cure
+        )
+
+
+def _head_names(folder: Path, target: ModelConfig) -> frozenset[str]:
+    """Returns the names of an EAGLE head's tensors. They tell what it is: fields of config.json
+    may be of the model, from which some tools copy them."""
     names = _names(folder, target)
+    for part, what, cure in (
+        (".kv_a_proj_with_mqa.", "latent attention", "draft with the method ngram or mtp"),
+        ("_scale", "quantised weights", "choose a drafter in bf16, fp16 or fp32"),
+    ):
+        if found := sorted(name for name in names if part in name):
+            raise CheckpointError(folder, f"has {what} ({found[0]})", cure)
+    return names
+
+
+def _eagle(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
+    file = _head_file("eagle", folder, target, spec)
+    names = _head_names(folder, target)
     options = {"bias": "fc.bias" in names}
     layer = EagleSpec.from_config(file, target.max_model_len)
     model = _layers(folder, target, file, layer)
@@ -152,7 +180,7 @@ def _eagle(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
 
 
 def _eagle3(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
-    file = _head_file(folder, target, spec)
+    file = _head_file("eagle3", folder, target, spec)
     path = folder / "config.json"
     if file.target_hidden_size is not None:
         _check(path, "target_hidden_size", file.target_hidden_size, spec.hidden_size)
@@ -175,7 +203,7 @@ def _eagle3(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
         )
     layer = LlamaSpec.from_config(file, target.max_model_len)
     layer = msgspec.structs.replace(layer, head_norm=_HEAD_NORMS[kind])
-    names = _names(folder, target)
+    names = _head_names(folder, target)
     return DraftModel(
         model=_layers(folder, target, file, layer),
         vocab_size=vocab_size,
