@@ -143,7 +143,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=DrafterRecipe().steps)
     parser.add_argument("--texts", type=int, default=DrafterRecipe().num_texts)
+    parser.add_argument(
+        "--unseen-first", action="store_true", help="see `Eagle3Trainee.sees_first`: false"
+    )
     arguments = parser.parse_args()
+    Eagle3Trainee.sees_first = not arguments.unseen_first
     recipe = DrafterRecipe(steps=arguments.steps, num_texts=arguments.texts)
     train_drafters(arguments.model, arguments.out, recipe)
 

@@ -172,7 +172,7 @@ def measure(demo: Path, drafters: Path, method: DrafterName, chats: Chats) -> di
     for way, node in ways(config_of(demo, drafters, method, chats), requests):
         before, answers = node.core.stats().drafts, Answers()
         run(node, requests, answers)
-        saved = _facts(before, node.core.stats().drafts)
+        saved = accepted(before, node.core.stats().drafts)
         cold = cold or saved["tokens saved per step"]
         saved["of one node, cold"] = round(saved["tokens saved per step"] / cold, 4)
         tokens = tokens or answers.tokens
@@ -181,7 +181,8 @@ def measure(demo: Path, drafters: Path, method: DrafterName, chats: Chats) -> di
     return found
 
 
-def _facts(before: DraftStats, after: DraftStats) -> dict[str, Any]:
+def accepted(before: DraftStats, after: DraftStats) -> dict[str, Any]:
+    """Returns what was accepted in between."""
     num_drafts = after.num_drafts - before.num_drafts
     earlier = [*before.num_accepted_per_pos, *[0] * len(after.num_accepted_per_pos)]
     by_position = [
