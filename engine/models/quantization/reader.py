@@ -91,6 +91,10 @@ def _published(folder: Path, values: dict[str, object] | None, place: str) -> Qu
         if not values:
             return None
         place, values = f"{_MODELOPT_FILE}: quantization", {"quant_method": "modelopt"} | values
+    inner = values.get("quantization_config")
+    if isinstance(inner, dict):  # Early llm-compressor wrote it so; transformers still reads it.
+        place = f"{place}.quantization_config"
+        values = {name: value for name, value in values.items() if value is not inner} | inner
     fields = Fields(place, _sized(folder, values))
     if {"bits", "group_size"} <= values.keys() and not fields.has("quant_method"):
         mode = fields.get("mode", str, "affine")

@@ -170,6 +170,16 @@ def test_the_early_name_of_compressed_tensors(make_pair: MakePair) -> None:
         load_model_config(quantised)
 
 
+def test_the_nested_form_of_early_llm_compressor(tmp_path: Path) -> None:
+    said = compressed_tensors({"strategy": "channel"})
+    outer = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "dense"}}
+    nested = outer | {"quantization_config": said}
+    assert read_quantization(tmp_path, nested) == read_quantization(tmp_path, said)
+    with pytest.raises(UnsupportedField) as caught:
+        read_quantization(tmp_path, nested | {"quantization_config": said | {"bits": 4}})
+    assert caught.value.field == "quantization_config.quantization_config.bits"
+
+
 def test_modelopts_own_file(make_pair: MakePair) -> None:
     quantised, _ = make_pair("llama", "modelopt")
     before = load_model_config(quantised).quantization
