@@ -28,6 +28,7 @@ NGRAMS = parse_speculative_config(
 DRAFTED = frozenset(
     {"mimo_v2", "gemma4", "gemma4_experts", "gemma4_shared", "laguna", "ministral3", "mistral4"}
     | {"gemma3n", "step3p7", "glm_moe_dsa", "deepseek_v4"}
+    | {"afmoe", "beam", "exaone4", "muse_glimmer"}
 )
 """Families whose decode nodes draft."""
 
@@ -44,6 +45,10 @@ DRAFTED = frozenset(
         ("step3p7", "stream", 2, (32, 16)),
         ("mistral4", "cuda_ipc,stream", 2, (16, 32)),
         ("laguna", "stream", 1, (32, 16)),
+        ("afmoe", "stream", 2, (16, 32)),
+        ("beam", "stream", 2, (32, 16)),
+        ("exaone4", "stream", 1, (16, 64)),
+        ("muse_glimmer", "stream", 2, (32, 16)),
         ("deepseek_v3_yarn", "stream", 2, (16, 64)),
         ("deepseek_v2", "cuda_ipc,stream", 1, (32, 16)),
         ("deepseek_v32", "stream", 2, (16, 64)),
