@@ -36,12 +36,18 @@ from tests.engine.models.reference_models import (
 
 MODELS = [
     "llama", "gemma2", "gemma3", "qwen3_tied", "gpt_oss", "qwen3_next", "deepseek_v2",
-    "deepseek_v3_yarn", "gemma4", "deepseek_v32", "minimax_m3", "mimo_v2",
+    "deepseek_v3_yarn", "gemma4", "deepseek_v32", "minimax_m3", "mimo_v2", "laguna", "step3p7",
+    "gemma4_shared", "beam", "exaone4", "mistral4",
 ]  # fmt: skip
 """Plain, soft bounds and windows, KV groups of windows and all tokens, norms of heads, sinks,
 layers with states, which are not quantised, latents, heads by layer, latents and heads beside index
-keys, which are as without quantisation, and values that are narrower than keys."""
+keys, which are as without quantisation, values that are narrower than keys, query heads and gates
+by layer, layers that attend to keys and values of others, and scores that grow with the position,
+of heads and of latents."""
 NUM_TOKENS = 24
+LEAST_SCALES = {"mimo_v2": 0.043, "laguna": 0.043, "step3p7": 0.043, "gemma4_shared": 0.06}
+"""One number in the middle of two would move a choice of experts with other scales, or more layers
+than one."""
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +64,7 @@ def table_of(folder: Path) -> KVScaleTable:
     model = load_model_config(folder)
     is_latent = any(plane.name == "latent" for kv in model.kv_layers for plane in kv.planes)
     is_one = is_latent or len(model.kinds_of_heads) > 1
-    # One number in the middle of two would move a choice of experts here.
-    least = 0.043 if folder.name == "mimo_v2" else 0.05
+    least = LEAST_SCALES.get(folder.name, 0.05)
     return scale_table(model.num_layers, 1 if is_one else model.num_kv_heads, least)
 
 
