@@ -57,15 +57,12 @@ def fitted_frames(
     """Returns the height and the width that `count` frames of [height, width] become. None is
     larger than an image may be."""
     unit, per_pair = pixels.unit, pixels.temporal_patch_size
+    left = max(1, (video.max_tokens or sys.maxsize) // -(-count // per_pair))
     if video.frame_tokens:
-        left = max(1, (video.max_tokens or sys.maxsize) // count)
         tokens = min(video.frame_tokens, pixels.most_tokens, left)
         size = fitted(height, width, msgspec.structs.replace(pixels, most_tokens=tokens))
         return size.height, size.width
-    most = pixels.max_pixels
-    if video.max_tokens:
-        pairs = -(-count // per_pair)
-        most = min(most, max(1, video.max_tokens // pairs) * unit**2)
+    most = min(pixels.max_pixels, left * unit**2)
     counted = max(count, per_pair) if video.of_all else 1
     frames = max(1, round(counted / per_pair)) * per_pair if video.of_all else 1
     most = min(video.max_pixels, most * frames)

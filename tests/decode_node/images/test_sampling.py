@@ -111,7 +111,8 @@ def test_sizes_are_those_of_the_reference_processor(
 def test_frames_of_gemma_are_as_large_as_their_tokens() -> None:
     """Sizes are those of an image of 70 tokens, as its processor has them, or of as many as are
     left to each frame, or as an operator allows."""
-    pixels = PixelSpec(patch_size=16, merge_size=3, fit="fill", most_tokens=280)
+    of_one = {"temporal_patch_size": 1, "fit": "fill", "most_tokens": 280}
+    pixels = PixelSpec(patch_size=16, merge_size=3, **of_one)  # type: ignore[arg-type]
     video = msgspec.structs.replace(spec("count"), frame_tokens=70)
     assert fitted_frames(120, 90, 32, pixels, video) == (432, 336)
     assert fitted_frames(9, 300, 32, pixels, video) == (48, 2304)
@@ -135,6 +136,8 @@ def test_frames_of_muse_have_its_shape() -> None:
     found = [fitted_frames(*size, 8, pixels, video) for size in sizes]
     assert found == [(112, 84), (252, 448), (28, 308), (252, 448), (2884, 28)]
     assert fitted_frames(1080, 1920, 8, pixels.limited(12), video) == (56, 112), "as images may be"
+    few = video.limited(max_tokens=4 * 12)
+    assert fitted_frames(1080, 1920, 8, pixels, few) == (56, 112), "of four pairs"
 
 
 @pytest.mark.parametrize("sampling", ["even_steps", "even_ends"])
