@@ -100,9 +100,11 @@ def _of_response_format(form: AnswerFormat) -> Constraint | None:
     param = "response_format"
     if form.type == "text":
         return None
-    if form.type in ("json_object", "json_schema") and form.schema_ is not None:
-        check_schema(form.schema_, f"{param}.schema")
-        return Constraint(param, "json", form.schema_)
+    if form.type in ("json_object", "json_schema"):
+        for name, schema in (("schema", form.schema_), ("value", form.value)):
+            if schema is not None:
+                check_schema(schema, f"{param}.{name}")
+                return Constraint(param, "json", schema)
     if form.type == "json_object":
         return Constraint(param, "json", {"type": "object"})
     if form.type == "structural_tag":

@@ -183,7 +183,8 @@ def _state(api: Api) -> list[Route]:
 
     async def models(_: Request) -> Response:
         """Lists the names of the model."""
-        return _json(ModelList(data=api.cards.all()))
+        cards = api.cards.all()
+        return _json(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
     async def model(request: Request) -> Response:
         """Describes one model."""

@@ -1,4 +1,5 @@
-"""Writes the bodies of /v1/models, with vLLM's fields: clients look for them."""
+"""Writes the bodies of /v1/models, with the fields of OpenAI, vLLM and Anthropic together: clients
+of each look for theirs at the same path."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class Model(msgspec.Struct, kw_only=True):
 
     Attributes:
         root: What the operator called it: a folder or a name on the hub.
+        type, display_name, created_at, max_input_tokens: What Anthropic's clients read.
         chat_format: How its chats are written and read: the names of the parsers, and what the chat
             template takes.
     """
@@ -40,11 +42,20 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    type: str = "model"
+    display_name: str
+    created_at: str
+    max_input_tokens: int
     default_sampling_params: dict[str, float]
     permission: list[ModelPermission]
     chat_format: dict[str, Any] = {}
 
 
 class ModelList(msgspec.Struct, kw_only=True):
+    """Lists models, all of them on one page, as Anthropic's clients ask for pages."""
+
     object: str = "list"
     data: list[Model]
+    first_id: str
+    last_id: str
+    has_more: bool = False

@@ -53,6 +53,8 @@ class AnswerFormat(StrictBody):
     """The schema, for the type `json_schema`."""
     schema_: JsonSchema | None = Field(default=None, alias="schema")
     """The schema in its place, as llama.cpp has it; for the type `json_object`, too."""
+    value: JsonSchema | None = None
+    """The same, as Hugging Face's `InferenceClient` writes the schema that it was given."""
     format: dict[str, Any] | None = None
     """The structure, for the type `structural_tag`."""
     structures: Annotated[list[LegacyTag], Field(fail_fast=True, max_length=256)] | None = None

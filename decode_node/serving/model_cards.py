@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from decode_node.protocol.models import Model, ModelPermission
@@ -52,6 +53,9 @@ class ModelCards:
             created=self._created,
             root=self._root,
             max_model_len=self._model.max_model_len,
+            display_name=name,
+            created_at=datetime.fromtimestamp(self._created, UTC).isoformat(),
+            max_input_tokens=self._model.max_model_len,
             default_sampling_params=self._served.defaults.to_dict(),
             permission=[permission],
             chat_format=self._chat_format,

@@ -180,7 +180,9 @@ def model_routes(catalog: ModelCatalog) -> APIRouter:
 
     @routes.get("/v1/models")
     async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": await _models(catalog)})
+        cards = await _models(catalog)
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": cards, **ends})
 
     @routes.get("/v1/models/{model_id:path}")
     async def get_model(request: Request, model_id: str) -> JSONResponse:

@@ -62,7 +62,7 @@ class ModelCatalog:
                 continue
             total = sum(weight for _, weight in route.versions)
             shares = {version: weight / total for version, weight in route.versions}
-            card = known[0] | {"id": name, "root": route.name}
+            card = known[0] | {"id": name, "display_name": name, "root": route.name}
             ruled[name] = card | ({"versions": shares} if len(shares) > 1 else {})
         return ruled
 

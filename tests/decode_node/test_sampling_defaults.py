@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.engine.tiny_model import tiny_model
 
 ADVICE = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": [1]}
 TEXT = {"prompt": "the dog", "seed": 4}
+PAGE = ("first_id", "last_id", "has_more")
+"""What Anthropic's clients read of a list."""
 
 
 def write(folder: Path, **content: Any) -> Path:
@@ -115,11 +118,16 @@ async def test_defaults_apply_where_a_request_does_not_say(tmp_path: Path) -> No
 async def test_model_cards_tell_names_defaults_and_what_clients_look_for(tmp_path: Path) -> None:
     write(tmp_path, temperature=0.6)
     async with http_node(generation_config=str(tmp_path), aliases=("gpt-4o",)) as node:
-        cards = (await node.client.get("/v1/models")).json()["data"]
+        listed = (await node.client.get("/v1/models")).json()
+        cards = listed["data"]
         assert [card["id"] for card in cards] == ["tiny", "gpt-4o"]
+        assert [listed[key] for key in PAGE] == ["tiny", "gpt-4o", False]
         for card in cards:
             assert (await node.client.get(f"/v1/models/{card['id']}")).json() == card
             assert (card["root"], card["parent"]) == ("unused", None)
+            assert (card["type"], card["display_name"]) == ("model", card["id"])
+            assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+            assert card["max_input_tokens"] == card["max_model_len"] == CONTEXT
             assert card["default_sampling_params"] == {"temperature": 0.6}
             (permission,) = card["permission"]
             assert permission["object"] == "model_permission" and permission["allow_sampling"]

@@ -103,10 +103,12 @@ async def test_all_names_are_listed_with_what_is_behind_them(
     rules = rules_in(tmp_path, CANARY)
     router = await cluster.router(*nodes, model_rules_file=rules)
     async with router.client.get(router.url + "/v1/models") as response:
-        cards = {card["id"]: card for card in (await response.json())["data"]}
+        listed = await response.json()
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("gpt-4o", "v2", False)
+    cards = {card["id"]: card for card in listed["data"]}
     assert list(cards) == ["gpt-4o", "m", "v1", "v2"]
     assert cards["m"]["versions"] == {"v1": 0.5, "v2": 0.5}
-    assert cards["gpt-4o"]["root"] == "m"
+    assert (cards["gpt-4o"]["root"], cards["gpt-4o"]["display_name"]) == ("m", "gpt-4o")
     async with router.client.get(router.url + "/v1/models/gpt-9") as response:
         assert response.status == 404
         assert "'gpt-4o', 'm', 'v1', 'v2'" in (await response.json())["error"]["message"]

@@ -41,6 +41,7 @@ def grammars(node: HttpNode) -> list[str]:
         ({"response_format": {"type": "json_object"}}, '"object"'),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '"integer"'),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '"integer"'),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, '"integer"'),
         ({"structured_outputs": {"regex": "[ab]+c"}}, "[ab]+c"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, '"yes" | "no"'),
         ({"guided_json": SCHEMA}, '"integer"'),
