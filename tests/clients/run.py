@@ -32,11 +32,14 @@ CLIENTS = {
     "guidellm": ("guidellm",),
     "openai-1": ("openai",),
     "openai-2": (
-        *("openai", "litellm", "langchain", "instructor", "pydantic_ai", "llama_index"),
-        *("lm_eval", "serving_benchmarks"),
+        "openai",
+        "instructor",
+        "llama_index",
+        "lm_eval",
+        "serving_benchmarks",
     ),
-    "openai-3": ("openai", "agents", "anthropic"),
-    "node": ("ai_sdk", "anthropic"),
+    "openai-3": ("openai", "litellm", "langchain", "pydantic_ai", "agents", "anthropic"),
+    "node": ("ai_sdk", "anthropic", "openai"),
 }
 """Scripts by the environment that they run in: `NAME_client.py`, for node `NAME_client.mjs`. The
 longest comes first."""
