@@ -34,11 +34,10 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$")
 
 async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """Maps name to value, summed over labels. Raises `aiohttp.ClientError` where nothing answers,
-    and `RuntimeError` for another status than 200.
+    and where a node that is starting answers 503.
     """
     async with session.get(url) as response:
-        if response.status != 200:
-            raise RuntimeError(f"{url}: status {response.status}")
+        response.raise_for_status()
         text = await response.text()
     values: dict[str, float] = {}
     for line in text.splitlines():

@@ -5,9 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from bench.serving.soak import all_held
 from bench.serving.soak_record import Growth, Look, Record, growth, plot, record_figures
+from cli.local_cluster.supervisor import Listener, Service, ServiceSpec
 
 
 def looks(**growth_mib_s: float) -> list[Look]:
@@ -67,3 +72,15 @@ def test_the_plot_has_a_line_for_each_process(tmp_path: Path) -> None:
     plot(looks(core=0.1, router=0.2), tmp_path / "memory.svg")
     drawn = (tmp_path / "memory.svg").read_text()
     assert "core" in drawn and "router" in drawn and drawn.rstrip().endswith("</svg>")
+
+
+async def test_a_node_that_is_starting_at_the_end_is_waited_for() -> None:
+    async def metrics(_: web.Request) -> web.Response:
+        raise web.HTTPServiceUnavailable
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        argv = ("decode_node", "--port", str(server.port))
+        node = Service(ServiceSpec("decode-0", argv, ""), Listener(), 1.0)
+        assert await all_held(session, [node]) == {"decode-0 is starting": 1.0}
