@@ -3,7 +3,7 @@
 A peer that is broken, of another release or not ours may answer with anything. gRPC itself logs a
 traceback for an answer that it cannot read, and gives None to the caller.
 
-    stub = PrefixesStub(QuietChannel(channel))      logs nothing
+    stub = PrefixesStub(QuietChannel(channel))      logs nothing; takes bytes as a request, too
     reply = readable(await stub.Offer(request))     raises `GarbledAnswer`
     words_of(error)                                 what it says of a call that it has ended
 """
@@ -21,6 +21,7 @@ from edge.printable import printable
 _MAX_WORDS = 1000
 _Message = TypeVar("_Message")
 _Read: TypeAlias = Callable[[bytes], _Message]
+_Write: TypeAlias = Callable[[Any], bytes]
 
 
 class GarbledAnswer(Exception):
@@ -34,7 +35,8 @@ class GarbledAnswer(Exception):
 
 
 class QuietChannel:
-    """Makes the calls of stubs on `channel`. Each answer has to be `readable`."""
+    """Makes the calls of stubs on `channel`. Each answer has to be `readable`. What opens a stream
+    may be a message or its bytes."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -46,10 +48,17 @@ class QuietChannel:
         return self._channel.unary_unary(method, response_deserializer=read, **options)
 
     def unary_stream(
-        self, method: str, *, response_deserializer: _Read[Any], **options: Any
+        self,
+        method: str,
+        *,
+        request_serializer: _Write,
+        response_deserializer: _Read[Any],
+        **options: Any,
     ) -> grpc.aio.UnaryStreamMultiCallable[Any, Any]:
-        read = _or_none(response_deserializer)
-        return self._channel.unary_stream(method, response_deserializer=read, **options)
+        read, write = _or_none(response_deserializer), _unless_bytes(request_serializer)
+        return self._channel.unary_stream(
+            method, request_serializer=write, response_deserializer=read, **options
+        )
 
 
 def readable(answer: _Message | None) -> _Message:
@@ -63,6 +72,10 @@ def words_of(error: grpc.aio.AioRpcError) -> str:
     """Returns why a peer ended a call, in as many of its own words as others may see."""
     said = error.details() or "it does not say why"
     return f"{error.code().name}: {printable(said[:_MAX_WORDS])}"
+
+
+def _unless_bytes(write: _Write) -> _Write:
+    return lambda request: request if isinstance(request, bytes) else write(request)
 
 
 def _or_none(read: _Read[_Message]) -> _Read[_Message | None]:

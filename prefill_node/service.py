@@ -20,10 +20,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import grpc
 
+from edge.http import long_work
 from edge.logs.request_log import RequestLog
 from edge.printable import printable
 from edge.security.config import Role
@@ -36,6 +38,7 @@ from engine.contracts.outputs import SchedulerStats
 from engine.contracts.prefix_holder import checked_holder
 from engine.contracts.request_spec import UnknownSpecVersion, decode_spec
 from engine.contracts.sampling_params import check_sampling
+from engine.contracts.token_parts import MOST_TOGETHER, token_parts
 from engine.frontend.adapter_calls import AdapterCalls
 from engine.frontend.input_processor import GenerationRequest, InputProcessor
 from engine.frontend.output_processor import OutputStream, RequestOutput
@@ -156,7 +159,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             received_at=time.monotonic(), num_prompt_tokens=len(request.prompt_token_ids)
         )
         try:
-            work = self._accept(request)
+            work = await self._accept(request)
         except Refused as error:
             self._status.notify()
             record.failed(error.code.name.lower(), str(error))
@@ -246,8 +249,25 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._tell(call)
         return self._done(result.stats.num_bytes)
 
-    def _accept(self, request: prefill_pb2.PrefillRequest) -> GenerationRequest:
-        """Returns the request that the engine gets. Raises `Refused`."""
+    async def _accept(self, request: prefill_pb2.PrefillRequest) -> GenerationRequest:
+        """Returns the request that the engine gets. A long one is read beside the event loop, which
+        passes on first tokens, and what may have changed meanwhile is looked at again. Raises
+        `Refused`."""
+        self._check(request)
+        is_long = len(request.prompt_token_ids) > MOST_TOGETHER
+        try:
+            work = await long_work.run(is_long, partial(self._generation_request, request))
+            if is_long:
+                self._check(request)
+            self._check_attempt(request)
+        except UnknownSpecVersion as error:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, error.message) from None
+        except InvalidRequest as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, error.message) from None
+        return work
+
+    def _check(self, request: prefill_pb2.PrefillRequest) -> None:
+        """Raises `Refused` unless this node takes requests now."""
         if self._status.work.draining:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "this prefill node is stopping")
         if fault := self._status.fault():
@@ -258,12 +278,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 "this prefill node has restarted since the handshake; shake hands again",
             )
         self._check_queue()
-        try:
-            return self._generation_request(request)
-        except UnknownSpecVersion as error:
-            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, error.message) from None
-        except InvalidRequest as error:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, error.message) from None
+
+    def _check_attempt(self, message: prefill_pb2.PrefillRequest) -> None:
+        """Raises `InvalidRequest` for an attempt that is open here."""
+        if _name(message) in self._in_engine:
+            raise InvalidRequest(
+                f"attempt {message.attempt} of this transfer is open here already; "
+                "a new try needs a new attempt",
+                "attempt",
+            )
 
     def _check_queue(self) -> None:
         stats = self._engine.stats
@@ -280,14 +303,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _generation_request(self, message: prefill_pb2.PrefillRequest) -> GenerationRequest:
         if not is_transfer_id(message.transfer_id):
             raise InvalidRequest("transfer_id must be 32 hex digits", "transfer_id")
-        name = f"{message.transfer_id}-{message.attempt}"
-        if name in self._in_engine:
-            raise InvalidRequest(
-                f"attempt {message.attempt} of this transfer is open here already; "
-                "a new try needs a new attempt",
-                "attempt",
-            )
-        spec = decode_spec(message.spec, list(message.prompt_token_ids))
+        token_ids = [id_ for part in token_parts(message.prompt_token_ids) for id_ in part]
+        spec = decode_spec(message.spec, token_ids)
         spec.check()
         check_sampling(spec.sampling, self._engine.config.model.vocab_size)
         if spec.adapter is not None and not self._engine.adapters.has(spec.adapter.digest):
@@ -296,7 +313,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 f"adapter {spec.adapter.name} is not on this prefill node; load it on all nodes",
             )
         spec = spec.for_one_token()
-        request = self._input_processor.process(name, spec, max_tokens=spec.sampling.max_tokens)
+        request = self._input_processor.process(
+            _name(message), spec, max_tokens=spec.sampling.max_tokens
+        )
         request.prefix_holder = checked_holder(message.prefix_holder)
         request.pixels = read_pixels(message, self._engine.config.model.vision)
         if not message.first_token_only:
@@ -374,6 +393,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _failed(self, code: str, message: str, *, retryable: bool) -> prefill_pb2.PrefillEvent:
         failed = prefill_pb2.Failed(code=code, message=message, retryable=retryable)
         return prefill_pb2.PrefillEvent(failed=failed, load=self._status.load())
+
+
+def _name(message: prefill_pb2.PrefillRequest) -> str:
+    """Returns what the engine calls it."""
+    return f"{message.transfer_id}-{message.attempt}"
 
 
 def _trace_of(request: prefill_pb2.PrefillRequest, context: PrefillContext) -> TraceContext:

@@ -6,6 +6,7 @@ import uvloop
 
 from edge.command_line import parse_settings
 from edge.http.large_blocks import return_large_blocks
+from edge.http.long_work import take_short_turns
 from edge.logs.setup import setup_logging, tell_failure
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     return_large_blocks()
     settle()
+    take_short_turns()
     uvloop.run(server.run_until_drained())
     return 0
 

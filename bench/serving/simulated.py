@@ -3,8 +3,9 @@ nodes that served it: what the router's and the planner's code say that clients 
 
     arrivals     as they were sent
     steps        the medians of prompts by tokens in a step, and of decode by rows, from `/steps`
-    overhead     what a first token takes besides its prompt's step where no prompt was in the way:
-                 HTTP, router, the calls between nodes, the wake-ups of their processes
+    overhead     what first tokens took besides their prompt's step where no other prompt was on the
+                 node: HTTP, router, the calls between nodes, the wake-ups of their processes. It
+                 varies: each simulated first token draws one of those that were seen
     ideal        the same prompts in one queue before as many servers, alone and without overhead
 
 Where live figures are higher than simulated ones, real processes lose time that no model of them
@@ -115,10 +116,10 @@ def simulated(
     if profile is None or not sent or not (row["ttft_ms"] and row["itl_ms"]):
         return {}
     step_s = MeasuredTimes(profile).prompt_s(n_in, n_in)
-    overhead_s = _overhead_s(outcomes, step_s)
+    overheads = overheads_s(outcomes, step_s)
     arrivals = in_order([Arrival(at_s, n_in, n_out) for at_s in sent])
     traffic = Traffic("measured", arrivals)
-    runs = [_run(traffic, profile, nodes, overhead_s, seed) for seed in _SEEDS]
+    runs = [_run(traffic, profile, nodes, overheads, seed) for seed in _SEEDS]
     found = {name: statistics.median(run[name] for run in runs) for name in _FIGURES}
     live = {name: row[f"{name[:-4]}_ms"][name[-3:]] for name in _FIGURES}
     prompts = [(arrival.at_s, step_s) for arrival in arrivals]
@@ -126,7 +127,7 @@ def simulated(
     return {
         "simulated": {
             **{f"{name}_ms": round(value, 3) for name, value in found.items()},
-            "overhead_ms": round(1e3 * overhead_s, 3),
+            "overhead_ms": distribution_ms(overheads),
             "live_over_simulated": {
                 name: round(live[name] / found[name], 3) for name in _FIGURES if found[name]
             },
@@ -136,21 +137,28 @@ def simulated(
     }
 
 
-def _overhead_s(outcomes: Sequence[Outcome], step_s: float) -> float:
-    """Returns what first tokens take besides the step: the median of what is neither queue
-    nor prefill, and what queue and prefill are longer than the step in the half of prompts that
-    waited least. 0: unknown."""
+def overheads_s(outcomes: Sequence[Outcome], step_s: float) -> list[float]:
+    """Returns what first tokens took besides the step, of prompts that came when none before them
+    was without its first token on the same node. Those that met others would count their wait
+    twice."""
     told = [(one, one.timeline) for one in outcomes if one.complete and one.timeline]
-    if not told:
-        return 0.0
-    rest = [one.ttft_s - timeline["queue_s"] - timeline["prefill_s"] for one, timeline in told]
-    waits = sorted((timeline["queue_s"], timeline["prefill_s"]) for _, timeline in told)
-    quick = [queue + prefill - step_s for queue, prefill in waits[: -(-len(waits) // 2)]]
-    return max(0.0, statistics.median(rest) + statistics.median(quick))
+    first_at: defaultdict[str, float] = defaultdict(float)
+    found = []
+    for one, timeline in sorted(told, key=lambda pair: pair[0].sent or 0.0):
+        node = timeline["prefill_node"] or "local"
+        assert one.sent is not None
+        if one.sent >= first_at[node]:
+            found.append(max(0.0, one.ttft_s - step_s))
+        first_at[node] = max(first_at[node], one.chunks[0])
+    return found
 
 
 def _run(
-    traffic: Traffic, profile: SpeedProfile, nodes: SimulatedNodes, overhead_s: float, seed: int
+    traffic: Traffic,
+    profile: SpeedProfile,
+    nodes: SimulatedNodes,
+    overheads: Sequence[float],
+    seed: int,
 ) -> dict[str, float]:
     """Returns milliseconds. One router that learns of its nodes four times a second, as live."""
     times = MeasuredTimes(profile)
@@ -166,11 +174,12 @@ def _run(
         max_batched_tokens=profile.max_batched_tokens,
         max_sequences=profile.max_sequences,
         lead_s=STEP_LEAD_S,
-        overhead_s=overhead_s,
         make_fill=partial(prompt_order, times, profile.max_batched_tokens),
     )
     measured = SimCluster(shape, _policy, seed).run(traffic.sim_requests(), warm_part=0.0)
-    ttft = weighted_quantiles([(t, 1.0) for t in measured.ttft_s], (0.5, 0.99))
+    draw = random.Random(seed)
+    firsts = [t + draw.choice(overheads or (0.0,)) for t in measured.ttft_s]
+    ttft = weighted_quantiles([(t, 1.0) for t in firsts], (0.5, 0.99))
     itl = weighted_quantiles(with_spread(measured.gaps, times.spread), (0.5, 0.99))
     return dict(zip(_FIGURES, (1e3 * value for value in (*ttft, *itl)), strict=True))
 

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 import grpc
 
@@ -27,10 +28,12 @@ from decode_node.disagg.prefill_events import (
     PrefillEvents,
 )
 from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
+from edge.http import long_work
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
 from engine.contracts.request_spec import encode_spec
+from engine.contracts.token_parts import MOST_TOGETHER, token_parts
 from engine.frontend.input_processor import GenerationRequest
 from kv_transfer.errors import HandshakeMismatch, PeerLost
 from kv_transfer.metadata import KVPeer, KVTransferParams
@@ -123,7 +126,9 @@ class PrefillClient:
         trace = request.calls.begin(request.trace, address) if request.trace is not None else {}
         metadata = (*trace.items(), *self._credentials.metadata())
         stub = await node.stub()
-        call = stub.Prefill(_message(request, params), metadata=metadata)
+        is_long = len(request.spec.prompt_token_ids) > MOST_TOGETHER
+        message = await long_work.run(is_long, partial(_message, request, params))
+        call = stub.Prefill(message, metadata=metadata)
         peer = params.peer
         num_groups = 1 + len(peer.groups) if peer is not None and peer.names_group else 0
         events = PrefillEvents(request.prefill_spec, self._vocab_size, num_groups)
@@ -187,14 +192,15 @@ class PrefillClient:
         return peer
 
 
-def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb2.PrefillRequest:
+def _message(request: GenerationRequest, params: KVTransferParams) -> bytes:
+    """Returns the bytes of a call. Those of one message in parts, each with some of the prompt, are
+    those of the whole."""
     assert params.peer is not None
-    return prefill_pb2.PrefillRequest(
+    head = prefill_pb2.PrefillRequest(
         request_id=request.request_id,
         transfer_id=params.transfer_id,
         attempt=params.attempt,
         expected_epoch=params.peer.epoch,
-        prompt_token_ids=request.spec.prompt_token_ids,
         spec=encode_spec(request.prefill_spec),
         first_token_only=params.first_token_only,
         prefix_holder=request.prefix_holder,
@@ -204,6 +210,11 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
             for one in request.pixels
         ],
     )
+    parts = [
+        prefill_pb2.PrefillRequest(prompt_token_ids=part).SerializeToString()
+        for part in token_parts(request.spec.prompt_token_ids)
+    ]
+    return b"".join([head.SerializeToString(), *parts])
 
 
 def _name(error: grpc.aio.AioRpcError) -> str:

@@ -48,12 +48,13 @@ class ChoicePreparer:
             spec = bare.with_prompt(prompt.token_ids).with_prefix_hash(place.prefix_hash)
             spec = spec.with_images(read.images.spans)
             spec = spec.with_sampling(grammar=prompt.grammar)
-            spec = self._complete(read, spec)
+            spec = await long_work.run(context.is_long, partial(self._complete, read, spec))
             if not resumed:
                 read.model.served.limits.check_answer(body, spec, len(read.prompts))
             for i in range(body.num_choices):
                 begun = resumed[len(choices)] if resumed else None
-                request = self._request(read, spec, i, begun, context)
+                make = partial(self._request, read, spec, i, begun, context)
+                request = await long_work.run(context.is_long and begun is not None, make)
                 request.prefix_holder = place.prefix_holder
                 choice = _choice(read, prompt, request, len(choices), is_first=i == 0)
                 choice.prefill_nodes = place.prefill_nodes

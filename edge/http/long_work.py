@@ -1,7 +1,7 @@
 """Does the work on requests so that it holds up nothing else in the event loop.
 
 `run`    long bodies: beside the event loop, one piece after the other. A thread of its own takes
-         turns with the event loop every few milliseconds. Many threads would take turns with each
+         turns with the event loop (`take_short_turns`). Many threads would take turns with each
          other first: so there is one, and long bodies wait for each other
 `pause`  all others: in pieces of a few hundred microseconds, of which each turn of the event loop
          has one, whatever number of requests is there. Between two of them it reads and passes on
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,15 @@ from weakref import WeakKeyDictionary
 LONG_BODY = 16 << 10
 """Bytes. Work on what is shorter is over sooner than a thread begins."""
 
+_SHORT_TURN_S = 0.0005
 _Result = TypeVar("_Result")
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-bodies")
+
+
+def take_short_turns() -> None:
+    """Has threads of this process let each other go on ten times as often as Python's usual 5 ms:
+    tokens that come while the thread works wait for no more. It costs the thread some 2 %."""
+    sys.setswitchinterval(_SHORT_TURN_S)
 
 
 async def run(is_long: bool, work: Callable[[], _Result]) -> _Result:

@@ -25,6 +25,7 @@ from engine.contracts.errors import (
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import check_sampling
+from engine.contracts.token_parts import token_parts
 from engine.frontend.text_options import TextOptions
 from engine.frontend.visible_text import PieceReader
 from engine.images.image_input import ImagePixels
@@ -189,9 +190,12 @@ class InputProcessor:
 
 def wrong_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
     """Returns the place of the first id that the vocabulary does not have; None for none."""
-    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        return None
-    return next(i for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)
+    done = 0
+    for part in token_parts(token_ids):
+        if not 0 <= min(part) <= max(part) < vocab_size:
+            return done + next(i for i, id_ in enumerate(part) if not 0 <= id_ < vocab_size)
+        done += len(part)
+    return None
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:

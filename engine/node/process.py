@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 
 import uvloop
 
+from edge.http.long_work import take_short_turns
 from edge.logs.setup import tell_failure
 from edge.program import settle
 from edge.security.config import SecurityError
@@ -32,6 +33,7 @@ from engine.node.start_progress import StartProgress
 def run_node(name: str, serve: Coroutine[None, None, int]) -> int:
     """Returns the exit code of `serve`, or 1 when the node could not start or its engine died.
     `name`: what the line that says so calls the node."""
+    take_short_turns()
     try:
         return uvloop.run(serve)
     except (

@@ -21,7 +21,7 @@ from bench.serving.node_history import decode_figures, gaps, prefill_figures, pr
 from bench.serving.node_metrics import histogram_quantile
 from bench.serving.openai_stream import Outcome
 from bench.serving.process_tree import cpu_seconds
-from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
+from bench.serving.simulated import SimulatedNodes, StepTimesSeen, overheads_s, simulated
 from engine.contracts.step_log import StepRecord
 from engine.frontend.step_history import HistoryReport, PauseReport
 from tests.bench.test_serving_bench import answer_as_asked
@@ -193,13 +193,24 @@ def test_a_load_without_queues_is_what_virtual_time_says() -> None:
     nodes = SimulatedNodes(prefill=1, decode=1, kv_tokens=10_000)
     found = simulated(load, outcomes, 0.0, times, nodes)["simulated"]
     assert found["live_over_simulated"]["ttft_p50"] == pytest.approx(1, abs=0.01)
-    assert found["overhead_ms"] == pytest.approx(5, abs=0.01)
+    assert found["overhead_ms"]["p50"] == pytest.approx(5, abs=0.01)
     assert found["ideal_ttft_ms"]["max"] == pytest.approx(40, abs=0.01)
     table = live_table([load | {"simulated": found}])
     assert "45 / 45 (1.00) |" in table and "*" not in table
     late = load | {"simulated": found, "ttft_ms": {"p50": 60.0, "p99": 55.0}}
     assert "60 / 45 (1.33)* | 55 / 45 (1.22) |" in live_table([late])
     assert simulated(load, outcomes, 0.0, StepTimesSeen({}, {}), nodes) == {}
+
+
+def test_who_met_another_prompt_says_nothing_of_what_a_first_token_takes_besides() -> None:
+    """A wait that counted as overhead would be added to simulated waits."""
+    alone, behind = answer_at(0.0, 0.045), answer_at(0.02, 0.065, queue=0.02)
+    on_another_node = answer_at(0.03, 0.05)
+    assert on_another_node.timeline is not None
+    on_another_node.timeline["prefill_node"] = "p1"
+    later, failed = answer_at(1.0, 0.047), Outcome(1.01, sent=1.01, error="503")
+    found = overheads_s([later, behind, failed, on_another_node, alone], 0.04)
+    assert found == pytest.approx([0.005, 0.01, 0.007])
 
 
 def test_a_quantile_of_a_histogram_is_of_what_was_counted_in_between() -> None:

@@ -6,10 +6,14 @@ import asyncio
 import importlib.metadata
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
 
+from decode_node.http import routes
+from edge.http import long_work
+from engine.frontend import input_processor
 from tests.decode_node.decode_fakes import token_at
 from tests.decode_node.http_node import CONTEXT, MODEL, HttpNode, chunks_of, http_node
 
@@ -55,6 +59,32 @@ async def test_a_completion() -> None:
             "prompt_tokens_details": {"cached_tokens": 0},
         }
         assert "timeline" not in body
+
+
+async def test_the_event_loop_touches_no_prompt_of_a_long_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens of others pass through the loop meanwhile."""
+    threads = list[str]()
+
+    def in_thread(name: str, work: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            threads.append(f"{name} {threading.current_thread().name}")
+            return work(*args, **kwargs)
+
+        return noted
+
+    for module, name in ((routes, "parse_body"), (input_processor, "wrong_token")):
+        monkeypatch.setattr(module, name, in_thread(name, getattr(module, name)))
+    padding = {"metadata": {"a": "x" * (1 + long_work.LONG_BODY)}}
+    async with http_node() as node:
+        for url, body in URLS.items():
+            await post(node, url, body | padding)
+        assert {thread.split("_")[0] for thread in threads} == {"parse", "wrong"}
+        assert all("long-bodies" in thread for thread in threads)
+        threads.clear()
+        await post(node, "/v1/completions", TEXT)
+        assert threads and not any("long-bodies" in thread for thread in threads)
 
 
 async def test_a_chat_completion_uses_the_template() -> None:

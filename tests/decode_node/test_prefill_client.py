@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -15,10 +16,12 @@ import pytest
 from decode_node.disagg import prefill_client as prefill_client_module
 from decode_node.disagg.prefill_client import PrefillClient
 from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError
+from edge.http import long_work
 from edge.security.credentials import Credentials
 from edge.tracing.context import TraceContext
 from engine.contracts.request_spec import RequestSpec, decode_spec
 from engine.contracts.sampling_params import SamplingParams
+from engine.contracts.token_parts import MOST_TOGETHER
 from engine.frontend.input_processor import GenerationRequest
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer, KVTransferParams
@@ -104,8 +107,10 @@ def params(peer: KVPeer = THEM) -> KVTransferParams:
     return KVTransferParams(do_remote_prefill=True, transfer_id="ab" * 16, attempt=1, peer=peer)
 
 
-async def events(client: PrefillClient, address: str) -> list[object]:
-    async with aclosing(client.prefill(address, REQUEST, params())) as stream:
+async def events(
+    client: PrefillClient, address: str, request: GenerationRequest = REQUEST
+) -> list[object]:
+    async with aclosing(client.prefill(address, request, params())) as stream:
         return [event async for event in stream]
 
 
@@ -120,6 +125,27 @@ async def test_a_prompt_goes_out_and_its_token_comes_back() -> None:
         assert (sent.transfer_id, sent.attempt) == ("ab" * 16, 1)
         assert sent.expected_epoch == THEM.epoch
         assert decode_spec(sent.spec, list(sent.prompt_token_ids)) == REQUEST.spec
+
+
+async def test_a_long_prompt_is_written_beside_the_event_loop_and_arrives_whole() -> None:
+    """Others go ahead while the thread for long work has something else to do."""
+    ids = [1 + i % (VOCAB_SIZE - 1) for i in range(2 * MOST_TOGETHER + 7)]
+    long = dataclasses.replace(REQUEST, spec=REQUEST.spec.with_prompt(ids))
+    goes_on = threading.Event()
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        await client.handshake(address)
+        busy = asyncio.create_task(long_work.run(True, goes_on.wait))
+        slow = asyncio.create_task(events(client, address, long))
+        try:
+            assert len(await events(client, address)) == 2
+            assert not slow.done()
+        finally:
+            goes_on.set()
+        await busy
+        assert len(await slow) == 2
+        short, sent = servicer.requests
+        assert list(short.prompt_token_ids) == REQUEST.spec.prompt_token_ids
+        assert decode_spec(sent.spec, list(sent.prompt_token_ids)) == long.spec
 
 
 async def test_one_handshake_with_a_node_is_enough() -> None:

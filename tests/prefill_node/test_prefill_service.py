@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
+from edge.http import long_work
 from edge.tracing.file import TraceFile
 from edge.tracing.tracer import Tracer
 from engine.config import ParallelConfig
@@ -21,6 +23,7 @@ from engine.contracts.sampling_params import SamplingParams
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer, group_of_transfer
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
+from prefill_node import service as service_module
 from tandem_pb import node_pb2, prefill_pb2
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
 from tests.prefill_node.prefill_fakes import (
@@ -301,6 +304,36 @@ async def test_a_stopping_node_refuses_and_says_so_in_its_load() -> None:
         event, error = await refusal(node)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert event.load.draining
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_long_prompt_is_read_beside_the_event_loop(
+    stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others go ahead meanwhile, and a node that stops in between takes it no more."""
+    monkeypatch.setattr(service_module, "MOST_TOGETHER", 3)
+    goes_on = threading.Event()
+    async with served_prefill() as node:
+        busy = asyncio.create_task(long_work.run(True, goes_on.wait))
+        long = node.stub.Prefill(request(node, prompt_token_ids=[5, 6, 7, 8]))
+        reads = asyncio.create_task(read(long))
+        try:
+            call, prompt = await accepted(node, attempt=1)
+            assert prompt.request.spec.prompt_token_ids == [1, 2, 3]
+            assert not reads.done()
+            node.status.work.draining = stops
+        finally:
+            goes_on.set()
+        await busy
+        event = await reads
+        if stops:
+            assert event.failed.code == "unavailable" and len(node.engine.prompts) == 1
+        else:
+            assert event.WhichOneof("event") == "accepted"
+            prompt = await node.engine.added(2)
+            assert prompt.request.spec.prompt_token_ids == [5, 6, 7, 8]
+        call.cancel()
+        long.cancel()
 
 
 @pytest.mark.parametrize("limit", ["requests", "tokens"])

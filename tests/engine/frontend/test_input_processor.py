@@ -14,7 +14,8 @@ from engine.config import SchedulerConfig
 from engine.contracts.errors import InvalidRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams
-from engine.frontend.input_processor import InputProcessor, choose_seed
+from engine.contracts.token_parts import MOST_TOGETHER
+from engine.frontend.input_processor import InputProcessor, choose_seed, wrong_token
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
 
 PROCESSOR = InputProcessor(tiny_config())
@@ -58,6 +59,26 @@ def test_the_context_message_says_both_numbers() -> None:
 )
 def test_wrong_prompts(prompt: list[int], max_tokens: int | None) -> None:
     assert refusal(prompt, max_tokens) == "prompt"
+
+
+class _InParts(list[int]):
+    """Lets nobody walk through all of it in one call, which would hold the event loop up."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all ids at once")
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        assert not isinstance(found, list) or len(found) <= MOST_TOGETHER
+        return found
+
+
+@pytest.mark.parametrize("place", [0, MOST_TOGETHER, 2 * MOST_TOGETHER + 5, None])
+def test_ids_of_long_prompts_are_checked_in_parts(place: int | None) -> None:
+    ids = _InParts([3] * (2 * MOST_TOGETHER + 9))
+    if place is not None:
+        ids[place] = VOCAB
+    assert wrong_token(ids, VOCAB) == place
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1, MAX_LEN])

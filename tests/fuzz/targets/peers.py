@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import struct
@@ -151,7 +152,7 @@ def _check_prefill_request(data: bytes) -> None:
     if message is None:
         return
     engine, servicer = _prefill()
-    found = judged(lambda: servicer._accept(message), Refused)
+    found = judged(lambda: asyncio.run(servicer._accept(message)), Refused)
     if found is None:
         return
     vocab = engine.config.model.vocab_size
