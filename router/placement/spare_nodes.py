@@ -4,7 +4,10 @@
                least of the last `window_s` is what nothing used
     prefill    of those, all but a reserve: each takes prompts up to `step_tokens` at once. What
                comes finds as many free nodes as it has needed lately, and the reserve besides
-    decode     nodes with room in their KV cache, on which no other request waits
+    decode     nodes with room in their KV cache, on which no other request waits: up to
+               `max_per_decode`. Where no prefill node is spare, those that others use, and whose
+               steps have room for prompts, take `max_beside`: each makes the steps of others
+               longer, so that these stay longer and leave less room for prompts of others
     local      a decode node computes a prompt itself where its steps have room for it, or where
                nothing but such requests was on it for `window_s`
 
@@ -71,6 +74,7 @@ class SpareNodes:
     reserve: float = 0.1
     step_tokens: int = 2048
     max_per_decode: int = 32
+    max_beside: int = 6
     _free: dict[str, _LeastFree] = field(default_factory=dict)
     _used_at: dict[Node, float] = field(default_factory=dict)
 
@@ -114,8 +118,7 @@ class SpareNodes:
         answers it has one at a time: prompts of others may be computed there as well."""
         if decode.report is None or _work(decode) >= self.step_tokens:
             return False
-        now = self.registry.clock()
-        if now - self._used_at.get(decode, now) >= self.window_s:
+        if not self._is_used(decode):
             return True
         return decode.report.slack_tokens_per_s > 0 and _work(decode) == 0
 
@@ -131,7 +134,7 @@ class SpareNodes:
     def num_rooms(self, model: str) -> int:
         """Returns how many such requests decode nodes may have besides those that they have."""
         decodes = self.decodes(self._of(NodeRole.DECODE, model), 0)
-        return sum(self.max_per_decode - _num_idle(node) for node in decodes)
+        return sum(self._most(node) - _num_idle(node) for node in decodes)
 
     def _of(self, role: NodeRole, model: str) -> list[Node]:
         nodes = self.registry.usable(role)
@@ -139,10 +142,23 @@ class SpareNodes:
 
     def _has_room(self, decode: Node, num_kv_tokens: int) -> bool:
         report = decode.report
-        if report is None or not decode.health.accepts or _num_idle(decode) >= self.max_per_decode:
+        if report is None or not decode.health.accepts or _num_idle(decode) >= self._most(decode):
             return False
         others_wait = report.num_waiting_requests > 0 and decode.serves_others
         return not others_wait and decode.kv_usage_with(num_kv_tokens) <= _MAX_KV_USAGE
+
+    def _most(self, decode: Node) -> int:
+        """Returns how many such requests a decode node may have."""
+        shares_room = decode.report is not None and decode.report.slack_tokens_per_s > 0
+        if not shares_room or not self._is_used(decode):
+            return self.max_per_decode
+        prefills = [n for n in self.registry.usable(NodeRole.PREFILL) if n.model == decode.model]
+        return self.max_per_decode if self.prefills(prefills) else self.max_beside
+
+    def _is_used(self, node: Node) -> bool:
+        """Returns whether other requests were on it in the window."""
+        now = self.registry.clock()
+        return now - self._used_at.get(node, now) < self.window_s
 
     def _is_busy(self, node: Node) -> bool:
         is_busy = node.serves_others

@@ -20,7 +20,7 @@ from router.request.info import RequestInfo
 from router.request.tenants import Priority
 from tests.router.factories import Fleet, report, request
 
-PREFILL = NodeRole.PREFILL
+DECODE, PREFILL = NodeRole.DECODE, NodeRole.PREFILL
 
 
 def idle(**fields: Any) -> RequestInfo:
@@ -148,6 +148,32 @@ def test_one_prefill_node_stays_free_and_a_quiet_decode_node_computes() -> None:
         policy.place(idle())
     tell(fleet, "d", num_total_blocks=1000, num_free_blocks=1000, slack_tokens_per_s=900.0)
     assert policy.place(idle()).choice is PrefillChoice.LOCAL
+
+
+def test_few_run_beside_others_where_prompts_of_others_need_the_room(fleet: Fleet) -> None:
+    """Each makes the steps of others longer, which leaves less room for their prompts."""
+    spare, room = SpareNodes(registry=fleet.registry), {"slack_tokens_per_s": 900.0}
+    wait(fleet, spare)
+    whole = {"num_total_blocks": 1000, "num_free_blocks": 1000}
+    tell(fleet, "d", **whole, **room)
+    with fleet.node("d").hold_request():
+        spare.look()
+        assert spare.num_rooms("demo") == 32, "prefill nodes are spare"
+        for i in range(3):
+            fleet.node(f"p{i}").work.was_used = True
+        spare.look()
+        assert not prefills(fleet, spare)
+        assert spare.num_rooms("demo") == 6
+        tell(fleet, "d", **whole, **room, num_running_requests=7, num_idle_requests=6)
+        assert not spare.decodes(fleet.registry.nodes(DECODE), 0)
+        tell(fleet, "d", **whole, num_running_requests=7, num_idle_requests=6)
+        assert spare.num_rooms("demo") == 26, "without an objective no prompt needs its room"
+    tell(fleet, "d", **whole, **room)
+    wait(fleet, spare)
+    for i in range(3):
+        fleet.node(f"p{i}").work.was_used = True
+    spare.look()
+    assert spare.num_rooms("demo") == 32, "nobody else was on it"
 
 
 @pytest.mark.parametrize(
