@@ -62,10 +62,10 @@ class GraphCaptureError(CannotStartError):
 
 class GraphKey(NamedTuple):
     """Names the work of one graph: a step of `num_reqs` requests with `num_tokens` tokens in all.
-    `decode_query_len`: all of them decode, with this many tokens each; 0: prompts, each of which
-    ends. `samples`: also their next tokens and the advance of their rows; without, it ends with
-    their logits. `adapters`: some of the requests may have one. `num_drafts`: the work is no step,
-    but that of a drafter which guesses this many tokens of each request."""
+    `decode_query_len`: all of them decode, with this many tokens each; 0: some are prompts, or
+    chunks of them. `samples`: also their next tokens and the advance of their rows; without, it
+    ends with their logits. `adapters`: some of the requests may have one. `num_drafts`: the work is
+    no step, but that of a drafter which guesses this many tokens of each request."""
 
     num_reqs: int
     num_tokens: int
@@ -266,8 +266,10 @@ class CudaGraphManager:
             return None  # A recorded step with prompts chooses one token for each request.
         if order.has_pending:
             return None  # To it all requests are prompts, whose states have all tokens before.
-        if order.num_sampled < num_reqs or not is_recordable(order) or is_eager(order):
+        if not is_recordable(order) or is_eager(order):
             return None
+        # A chunk that leaves some of its prompt gets logits in vain, and no token.
+        samples = samples and order.num_sampled == num_reqs
         return self.dispatch_prompts(num_reqs, int(order.query_lens.sum()), samples)
 
     def capture(self, run: Callable[[GraphKey], None], report: Callable[[float], None]) -> None:

@@ -331,7 +331,9 @@ class ModelRunner:
         self._advance_rows(batch, sampled)
         return sampled, of_prompts
 
-    def _run_graph(self, order: BatchOrder, key: GraphKey, on_layer: OnLayer) -> SamplerOutput:
+    def _run_graph(
+        self, order: BatchOrder, key: GraphKey, on_layer: OnLayer
+    ) -> SamplerOutput | None:
         assert self._graphs is not None
         num_reqs = len(order.rows)
         self._input_buffers.load(order, key.num_reqs)
@@ -342,7 +344,9 @@ class ModelRunner:
             # The next replay overwrites its own output, maybe before this one is copied.
             return SamplerOutput(self._graph_tokens[key][:num_reqs].clone(), None)
         batch = self._input_buffers.loaded(order)
-        sampled = self._choose(self._logits.read(num_reqs * key.width), batch)
+        sampled = None
+        if order.num_sampled > 0:
+            sampled = self._choose(self._logits.read(order.num_sampled * key.width), batch)
         self._advance_rows(batch, sampled)
         return sampled
 

@@ -17,7 +17,7 @@ from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.fast_paths import FastPath
-from engine.worker.cudagraph_utils import default_capture_sizes
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, default_capture_sizes
 from tests.engine.worker.gpu_workers import (
     ALL_FAST_PATHS,
     GREEDY,
@@ -154,6 +154,31 @@ def test_a_graph_with_prompts_equals_single_launches_bit_for_bit(
     assert found[0][0] == found[1][0]
     for replayed, launched in zip(found[0][1], found[1][1], strict=True):
         assert torch.equal(replayed[1:], launched[1:])
+
+
+def test_chunks_beside_answers_are_computed_by_graphs(
+    small_weights: Path, make_driver, make_prompt, monkeypatch
+) -> None:
+    """Chunks get no token, decodes beside them do. As launched one by one."""
+    replayed: list[GraphKey] = []
+    replay = CudaGraphManager.replay
+    monkeypatch.setattr(
+        CudaGraphManager, "replay", lambda graphs, key: (replayed.append(key), replay(graphs, key))
+    )
+    found = []
+    for disabled in ((), ("prompt-graphs",)):
+        with started(small_config(small_weights, disabled_fast_paths=disabled)) as worker:
+            driver = make_driver(worker.execute_model)
+            driver.add("a", 2, make_prompt(30, 1), GREEDY)
+            driver.step({"a": 30})
+            driver.add("b", 0, make_prompt(60, 2), GREEDY)
+            for chunk in (15, 20, 25):
+                driver.step({"b": chunk})
+            driver.run(4)
+            found.append(dict(driver.tokens))
+    assert found[0] == found[1]
+    prompts = [(key.num_tokens, key.samples) for key in replayed if not key.decodes]
+    assert prompts == [(32, True), (16, False), (32, False), (32, True)]
 
 
 @pytest.mark.multi_gpu

@@ -66,6 +66,27 @@ def test_a_small_part_of_a_prompt_says_little_of_a_large_one() -> None:
     assert slack.limit(8192, 4) == 512
 
 
+@pytest.mark.parametrize(
+    ("launches_s", "each_s", "sizes"),
+    [
+        (0.044, 80e-6, [256, 64, 128, 512, 1024, 512, 512]),
+        (0.006, 50e-6, [256, 64, 128, 64, 64]),
+    ],
+)
+def test_steps_that_are_too_long_anyway_are_few(
+    launches_s: float, each_s: float, sizes: list[int]
+) -> None:
+    """Launches one by one take 44 ms, in which the GPU computes 512 tokens as well as 64. Where
+    each token costs, steps stay short."""
+    slack = StepSlack(0.015)
+    slack.observe(0.008, 12, 0)
+    found = []
+    for _ in sizes:
+        found.append(slack.limit(8192, 12))
+        slack.observe(0.008 + max(launches_s, found[-1] * each_s + 0.006), 12, found[-1])
+    assert found == sizes
+
+
 def test_one_step_that_was_held_up_is_forgotten() -> None:
     slack = measured(0.020, 0.010, 1e-5)
     slack.observe(0.060, 4, 64)
