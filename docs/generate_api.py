@@ -110,7 +110,8 @@ long = client.responses.retrieve(long.id)  # until long.status is completed, inc
   before anything is computed; others do not notice.
 
 Without `--response-store`, `previous_response_id`, `conversation` and `background` are a 400, and
-the paths do not exist. Stored prompts and `/v1/responses/compact` are not there in either case.
+the paths of what is kept a 404 `no_response_store`. Stored prompts and `/v1/responses/compact` are
+not there in either case.
 """
 
 FIELDS = """

@@ -28,10 +28,11 @@ from edge.security.tls_files import TlsFiles
 from edge.security.tls_http import TlsConfig, TlsServer
 from edge.silent_peers import set_silence_timeout
 from edge.supervisor import tell_supervisor
-from router.app import OuterWorld, Services, create_admin_app, create_app
+from router.app import create_admin_app, create_app
 from router.config import RouterSettings
 from router.errors import ConfigurationError
 from router.make_responses import KeptRoutes
+from router.make_services import OuterWorld, Services
 
 logger = logging.getLogger(__name__)
 

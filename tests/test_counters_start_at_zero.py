@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from decode_node.metrics import DecodeMetrics
 from engine.node.metrics import ITL_BUCKETS
 from prefill_node.metrics import PrefillMetrics
-from router.app import OuterWorld, make_services
 from router.config import RouterSettings
+from router.make_services import OuterWorld, make_services
 from tests.decode_node.test_traces import tiny_config
 
 LATER = {

@@ -23,8 +23,8 @@ from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from kv_transfer.metadata import Reclaim
 from kv_transfer.tiers.host_tier import PooledHostTier
 from prefill_node.metrics import PrefillMetrics
-from router.app import OuterWorld, make_services
 from router.config import RouterSettings
+from router.make_services import OuterWorld, make_services
 
 
 @cache

@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from decode_node.metrics import DecodeMetrics
 from engine.node.metrics import EngineCollector, MeasuredEngine
-from router.app import OuterWorld, make_services
 from router.config import RouterSettings
+from router.make_services import OuterWorld, make_services
 from router.observe.metrics import RouterMetrics
 from tests.engine.core.tiny_engine import tiny_config
 from tests.helm.helm_engine import HelmSdk

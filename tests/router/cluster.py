@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from router.app import OuterWorld, Services
 from router.config import RouterSettings
+from router.make_services import OuterWorld, Services
 from router.nodes.address import NodeRole
 from router.server import RouterServer, bind
 from tests.awaited import until as eventually

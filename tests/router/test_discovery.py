@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.app import OuterWorld
 from router.errors import ConfigurationError
+from router.make_services import OuterWorld
 from router.nodes.address import NodeAddress, NodeRole, NodeSource, parse_node_list
 from router.nodes.discovery import Discovery, resolve_host
 from router.nodes.registry import NodeRegistry

@@ -289,28 +289,54 @@ async def test_what_is_not_served_is_named_with_what_is(cluster: Cluster) -> Non
         assert answer.headers["allow"] == "POST"
 
 
-async def test_who_wants_batches_of_a_router_without_them_learns_what_they_need(
-    cluster: Cluster,
+@pytest.mark.parametrize(
+    ("store", "paths"),
+    [
+        (
+            "batch",
+            [
+                ("POST", "/v1/files"),
+                ("GET", "/v1/files/"),
+                ("GET", "/v1/files/file-1/content"),
+                ("DELETE", "/v1/files/file-1"),
+                ("POST", "/v1/batches"),
+                ("POST", "/v1/batches/batch_1/cancel"),
+            ],
+        ),
+        (
+            "response",
+            [
+                ("GET", "/v1/responses/resp_1"),
+                ("DELETE", "/v1/responses/resp_1"),
+                ("POST", "/v1/responses/resp_1/cancel"),
+                ("GET", "/v1/responses/resp_1/input_items"),
+                ("POST", "/v1/conversations"),
+                ("GET", "/v1/conversations/conv_1"),
+                ("POST", "/v1/conversations/conv_1/items"),
+            ],
+        ),
+    ],
+)
+async def test_who_wants_what_a_router_does_not_keep_learns_what_that_needs(
+    cluster: Cluster, store: str, paths: list[tuple[str, str]]
 ) -> None:
     router = await cluster.router(await cluster.decode())
-    for method, path in (
-        ("POST", "/v1/files"),
-        ("GET", "/v1/files/"),
-        ("GET", "/v1/files/file-1/content"),
-        ("DELETE", "/v1/files/file-1"),
-        ("POST", "/v1/batches"),
-        ("POST", "/v1/batches/batch_1/cancel"),
-    ):
+    for method, path in paths:
         async with router.client.request(method, router.url + path, json={}) as answer:
             assert answer.status == 404
             error = (await answer.json())["error"]
-            assert (error["type"], error["code"]) == ("invalid_request_error", "no_batch_store")
-            assert "--batch-store" in error["message"] and "served" not in error["message"]
-    async with router.client.get(router.url + "/v1/fil") as answer:
-        assert "/v1/files" not in (await answer.json())["error"]["message"], "nobody is led there"
-    url = router.url + "/v1/files"
-    async with router.client.get(url, headers={"anthropic-version": "2023-06-01"}) as answer:
-        assert "--batch-store" in (await answer.json())["error"]["message"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", f"no_{store}_store")
+            assert f"--{store}-store" in error["message"] and "served" not in error["message"]
+    url = router.url + paths[0][1]
+    async with router.client.request(
+        paths[0][0], url, headers={"anthropic-version": "2023-06-01"}
+    ) as answer:
+        assert f"--{store}-store" in (await answer.json())["error"]["message"]
+    async with router.client.get(router.url + paths[-1][1][:6]) as answer:
+        listed = (await answer.json())["error"]["message"].partition("served: ")[2]
+        assert listed and paths[-1][1].split("/")[2] not in listed, "nobody is led there"
+    async with router.client.post(router.url + "/v1/responses/compact", json={}) as answer:
+        assert f"--{store}-store" not in (await answer.json())["error"]["message"]
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])
