@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ def _unfreeze() -> None:
 
 
 def pytest_configure() -> None:
-    forked_programs.install()
+    forked_programs.install(binds=True)
+    # Who ends a run by SIGTERM leaves as little behind as by Ctrl-C: what tests began, they end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     gc.unfreeze = _unfreeze
 
 

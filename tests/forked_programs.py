@@ -9,7 +9,8 @@
 
 To import torch, gRPC and what else a cluster needs takes seconds in every process, a fork takes
 milliseconds. All else is as at a start: process group, signals, standard streams, the command line
-that others see, the end with its parent. A store ends with the process that it belongs to.
+that others see, the end with its parent. A store ends with the process that it belongs to, and what
+tests start ends with them.
 
 Started by Python as ever: what is not in `PROGRAMS`, what is given variables that imports look at,
 and every program of a test that is marked `real_start`.
@@ -126,6 +127,8 @@ _store: _Store | None = None
 _env: dict[str, str] = {}
 """Of this process, when the tests began."""
 _is_off = False
+_binds = False
+"""Whether programs end with this process that ask for nothing."""
 
 
 def _looked_at(env: Mapping[str, str]) -> dict[str, str]:
@@ -135,10 +138,13 @@ def _looked_at(env: Mapping[str, str]) -> dict[str, str]:
 # The side of who starts programs ------------------------------------------------------------------
 
 
-def install() -> None:
-    """From now on `subprocess` starts `PROGRAMS` of this Python as forks, where they are known."""
+def install(*, binds: bool) -> None:
+    """From now on `subprocess` starts `PROGRAMS` of this Python as forks, where they are known.
+    `binds`: they end with this process, whether asked to or not."""
+    global _binds
     if _SYS_CLONE is None:
         return
+    _binds = binds
     _env.update(os.environ)
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
 
@@ -167,10 +173,14 @@ _arguments = inspect.signature(_original)
 def _execute_child(self: Any, *given: Any) -> None:
     asked = _arguments.bind(self, *given).arguments
     env = os.environ if asked["env"] is None else asked["env"]
-    is_known = not _is_off and _network() == _own_network and _is_ours(asked)
+    is_ours = _is_ours(asked)
+    is_known = not _is_off and _network() == _own_network and is_ours
     store = _own_store() if is_known else None
     if store is None or not store.has(env):
-        _original(self, *given)
+        if _binds and is_ours and threading.current_thread() is threading.main_thread():
+            asked["args"] = bound(_unbound(asked["args"])[0])
+            asked["executable"] = None
+        _original(*asked.values())
         return
     inherited = {"p2cread": 0, "c2pwrite": 1, "errwrite": 2}
     streams = [fd if asked[n] == -1 else asked[n] for n, fd in inherited.items()]
@@ -181,7 +191,7 @@ def _execute_child(self: Any, *given: Any) -> None:
         os.fspath(asked["cwd"] or Path.cwd()),
         asked["start_new_session"],
         None if asked["process_group"] == -1 else asked["process_group"],
-        dies_with_parent,
+        dies_with_parent or _binds,
         sorted(asked["pass_fds"]),
     )
     self.pid = store.start(wanted, [*streams, *wanted.fds])
@@ -254,7 +264,7 @@ def main() -> None:
     _name([STORE, "tests"])
     threads = [path.name for path in Path("/proc/self/task").iterdir()]
     assert len(threads) == 1, "imports have started threads, which no fork has"
-    install()
+    install(binds=False)
     gc.freeze()
     pipe = socket.socket(fileno=int(sys.argv[1]))
     pipe.send(b"ready")

@@ -85,6 +85,50 @@ def test_others_see_a_child_of_the_tests_with_its_command(tmp_path: Path) -> Non
         time.sleep(0.02)
 
 
+ASK_OF_THE_END = """
+import ctypes
+asked = ctypes.c_int()
+assert ctypes.CDLL(None).prctl(2, ctypes.byref(asked), 0, 0, 0) == 0  # PR_GET_PDEATHSIG
+print("ends by", asked.value)
+"""
+
+
+@pytest.mark.parametrize("is_fork", [True, False])
+def test_what_tests_start_ends_with_them(is_fork: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(forked_programs.PROGRAMS, "timeit", "timeit")
+    command = [sys.executable, "-m", "timeit", "-n", "1", "-r", "1", ASK_OF_THE_END]
+    env = dict(os.environ) if is_fork else {**os.environ, "PYTHONWARNINGS": "error"}
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, check=True).stdout
+    assert f"ends by {signal.SIGKILL.value}\n" in said
+
+
+WAITS = """
+import pathlib, signal, subprocess, pytest
+
+@pytest.fixture
+def program(tmp_path):
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+
+def test(program):
+    print("id", program.pid, flush=True)
+    signal.pause()
+"""
+
+
+def test_a_run_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
+    file = tmp_path / "test_waits.py"
+    file.write_text(WAITS)
+    options = "-q", "-s", "-p", "tests.conftest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"
+    with start("pytest", *options, str(file)) as run_of_tests:
+        assert run_of_tests.stdout is not None
+        said = next(line for line in run_of_tests.stdout if line.startswith(b"id "))
+        run_of_tests.terminate()
+        assert run_of_tests.wait(60) == pytest.ExitCode.INTERRUPTED
+    assert not is_alive(int(said.split()[1]))
+
+
 def test_variables_that_imports_look_at_need_a_real_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--version").returncode == 0
     asked: list[object] = []

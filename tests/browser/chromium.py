@@ -23,6 +23,8 @@ from typing import Any
 
 import aiohttp
 
+from host.termination import bound
+
 TIMEOUT_S = 30.0
 _FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -44,7 +46,7 @@ def find_chromium() -> str | None:
 @contextlib.contextmanager
 def running_browser(binary: str, profile: Path) -> Iterator[str]:
     """Gives the address of a browser's DevTools."""
-    command = [binary, *_FLAGS, f"--user-data-dir={profile}"]
+    command = bound([binary, *_FLAGS, f"--user-data-dir={profile}"])
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

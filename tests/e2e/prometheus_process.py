@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 import yaml
 
+from host.termination import bound
 from tests.processes import free_address
 
 PROMETHEUS = shutil.which("prometheus", path=str(Path(sys.executable).parent)) or shutil.which(
@@ -97,11 +98,15 @@ async def run_prometheus(
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     log = (folder / "log").open("wb")
     process = await asyncio.create_subprocess_exec(
-        PROMETHEUS,
-        f"--config.file={folder / 'prometheus.yaml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address={address}",
-        "--enable-feature=exemplar-storage",
+        *bound(
+            [
+                PROMETHEUS,
+                f"--config.file={folder / 'prometheus.yaml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={address}",
+                "--enable-feature=exemplar-storage",
+            ]
+        ),
         stdout=log,
         stderr=log,
     )

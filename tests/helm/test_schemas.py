@@ -3,15 +3,33 @@ both Helm engines make the same of it."""
 
 from __future__ import annotations
 
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.helm.helm_engine import HelmCli, HelmSdk, Manifest, Rendered
+from tests.helm.helm_engine import ROOT, HelmCli, HelmMissing, HelmSdk, Manifest, Rendered
 from tests.helm.kube_schemas import KUBE_VERSIONS, errors
 from tests.helm.scenarios import SCENARIOS, rendered, reproducible, supports, values_of
 
 
 def test_engines_are_the_pinned_ones() -> None:
     assert (HelmSdk.shared().version(), HelmCli().version()) == ("v4.2.3", "v3.6.2")
+
+
+def test_helm_that_is_missing_fails_the_tests_that_need_it_and_no_collection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(HelmMissing, match="make helm-tools"):
+        HelmCli()
+    files = [
+        file for file in (ROOT / "tests").rglob("test_*.py") if "HelmCli" in file.read_text("utf-8")
+    ]
+    assert len(files) > 5
+    for file in files:
+        runpy.run_path(str(file))
 
 
 CASES = [

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from cli.local_cluster.cluster import free_ports
+from host.termination import bound
 
 UNPACKED = Path(__file__).parents[2] / ".venv-mooncake"
 """Is where `make mooncake` unpacks it."""
@@ -89,7 +90,9 @@ class Mooncake:
         assert folder is not None
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [folder / program, *arguments, "--logtostderr"], stdout=log, stderr=log
+                bound([str(folder / program), *arguments, "--logtostderr"]),
+                stdout=log,
+                stderr=log,
             )
 
 

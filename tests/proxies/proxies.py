@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from cli.local_cluster.cluster import free_ports
+from host.termination import bound
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = "nginx", "haproxy", "caddy"
@@ -87,8 +88,7 @@ async def running_proxy(
     folder = folder / f"{name}-{port}"
     folder.mkdir()
     process = await asyncio.create_subprocess_exec(
-        binary,
-        *_arguments(name, config, folder),
+        *bound([binary, *_arguments(name, config, folder)]),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=(folder / "errors").open("wb"),
         env={**os.environ, "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)},

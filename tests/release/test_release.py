@@ -46,11 +46,12 @@ exit 0
 COSIGN = """#!/bin/sh
 echo "cosign $*" >> "$LOG"
 """
-HELM = f"""#!/bin/sh
-[ "$1" = push ] || exec {HelmCli().binary} "$@"
-echo "helm $*" >> "$LOG"
-echo "Digest: {DIGEST}"
-"""
+HELM_PUSH = f"""[ "$1" = push ] && {{ echo "helm $*" >> "$LOG"; echo "Digest: {DIGEST}"; exit; }}"""
+
+
+def helm(before: str = "") -> str:
+    """Returns a program that is Helm, but for what is done `before`."""
+    return f'#!/bin/sh\n{before}\nexec {HelmCli().binary} "$@"\n'
 
 
 @dataclass
@@ -117,7 +118,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 def dry(checkout: Checkout) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Returns what a dry run made, and said, where there is neither Docker nor cosign."""
     out = checkout.tree.parent / "dry"
-    checkout.install({"helm": f'#!/bin/sh\nexec {HelmCli().binary} "$@"\n'})
+    checkout.install({"helm": helm()})
     done = checkout.run("release", "--dry-run", "--out", str(out))
     assert done.returncode == 0, done.stderr
     return out, done
@@ -238,7 +239,7 @@ def test_a_release_pushes_both_architectures_and_signs_what_it_pushed(
     checkout: Checkout, dry: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
     checkout.git("tag", f"v{VERSION}")
-    checkout.install({"docker": DOCKER, "cosign": COSIGN, "helm": HELM})
+    checkout.install({"docker": DOCKER, "cosign": COSIGN, "helm": helm(HELM_PUSH)})
     checkout.log.write_text("")
     out = checkout.tree.parent / "out"
     registry = "registry.example.com/team"
