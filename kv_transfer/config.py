@@ -14,7 +14,7 @@ TransportName = Literal["nixl", "cuda_ipc", "stream"]
 AUTO = "auto"
 FASTEST = "fastest"
 _CHOSEN_BY_DEVICE = (AUTO, FASTEST)
-_ALL: tuple[TransportName, ...] = ("nixl", "cuda_ipc", "stream")
+TRANSPORTS: tuple[TransportName, ...] = ("nixl", "cuda_ipc", "stream")
 _FOR_GPU: tuple[TransportName, ...] = ("cuda_ipc", "stream")
 _FOR_CPU: tuple[TransportName, ...] = ("stream",)
 
@@ -160,12 +160,12 @@ def parse_transports(text: str) -> tuple[TransportName, ...]:
     """Raises ValueError unless `text` is `auto` or `fastest`, or lists transports with `stream` at
     the end."""
     names = [part.strip() for part in text.split(",")]
-    found = tuple(known for name in names for known in _ALL if name == known)
+    found = tuple(known for name in names for known in TRANSPORTS if name == known)
     if text in _CHOSEN_BY_DEVICE:
         return _FOR_GPU
     if len(found) != len(names) or len(set(found)) != len(found):
         raise ValueError(
-            f"{text!r}: name each of {', '.join(_ALL)} once at most, or say auto or fastest"
+            f"{text!r}: name each of {', '.join(TRANSPORTS)} once at most, or say auto or fastest"
         )
     if found[-1] != "stream":
         raise ValueError(f"{text!r}: the last transport is stream, which works with every peer")

@@ -239,6 +239,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
         commands_address: Where it listens for commands when the engine core is on another host.
         dropped_messages: On its sockets, since it started, that are none of this engine's.
         plaintext_connections: Accepted without TLS where there is TLS, since it started.
+        received: Payload received since it started, by transport.
     """
 
     process: int
@@ -255,6 +256,7 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
     commands_address: str = ""
     dropped_messages: int = 0
     plaintext_connections: int = 0
+    received: dict[str, int] = {}
 
 
 ProcessEvent = TransferEvent | TierEvent

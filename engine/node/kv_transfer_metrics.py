@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kv_transfer.config import TRANSPORTS
+
 PREFIX = "tandem_kv_transfer_"
 GAUGES = {
     "live_transfers": "Exports, pulls and jobs of tiers that have not ended.",
@@ -61,14 +63,22 @@ COUNTERS = {
     "prefix_offered_tokens": "Tokens of answers whose KV was offered to prefill nodes.",
     "prefix_offered_tokens_loaded": "Tokens of answers whose KV prefill nodes took.",
 }
+BY_TRANSPORT = {f"received_bytes_{name}": name for name in TRANSPORTS}
+"""Figures that are one counter, to its label `transport`."""
 
 
 def kv_transfer_metrics(
     values: Mapping[str, float], labels: tuple[str, ...], of: Sequence[str]
 ) -> Iterable[Metric]:
     """Yields a family for each of `values`; `of`: the values of `labels`."""
+    received = CounterMetricFamily(
+        PREFIX + "received_bytes", "Payload received, in bytes.", labels=(*labels, "transport")
+    )
     for name, value in values.items():
         family: CounterMetricFamily | GaugeMetricFamily
+        if name in BY_TRANSPORT:
+            received.add_metric((*of, BY_TRANSPORT[name]), value)
+            continue
         if name in COUNTERS:
             family = CounterMetricFamily(PREFIX + name, COUNTERS[name], labels=labels)
         else:
@@ -76,3 +86,4 @@ def kv_transfer_metrics(
             family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
         family.add_metric(of, value)
         yield family
+    yield received

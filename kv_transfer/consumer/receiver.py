@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -123,7 +124,8 @@ class KVReceiver:
         self._releases: set[asyncio.Task[None]] = set()
         self._paths: WeakValueDictionary[str, PathMeter] = WeakValueDictionary()
         """Keeps one for each peer, while any transfer from it lives."""
-        self.bytes_received = 0
+        self.received: Counter[str] = Counter()
+        """Bytes of KV, by the transport that brought them."""
         self.corrupt_chunks = 0
 
     @property
@@ -314,12 +316,13 @@ class KVReceiver:
         assembler: ChunkAssembler,
         client: PullClient,
     ) -> PullStream:
+        transport = TransportId(assembler.transport).name.lower()
         return PullStream(
             assembler,
             client,
             planned.address,
             slot_of(assembler.job.stream, planned.num_addresses),
-            lambda num_bytes: self._count(transfer, num_bytes),
+            lambda num_bytes: self._count(transfer, transport, num_bytes),
             self._refused,
         )
 
@@ -340,8 +343,8 @@ class KVReceiver:
                     f"{limit_s:g} s"
                 )
 
-    def _count(self, transfer: RecvTransfer, num_bytes: int) -> None:
-        self.bytes_received += num_bytes
+    def _count(self, transfer: RecvTransfer, transport: str, num_bytes: int) -> None:
+        self.received[transport] += num_bytes
         self._on_change()
         if transfer.count(num_bytes):
             self._emit(TransferEventKind.FIRST_BYTE, transfer, _Ending(KVTransferState.ACTIVE))

@@ -354,7 +354,8 @@ class TransferProcess:
                 report,
                 num_transfers=report.num_transfers + receiver.num_transfers,
                 num_pulls=report.num_pulls + receiver.num_pulls,
-                bytes_moved=report.bytes_moved + receiver.bytes_received,
+                bytes_moved=report.bytes_moved + receiver.received.total(),
+                received=dict(receiver.received),
                 corrupt_chunks=receiver.corrupt_chunks,
             )
         return report

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from host.life_signs import LifeSigns
 from host.process_host import ProcessHost
 from kv_transfer.base import ChunkLike, KVCacheHandle, KVConnectorScheduler, RequestLike
-from kv_transfer.config import KVTransferConfig
+from kv_transfer.config import TRANSPORTS, KVTransferConfig
 from kv_transfer.control.node_transfer import NodeTransfer, Outcome
 from kv_transfer.control.own_host import check_own
 from kv_transfer.control.transfer_processes import TransferProcesses
@@ -192,8 +192,8 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
 
     @property
     def counters(self) -> dict[str, float]:
-        total, reclaimed = self._processes.total, self._processes.reclaimed
-        tier = self._tier
+        total, tier = self._processes.total, self._tier
+        reclaimed, received = map(self._processes.totals, ("reclaimed", "received"))
         return {
             **self._totals,
             **(tier.counters if tier is not None else {}),
@@ -206,6 +206,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             "corrupt_chunks": total("corrupt_chunks"),
             "leases_expired": total("leases_expired"),
             **{f"reclaimed_{why}": float(reclaimed[why]) for why in Reclaim},
+            **{f"received_bytes_{way}": float(received[way]) for way in TRANSPORTS},
             "processes_ready": float(self._processes.num_ready),
             "process_restarts": float(self._processes.num_restarts),
             "dropped_messages": float(self._processes.num_dropped_messages),

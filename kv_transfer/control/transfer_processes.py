@@ -185,6 +185,7 @@ def _add_totals(past: ProcessReport, last: ProcessReport) -> ProcessReport:
         dropped_messages=past.dropped_messages + last.dropped_messages,
         plaintext_connections=past.plaintext_connections + last.plaintext_connections,
         reclaimed=dict(Counter(past.reclaimed) + Counter(last.reclaimed)),
+        received=dict(Counter(past.received) + Counter(last.received)),
     )
 
 
@@ -364,14 +365,13 @@ class TransferProcesses:
         reports += [process.past for process in self._processes]
         return float(sum(getattr(report, field) for report in reports))
 
-    @property
-    def reclaimed(self) -> Counter[str]:
-        """Returns those of `ProcessReport`, summed like `total`."""
+    def totals(self, field: str) -> Counter[str]:
+        """Returns the sums, by name, of a field of `ProcessReport` that has names."""
+        reports = [process.report for process in self._processes if process.report is not None]
+        reports += [process.past for process in self._processes]
         found: Counter[str] = Counter()
-        for process in self._processes:
-            found.update(process.past.reclaimed)
-            if process.report is not None:
-                found.update(process.report.reclaimed)
+        for report in reports:
+            found.update(getattr(report, field))
         return found
 
     def shutdown(self) -> None:

@@ -17,6 +17,7 @@ from engine.config import DeviceConfig, ParallelConfig
 from engine.contracts.outputs import ExpertStats, ResidencyStats, SchedulerStats, WorkStats
 from engine.inspection_config import InspectionConfig
 from engine.lora import LoRAConfig
+from engine.node.kv_transfer_metrics import BY_TRANSPORT
 from engine.node.metrics import EngineCollector
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
@@ -101,7 +102,7 @@ def transfer_figures() -> set[str]:
     getter = GrpcConnectorScheduler.counters.fget
     found = set(re.findall(r'"(\w+)":', inspect.getsource(getter)))
     of_tiers = PooledHostTier(0, 0, lambda process, command: True).counters
-    return found | {f"reclaimed_{why}" for why in Reclaim} | of_tiers.keys()
+    return found | {f"reclaimed_{why}" for why in Reclaim} | BY_TRANSPORT.keys() | of_tiers.keys()
 
 
 def _series(text: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import promql_parser
 import pytest
 
-from engine.node.kv_transfer_metrics import COUNTERS, GAUGES
+from engine.node.kv_transfer_metrics import BY_TRANSPORT, COUNTERS, GAUGES
 from tests.helm.helm_engine import CHART, ROOT
 from tests.helm.registered_metrics import series_of, transfer_figures
 from tests.helm.scenarios import SCENARIOS, rendered, serving_pod
@@ -172,5 +172,5 @@ def test_scrapers_find_the_port_they_name(name: str) -> None:
 
 def test_each_figure_of_the_data_plane_is_a_counter_or_a_gauge_by_name() -> None:
     counted = transfer_figures()
-    assert counted <= COUNTERS.keys() | GAUGES.keys()
+    assert counted <= COUNTERS.keys() | GAUGES.keys() | BY_TRANSPORT.keys()
     assert not COUNTERS.keys() & GAUGES.keys()

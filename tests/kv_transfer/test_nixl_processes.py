@@ -51,9 +51,14 @@ def until_read_by_nixl(prefill: KVNode, decode: KVNode) -> None:
     kv_bytes = NUM_TOKENS // SHAPE.groups[0].block_size * SHAPE.block_bytes
     for seed in range(200):
         sent = prefill.connector.counters["bytes_moved"]
+        read = decode.connector.counters["received_bytes_nixl"]
         one_prompt(prefill, decode, seed, NUM_TOKENS)
         until_empty(prefill, decode)
         if prefill.connector.counters["bytes_moved"] - sent < kv_bytes / 2:
+            poll_until(
+                lambda: decode.connector.counters["received_bytes_nixl"] - read > kv_bytes / 2,  # noqa: B023
+                decode,
+            )
             return
     raise AssertionError("no prompt was read through NIXL")
 

@@ -20,7 +20,7 @@ from edge.h2.frames import PREFACE
 from edge.security.config import Role
 from host.child_process import HostedProcess, ipc_address
 from host.sockets.local_socket import connect_socket
-from kv_transfer.config import KVTransferConfig
+from kv_transfer.config import TRANSPORTS, KVTransferConfig
 from kv_transfer.control import scheduler as connector_scheduler
 from kv_transfer.control import transfer_processes
 from kv_transfer.control.transfer_processes import TransferProcessFailed
@@ -170,6 +170,10 @@ def test_killed_transfer_process(share_node: MakeNode, role: str, transports: st
 
     one_prompt(prefill, decode, 2, 64)
     until_empty(prefill, decode)
+    counters = decode.connector.counters
+    by_way = {name: counters[f"received_bytes_{name}"] for name in TRANSPORTS}
+    assert sum(by_way.values()) == counters["bytes_moved"], "of former lives, too"
+    assert {name for name, received in by_way.items() if received} <= {*transports.split(",")}
 
 
 @both_transports
