@@ -121,7 +121,8 @@ def test_a_run_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
     file = tmp_path / "test_waits.py"
     file.write_text(WAITS)
     options = "-q", "-s", "-p", "tests.conftest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"
-    with start("pytest", *options, str(file)) as run_of_tests:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    with start("pytest", *options, str(file), env=env) as run_of_tests:
         assert run_of_tests.stdout is not None
         said = next(line for line in run_of_tests.stdout if line.startswith(b"id "))
         run_of_tests.terminate()
