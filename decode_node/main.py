@@ -6,7 +6,7 @@ import sys
 
 from decode_node.config import DecodeNodeSettings
 from decode_node.served_text import create_parsers
-from decode_node.server import serve
+from decode_node.server import check_files, serve
 from edge.http.large_blocks import return_large_blocks
 from edge.logs.setup import setup_logging
 from engine.frontend.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ def _check(settings: DecodeNodeSettings) -> int:
     the names can be wrong."""
     try:
         create_parsers(settings, Tokenizer.stand_in(1))
+        check_files(settings)
     except SettingsError as error:
         print(f"wrong settings: {error}", file=sys.stderr)
         return 2

@@ -89,7 +89,7 @@ def with_template(tokenizer: Tokenizer, file: Path | None) -> Tokenizer:
     try:
         return tokenizer.with_chat_template(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ChatTemplateError) as error:
-        raise SettingsError(f"--chat-template {file}: {error}") from None
+        raise SettingsError(f"--chat-template {file} cannot be used: {error}") from None
 
 
 def template_forms(tokenizer: Tokenizer) -> dict[str, Any] | None:

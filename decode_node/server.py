@@ -36,7 +36,7 @@ from decode_node.images.create_reader import create_image_reader
 from decode_node.images.image_reader import ImageReader
 from decode_node.metrics import DecodeMetrics
 from decode_node.prefix_sharing import only_kept_answers, serve_answers
-from decode_node.served_text import ServedText, chat_format, create_served_model
+from decode_node.served_text import ServedText, chat_format, create_served_model, with_template
 from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing
 from decode_node.serving.prepare_choices import ChoicePreparer
@@ -44,6 +44,7 @@ from decode_node.serving.read_request import RequestReader
 from decode_node.serving.respond import Responder
 from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.address import join_address
+from edge.command_line import SettingsError
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.config import Role
 from edge.security.credentials import Credentials
@@ -54,6 +55,7 @@ from edge.tracing.metrics import TracerCollector
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.tokenizer import Tokenizer
 from engine.kv_cache.capacity import blocks_a_token, blocks_besides, tokens_that_fit
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import HttpServer, ProbeServer, listen
@@ -242,7 +244,8 @@ def _callers(settings: DecodeNodeSettings) -> Mapping[str, Collection[Role]]:
 
 async def serve(settings: DecodeNodeSettings) -> int:
     """Runs the node and returns its exit code. Raises `CheckpointError`, `TokenizerError`,
-    `EngineDeadError`, `PortInUse`, `SecurityError`, `TracingError`."""
+    `EngineDeadError`, `PortInUse`, `SecurityError`, `SettingsError`, `TracingError`."""
+    check_files(settings)
     stop, progress = StopSignal(), StartProgress()
     credentials = Credentials(settings.security_config())
     ports = NodePorts.take(settings, credentials)
@@ -378,10 +381,20 @@ def create_node_app(
     return create_app(api, callers, lambda: proxy.open.count)
 
 
+def check_files(settings: DecodeNodeSettings) -> None:
+    """Raises `SettingsError` when a file that clients' requests need cannot be used: before any
+    weights are read, which takes minutes."""
+    read_api_keys(settings)
+    with_template(Tokenizer.stand_in(1), settings.chat_template)
+
+
 def read_api_keys(settings: DecodeNodeSettings) -> CallerKeys:
-    """Returns the keys of clients. Raises OSError when the key file cannot be read: no node starts
-    open by accident."""
+    """Returns the keys of clients. Raises `SettingsError` when the key file cannot be read: no node
+    starts open by accident."""
     keys = settings.api_keys.get_secret_value().split(",")
-    if settings.api_key_file is not None:
-        keys += settings.api_key_file.read_text(encoding="utf-8").splitlines()
+    file = settings.api_key_file
+    try:
+        keys += [] if file is None else file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--api-key-file {file} cannot be read: {error}") from None
     return CallerKeys(key.strip() for key in keys)

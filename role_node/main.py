@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from decode_node.served_text import create_parsers
+from decode_node.server import check_files
 from edge.logs.setup import setup_logging
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import run_node
@@ -25,6 +26,7 @@ def _check(settings: RoleNodeSettings) -> int:
     """Does what `--check` asks, for both roles, and returns the exit code. Reads no model."""
     try:
         create_parsers(settings, Tokenizer.stand_in(1))
+        check_files(settings)
         settings.check_roles()
     except SettingsError as error:
         print(f"wrong settings: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ from typing import Protocol
 
 from decode_node.prefix_sharing import only_kept_answers
 from decode_node.served_text import ServedText
-from decode_node.server import DecodeNode, NodePorts
+from decode_node.server import DecodeNode, NodePorts, check_files
 from edge.security.config import SecurityError
 from edge.security.credentials import Credentials
 from edge.tracing.tracer import Tracer
@@ -200,6 +200,7 @@ async def serve(settings: RoleNodeSettings) -> int:
     `PortInUse`, `SecurityError`, `SettingsError`, `TokenizerError`, `TracingError`."""
     stop = StopSignal()
     settings.check_roles()
+    check_files(settings)
     credentials = Credentials(settings.security_config())
     credentials.check_listen(settings.host)
     if obstacle := certificate_obstacle(credentials):

@@ -9,11 +9,13 @@ from edge.http.large_blocks import return_large_blocks
 from edge.http.long_work import take_short_turns
 from edge.logs.setup import setup_logging, tell_failure
 from edge.security.config import SecurityError
+from edge.security.credentials import Credentials
 from edge.tracing.errors import TracingError
 from router.config import RouterSettings
 from router.edge.api_keys import ApiKeys
 from router.errors import ConfigurationError
 from router.garbage import settle
+from router.models.rules_file import RulesFile
 from router.nodes.address import NodeRole, parse_node_list
 from router.server import RouterServer, bind, https_files
 
@@ -48,7 +50,9 @@ def print_checked(settings: RouterSettings) -> int:
     `ConfigurationError`, `SecurityError`."""
     check_plaintext(settings)
     https_files(settings)
+    Credentials(settings.security_config())
     ApiKeys(file=settings.api_key_file)
+    RulesFile(settings.model_rules_file)
     print(settings.model_dump_json(indent=2))
     return 0
 

@@ -69,7 +69,7 @@ class WatchedFiles(Generic[T]):
                 if self._sign() == before:
                     return before, value
             except OSError as error:
-                raise SecurityError(f"cannot be read: {error}") from None
+                raise SecurityError(f"a file of credentials cannot be read: {error}") from None
         raise SecurityError(f"{self._paths[0]} and its companions change all the time")
 
     def _sign(self) -> _Signature:

@@ -22,6 +22,7 @@ from edge.command_line import SettingsError as SettingsError
 from edge.command_line import parse_settings
 from edge.logs.settings import LogSettings
 from edge.security.config import SecurityError
+from edge.security.credentials import Credentials
 from edge.tracing.settings import TraceSettings
 from engine.config import (
     AttentionBackendName,
@@ -301,8 +302,10 @@ class EngineSettings(
 
     def print_checked(self, kv_role: KVRole) -> int:
         """Does what `--check` asks and returns the exit code. Of the checkpoint it reads what is
-        not weights, and only where --model is a folder of this machine. Secrets are masked."""
+        not weights, and only where --model is a folder of this machine. Files of credentials are
+        read. Secrets are masked."""
         try:
+            Credentials(self.security_config())
             self._kv_transfer_config(kv_role, is_check=True)
             parallel = self._parallel_config()
             check_ranks(parallel, kv_role)

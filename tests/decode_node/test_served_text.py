@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from decode_node.config import DecodeNodeSettings
+from decode_node.main import main as decode_node_main
 from decode_node.served_text import create_parsers, with_template
+from decode_node.server import serve
+from edge.security.config import SecurityError
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.settings import SettingsError
@@ -119,3 +122,29 @@ def test_a_template_that_cannot_be_read_stops_the_start(
         file.write_text(content, encoding="utf-8")
     with pytest.raises(SettingsError, match="--chat-template"):
         with_template(tokenizer(HERMES), file)
+
+
+MISSING = (
+    ("chat_template",),
+    ("api_key_file",),
+    ("cluster_token_file",),
+    ("tls_cert_file", "tls_key_file", "tls_ca_file"),
+)
+
+
+@pytest.mark.parametrize("names", MISSING, ids=lambda names: names[0])
+async def test_a_file_that_is_not_there_is_named_before_a_model_is_looked_for(
+    names: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """There is no model: who looks for it says so instead."""
+    model, missing = str(tmp_path / "no-model"), str(tmp_path / "missing")
+    named = DecodeNodeSettings(model=model, **dict.fromkeys(names, Path(missing)))
+    with pytest.raises((SettingsError, SecurityError), match=missing):
+        await serve(named)
+    flags = [text for name in names for text in (f"--{name.replace('_', '-')}", missing)]
+    monkeypatch.setattr("sys.argv", ["node", "--check", "--model", model, *flags])
+    assert decode_node_main() == 2
+    assert missing in capsys.readouterr().err

@@ -23,6 +23,7 @@ import role_node.main
 import router.main
 from tests.helm.helm_engine import Manifest, Rendered
 from tests.helm.scenarios import pods, rendered
+from tests.security.authority import Authority
 
 POD_IP = "10.1.2.3"
 SECRET = "from-a-secret-of-the-cluster"
@@ -112,6 +113,24 @@ def settings_of(scenario: str) -> dict[str, dict[str, Any]]:
     return {name: check(name, one) for name, one in containers(rendered(scenario)).items()}
 
 
+def _file_of(flag: str) -> str:
+    """Returns a text that the service takes for the file of this flag."""
+    files = {"cert-file": "tls.crt", "key-file": "tls.key", "ca-file": "ca.crt"}
+    match flag.removeprefix("--").split("-", 1):
+        case ["tls" | "https", name]:
+            return (_certificate() / files[name]).read_text("utf-8")
+        case ["api", "key-file"]:
+            return _KEY_FILE
+        case ["model", "rules-file"]:
+            return ""
+    return SECRET
+
+
+@cache
+def _certificate() -> Path:
+    return Authority(Path(_mounts().name) / "authority").service("of-all")
+
+
 @cache
 def _mounts() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
@@ -124,5 +143,5 @@ def _with_key_files(arguments: list[str]) -> list[str]:
         if path.startswith(f"{_MOUNTS}/"):
             file = Path(path.replace(_MOUNTS, _mounts().name))
             file.parent.mkdir(exist_ok=True)
-            file.write_text(_KEY_FILE if flag == "--api-key-file" else SECRET, encoding="utf-8")
+            file.write_text(_file_of(flag), encoding="utf-8")
     return [text.replace(f"={_MOUNTS}/", f"={_mounts().name}/") for text in arguments]

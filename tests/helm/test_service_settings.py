@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -106,6 +107,8 @@ def other_than_default(settings: type[BaseSettings], name: str) -> Any:
     field = settings.model_fields[name]
     adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, "", *field.metadata])
     default = field.get_default(call_default_factory=True)
+    if name in {"model_rules_file", "chat_template"}:
+        return os.devnull  # Files are read at once.
     candidates = [
         True, False, 3, 0.25, 0.75, 65536, 3 << 20, "mistral", "debug", "warning", "dummy",
         "auto", "nccl",
