@@ -146,7 +146,7 @@ async def test_tokens_that_a_window_does_not_see_never_travel(first_token: int) 
                 (window, shape.page(1, 0), 150 - WINDOW + 1),
             )
         ]
-        assert decode.receivers[0].bytes_received == sum(blocks)
+        assert decode.receivers[0].received.total() == sum(blocks)
         await finish(prefill, decode, transfer_id)
 
 
@@ -176,7 +176,7 @@ async def part_kept(shape: KVLayout, num_tokens: int, num_bytes: int) -> int:
         decode.pull(prefill.peer, transfer_id, num_tokens)
         prefill.export(transfer_id, num_tokens)
         prefill.send(transfer_id, -1, range(35), source, num_tokens)
-        await until(lambda: decode.receivers[0].bytes_received == num_bytes)
+        await until(lambda: decode.receivers[0].received.total() == num_bytes)
         decode.abort(transfer_id)
         (event,) = await decode.until_all(ABORTED, transfer_id)
         prefill.abort(transfer_id)

@@ -627,7 +627,7 @@ async def test_only_missing_tokens_are_sent_and_written(first_token: int) -> Non
             await consumer.until_all(RECEIVED, transfer_id)
             consumer.check(4, range(first_token, 100), target)
             blocks = GROUP.num_blocks_for(100) - first_token // 16
-            received = consumer.receivers[0].bytes_received
+            received = consumer.receivers[0].received.total()
             assert received <= (blocks + 1) * SHAPE.block_bytes
             consumer.release(producer.peer, transfer_id)
             await producer.until_all(RELEASED, transfer_id)
