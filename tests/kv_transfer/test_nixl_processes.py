@@ -49,16 +49,13 @@ def nodes(running_nodes: tuple[KVNode, KVNode]) -> tuple[KVNode, KVNode]:
 def until_read_by_nixl(prefill: KVNode, decode: KVNode) -> None:
     """The first prompts come over the stream, until the agents have found each other."""
     kv_bytes = NUM_TOKENS // SHAPE.groups[0].block_size * SHAPE.block_bytes
+    before = decode.connector.counters["received_bytes_nixl"]
     for seed in range(200):
-        sent = prefill.connector.counters["bytes_moved"]
-        read = decode.connector.counters["received_bytes_nixl"]
+        moved = decode.connector.counters["bytes_moved"]
         one_prompt(prefill, decode, seed, NUM_TOKENS)
         until_empty(prefill, decode)
-        if prefill.connector.counters["bytes_moved"] - sent < kv_bytes / 2:
-            poll_until(
-                lambda: decode.connector.counters["received_bytes_nixl"] - read > kv_bytes / 2,  # noqa: B023
-                decode,
-            )
+        poll_until(lambda: decode.connector.counters["bytes_moved"] > moved, decode)  # noqa: B023
+        if decode.connector.counters["received_bytes_nixl"] - before > kv_bytes / 2:
             return
     raise AssertionError("no prompt was read through NIXL")
 
