@@ -65,8 +65,12 @@ class DraftGroup:
 
 
 class DraftPasses:
-    """`groups`: those that the network has, the first of which is described by drafts. `of_target`:
-    the rows' tables of the model itself."""
+    """Runs a drafter over tokens that it has guessed itself.
+
+    Args:
+        groups: Those that the network has, the first of which is described by drafts.
+        of_target: The rows' tables of the model itself.
+    """
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from tests.engine.tiny_model import tiny_model
 ADVICE = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": [1]}
 TEXT = {"prompt": "the dog", "seed": 4}
 PAGE = ("first_id", "last_id", "has_more")
-"""What Anthropic's clients read of a list."""
+"""Anthropic's clients read these of a list."""
 
 
 def write(folder: Path, **content: Any) -> Path:

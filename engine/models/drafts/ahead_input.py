@@ -1,4 +1,4 @@
-"""What a layer that predicts ahead reads of a token: its embedding, and the feature of the token
+"""A layer that predicts ahead reads of a token its embedding, and the feature of the token
 before."""
 
 from __future__ import annotations
