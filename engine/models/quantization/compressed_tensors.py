@@ -44,7 +44,7 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     kv_cache = read_kv_cache(fields)
     is_plain = not groups and kv_cache is not None
     fields.expect("format", *_FORMATS, "mixed-precision", *((_PLAIN,) if is_plain else ()))
-    fields.ignore("global_compression_ratio", "version")
+    fields.ignore("global_compression_ratio", "provider", "version")
     sparsity = fields.part("sparsity_config")
     if sparsity is not None and sparsity.word("format") != _PLAIN:
         raise fields.refused("sparsity_config", "sparse weights")
