@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.models.config_parts import MOST, LinearAttentionFields, SparseAttentionFields
+from engine.models.config_parts import (
+    MOST,
+    LinearAttentionFields,
+    ScaledResiduals,
+    SparseAttentionFields,
+)
 
 DEFAULT_ROPE_THETA = 10_000.0
 
@@ -68,7 +73,7 @@ class ConfigHead(msgspec.Struct):
         return [*([self.model_type] if self.model_type else []), *inner]
 
 
-class ConfigFile(msgspec.Struct):
+class ConfigFile(ScaledResiduals):
     """Holds what `config.json` says, with the defaults that transformers gives absent keys where
     these are the same for all architectures."""
 
@@ -261,6 +266,9 @@ class ConfigFile(msgspec.Struct):
     kda_safe_gate: bool = True
     kda_lower_bound: float = -5.0
     linear_attention: str = "kda"
+    group_norm_size: int | None = None
+    """Groups of heads that Ling 2.5 norms together."""
+    linear_silu: bool = False
     gated_attention_proj_granularity_type: str = "head_wise"
     expert_swiglu_limit_list: list[float | None] | None = None
     share_expert_swiglu_limit_list: list[float | None] | None = None
@@ -304,6 +312,8 @@ class ConfigFile(msgspec.Struct):
     hybrid_override_pattern: str | None = None
     """A letter for each layer, Nemotron's form of `layers_block_type`; so are the names below."""
     layers_block_type: list[str] | None = None
+    mtp_hybrid_override_pattern: str | None = None
+    mtp_layers_block_type: list[str] | None = None
     mamba_num_heads: int | None = None
     mamba_head_dim: int | None = None
     n_groups: int | None = None

@@ -45,3 +45,24 @@ class LinearAttentionFields(msgspec.Struct):
     num_heads: int | None = None
     head_dim: int | None = None
     short_conv_kernel_size: int | None = None
+
+
+class ScaledResiduals(msgspec.Struct, kw_only=True):
+    """Holds by how much MiniMax-Text-01 multiplies residuals, and what its blocks add to them, as
+    its authors and as transformers say it."""
+
+    attn_type_list: list[int] | None = None
+    """It is 1 for a layer with attention, 0 for one with a state."""
+    postnorm: bool | None = None
+    layernorm_full_attention_alpha: float | None = None
+    layernorm_full_attention_beta: float | None = None
+    layernorm_linear_attention_alpha: float | None = None
+    layernorm_linear_attention_beta: float | None = None
+    layernorm_mlp_alpha: float | None = None
+    layernorm_mlp_beta: float | None = None
+    full_attn_alpha_factor: float | None = None
+    full_attn_beta_factor: float | None = None
+    linear_attn_alpha_factor: float | None = None
+    linear_attn_beta_factor: float | None = None
+    mlp_alpha_factor: float | None = None
+    mlp_beta_factor: float | None = None

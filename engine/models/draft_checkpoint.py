@@ -264,12 +264,6 @@ def _medusa(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
 
 
 def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec, num_drafts: int) -> DraftModel:
-    if spec.kda is not None:
-        raise CheckpointError(
-            target.path,
-            "has layers that predict ahead in a form that tandem does not read",
-            "choose another method than mtp",
-        )
     names, first = _names(folder, target), target.num_layers if spec.ahead.counts_on else 0
     if spec.ahead.dspark in names:
         raise CheckpointError(
@@ -284,8 +278,7 @@ def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec, num_drafts: int) ->
         raise CheckpointError(
             target.path,
             f"has no layers that predict ahead ({spec.ahead.field} is {spec.num_extra_layers}, and "
-            "the "
-            f"weights are to begin with {spec.ahead.projection.format(first)})",
+            f"the weights are to begin with {spec.ahead.projection.format(first)})",
             "choose another method than mtp",
         )
     # Those that a checkpoint has: it may name more of them.

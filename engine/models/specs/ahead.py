@@ -32,3 +32,16 @@ class AheadNames:
     field: str = "num_nextn_predict_layers"
     dspark: str = ""
     feeds_norm: bool = False
+
+
+BAILING_AHEAD = AheadNames(norm="model.layers.{}.final_layernorm", feeds_norm=True)
+"""Ling and Ring have it from 2.5 on."""
+NEMOTRON_AHEAD = AheadNames(
+    layer="mtp.layers.{}",
+    embedding_norm="mtp.layers.{}.enorm",
+    feature_norm="mtp.layers.{}.hnorm",
+    projection="mtp.layers.{}.eh_proj",
+    norm="mtp.layers.{}.final_layernorm",
+    counts_on=False,
+    feeds_norm=True,
+)

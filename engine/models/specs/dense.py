@@ -307,7 +307,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
 
     def kv_layers_ahead(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         """Returns the same of layers that predict ahead, which `model` has in place of its own."""
-        if self.linear is not None:
+        if self.states is not None:
             return (replace(model.kv_layers[0], layers=tuple(range(model.num_layers))),)
         return self.kv_layers(model)
 

@@ -111,10 +111,10 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
     names: ExpertNames = ExpertNames()
 
     def limit_of(self, layer: int) -> float:
-        return self.limits[layer] if self.limits else 0.0
+        return self.limits[layer] if layer < len(self.limits) else 0.0
 
     def dense_limit_of(self, layer: int) -> float:
-        return self.dense_limits[layer] if self.dense_limits else 0.0
+        return self.dense_limits[layer] if layer < len(self.dense_limits) else 0.0
 
     @property
     def stands_beside_dense(self) -> bool:

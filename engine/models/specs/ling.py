@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
+from engine.models.specs.ahead import BAILING_AHEAD, AheadNames
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.experts import SHARED_EXPERTS
 from engine.models.specs.kimi_linear import KimiLinearSpec
@@ -20,10 +21,11 @@ _GROUP, _THETA = 6, 6_000_000.0
 
 class BailingMoeV3Spec(KimiLinearSpec, frozen=True, kw_only=True):
     """Kimi Linear with names of its own, latents that rotate and have a gate for each head, and
-    activations of some layers' experts that have limits. Its layer that predicts ahead is not
-    read."""
+    activations of some layers' experts that have limits. Lists of these may go on with the layer
+    that predicts ahead."""
 
     default_eps: ClassVar[float] = 1e-6
+    ahead: ClassVar[AheadNames] = BAILING_AHEAD
     num_dense: ClassVar[int | None] = 2
     default_scaling: ClassVar[float] = 2.5
     renamed_tensors: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -59,6 +61,7 @@ class BailingMoeV3Spec(KimiLinearSpec, frozen=True, kw_only=True):
         experts, kda = more["experts"], more["kda"]
         shared = file.moe_shared_expert_intermediate_size
         count = file.num_shared_experts or file.n_shared_experts or 0
+        ahead = file.num_nextn_predict_layers or file.num_mtp_layers or 0
         return {
             **more,
             "latent": msgspec.structs.replace(more["latent"], gated=True),
@@ -66,8 +69,8 @@ class BailingMoeV3Spec(KimiLinearSpec, frozen=True, kw_only=True):
                 experts,
                 names=_NAMES,
                 shared_size=shared * count if shared else experts.shared_size,
-                limits=limits_of(file, "expert_swiglu_limit_list"),
-                dense_limits=limits_of(file, "share_expert_swiglu_limit_list"),
+                limits=limits_of(file, "expert_swiglu_limit_list", ahead),
+                dense_limits=limits_of(file, "share_expert_swiglu_limit_list", ahead),
             ),
             "kda": msgspec.structs.replace(
                 kda, is_narrow=False, floor=file.kda_lower_bound if file.kda_safe_gate else 0.0

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
+from engine.models.specs.ahead import NEMOTRON_AHEAD, AheadNames
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import Activation, DenseSpec
 from engine.models.specs.latent_experts import latent_experts
 from engine.models.specs.mamba import read_mamba
+from engine.rope import UNROTATED, Rotary
 
 _LETTERS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
@@ -27,7 +29,13 @@ class NemotronHSpec(DenseSpec, frozen=True, kw_only=True):
     activation: ClassVar[Activation] = "relu_squared"
     default_eps: ClassVar[float] = 1e-5
     other_weights: ClassVar[tuple[str, ...]] = ("mtp.",)
+    ahead: ClassVar[AheadNames] = NEMOTRON_AHEAD
     renamed_tensors: ClassVar[tuple[tuple[str, str], ...]] = (
+        # The layer that predicts ahead is two, too.
+        (r"^mtp\.layers\.0\.norm\.", "mtp.layers.0.input_layernorm."),
+        (r"^mtp\.layers\.1\.norm\.", "mtp.layers.0.post_attention_layernorm."),
+        (r"^mtp\.layers\.1\.mixer\.", "mtp.layers.0.mlp."),
+        (r"^mtp\.layers\.1\.final_layernorm\.", "mtp.layers.0.final_layernorm."),
         (r"^backbone\.", "model."),
         (r"^model\.embeddings?\.", "model.embed_tokens."),
         (r"^model\.norm_f\.", "model.norm."),
@@ -38,6 +46,7 @@ class NemotronHSpec(DenseSpec, frozen=True, kw_only=True):
     )
 
     written_names: ClassVar[tuple[tuple[str, str], ...]] = (
+        (r"^mtp\.layers\.0\.mlp(?=\.|$)", "mtp.layers.1.mixer"),
         (r"\.(self_attn|mamba|mlp)(?=\.|$)", ".mixer"),
         (r"^model\.", "backbone."),
     )
@@ -66,6 +75,9 @@ class NemotronHSpec(DenseSpec, frozen=True, kw_only=True):
     def may_have_dense_layers(cls, file: ConfigFile) -> bool:
         return "-" in (file.hybrid_override_pattern or "")
 
+    def rotary_of(self, layer: int) -> Rotary:
+        return UNROTATED
+
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:
         if isinstance(file.sliding_window, int):
@@ -86,17 +98,22 @@ class NemotronHSpec(DenseSpec, frozen=True, kw_only=True):
             "stored_layers": numbers,
             "bare_layers": tuple(i for i, letter in enumerate(behind) if letter not in ("-", "E")),
             "experts": latent_experts(file, dense) if "E" in behind else None,
+            "num_extra_layers": _num_ahead(file),
         }
+
+
+def _num_ahead(file: ConfigFile) -> int:
+    """Returns the layers that predict ahead: one, with experts, whose drafts the next ones are."""
+    kinds = [_LETTERS.get(kind, "?") for kind in file.mtp_layers_block_type or ()]
+    said = file.mtp_hybrid_override_pattern or "".join(kinds)
+    return min(1, file.num_nextn_predict_layers or 0) if said == "*E" else 0
 
 
 def _pattern(file: ConfigFile) -> str:
     """Returns a letter for each layer that the checkpoint counts. Raises `UnsupportedField`."""
-    field, kinds = "layers_block_type", file.layers_block_type or file.layer_types
-    pattern = file.hybrid_override_pattern
-    if pattern:
-        field = "hybrid_override_pattern"
-    else:
-        pattern = "".join(_LETTERS.get(kind, "?") for kind in kinds or ())
+    kinds, pattern = file.layers_block_type or file.layer_types, file.hybrid_override_pattern
+    field = "hybrid_override_pattern" if pattern else "layers_block_type"
+    pattern = pattern or "".join(_LETTERS.get(kind, "?") for kind in kinds or ())
     if not re.fullmatch(r"([M*][-E]?)+", pattern):
         raise UnsupportedField(field, f"{pattern!r}: a block behind no layer that mixes tokens")
     return pattern

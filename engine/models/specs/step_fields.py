@@ -36,18 +36,19 @@ def with_common_names(file: ConfigFile) -> ConfigFile:
     )
 
 
-def limits_of(file: ConfigFile, name: str) -> tuple[float, ...]:
-    """Returns the limit of each layer, 0 where there is none; none: no layer has one."""
-    limits = tuple(limit or 0.0 for limit in _of_layers(file, name) or ())
+def limits_of(file: ConfigFile, name: str, ahead: int = 0) -> tuple[float, ...]:
+    """Returns the limit of each layer, 0 where there is none, and of up to `ahead` layers behind
+    the last one; none: no layer has one."""
+    limits = tuple(limit or 0.0 for limit in _of_layers(file, name, ahead) or ())
     return limits if any(limits) else ()
 
 
-def _of_layers(file: ConfigFile, name: str) -> list[Any] | None:
+def _of_layers(file: ConfigFile, name: str, ahead: int = 0) -> list[Any] | None:
     said: list[Any] | None = getattr(file, name)
     count = file.num_hidden_layers
     if said is not None and len(said) < count:
         raise UnsupportedField(name, f"{len(said)} kinds for {count} layers")
-    return None if said is None else said[:count]
+    return None if said is None else said[: count + ahead]
 
 
 def _sliding_heads(file: ConfigFile) -> int | None:

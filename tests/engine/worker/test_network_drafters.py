@@ -34,6 +34,7 @@ from engine.worker.model_runner import ModelRunner
 from tandem_kernels.batch.batch_tables import RowTables
 from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
 from tests.engine.worker import draft_checkpoints as drafts
+from tests.engine.worker import hybrid_mtp_checkpoints as hybrid_mtp
 from tests.engine.worker.drafters import KnowingDrafter
 from tests.engine.worker.one_engine import OneEngine, check_empty
 from tests.engine.worker.stream_drafts import v4_mtp_reference, write_v4_with_mtp
@@ -86,6 +87,16 @@ CASES: dict[str, tuple[DrafterName, Callable[[Path], None], Callable[..., Any]]]
         "mtp",
         lambda folder: drafts.write_hybrid_with_mtp(folder, "qwen3_next"),
         drafts.hybrid_mtp_reference,
+    ),
+    "mtp of ling3": (
+        "mtp",
+        lambda folder: hybrid_mtp.write_ling(folder, "ling3"),
+        hybrid_mtp.reference_of("model.layers.4.", "model.layers.4.final_layernorm", 1),
+    ),
+    "mtp of nemotron_h": (
+        "mtp",
+        hybrid_mtp.write_nemotron,
+        hybrid_mtp.reference_of("mtp.layers.0.", "mtp.layers.1.final_layernorm", 2),
     ),
     "mtp of glm_moe_dsa, which chooses once": (
         "mtp",
@@ -215,6 +226,8 @@ def test_drafts_are_those_of_the_reference(case: str, target: Path, tmp_path: Pa
         "second model": (20,),
         "mtp of qwen3_next": (20, 40),
         "mtp of deepseek_v4": (70,),
+        "mtp of ling3": (10, 40),
+        "mtp of nemotron_h": (11, 24),
     }
     size = 1 if longer else BLOCK_SIZE
     for num_blocks in rooms.get(case, (13,)):
