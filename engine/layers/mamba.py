@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.layers.group_norm import means_over_ranks
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.layers.methods.base import ColumnPart
 from engine.layers.norm import RMSNorm
@@ -142,18 +143,12 @@ class MambaMixer(nn.Module):
 
     def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
         """Gates and norms what was read, [T, heads * head_dim]."""
-        groups, means = self.groups, None
+        groups = self.groups
         if not self.sizes.is_normed:
             # A mean square of 1 leaves everything as it is.
-            means = torch.full((len(read), 1), 1.0 - self.eps, device=read.device)
-            return ops.gated_group_norm(read, gate, self.norm_weight, self.eps, 1, means)
-        if self.sizes.groups < self.group.size:
-            # Each of several ranks has some heads of one group.
-            sums = read.new_zeros((len(read), self.sizes.groups), dtype=torch.float32)
-            sums[:, groups.start] = ops.gated_square_sums(read, gate, 1)[:, 0]
-            width = self.sizes.heads * self.sizes.head_dim // self.sizes.groups
-            sums = self.group.all_reduce(sums)
-            means = sums[:, groups.start : groups.start + 1].contiguous() / width
+            unit = torch.full((len(read), 1), 1.0 - self.eps, device=read.device)
+            return ops.gated_group_norm(read, gate, self.norm_weight, self.eps, 1, unit)
+        means = means_over_ranks(read, gate, groups, self.sizes.groups, self.group)
         normed = ops.gated_group_norm(read, gate, self.norm_weight, self.eps, groups.count, means)
         scale = self.sizes.output_scale
         return normed if scale == 1.0 else normed * scale

@@ -115,3 +115,26 @@ class ResidualStream:
         """Returns what waits, summed over ranks and experts, and which then waits no more."""
         waiting, self._waiting = self._waiting, None
         return waiting.summed() if isinstance(waiting, PartialSum | PairOutputs) else waiting
+
+
+class NormedStream(ResidualStream):
+    """A stream that goes on with what a norm makes of it, `factor` times, wherever a block reads it
+    (DeepNorm, arXiv 2203.00555, with the norm in front of the block that reads it)."""
+
+    def __init__(self, x: Tensor, factor: float) -> None:
+        super().__init__(x)
+        self.factor = factor
+
+    def settled(self) -> Tensor | None:
+        """Returns no [T, H]: nothing may be added to what is still to be normed."""
+        return None
+
+    def read_rows(self, norm: RMSNorm | None, form: RowForm | None) -> Rows:
+        rows = self.read(norm)
+        return rows if norm is None or form is None else form.quantised(rows)
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """Returns the norm of the stream, [T, H]."""
+        normed = super().normed(norm)
+        self.sum = normed * self.factor
+        return normed

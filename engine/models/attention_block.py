@@ -13,6 +13,7 @@ from engine.layers.attention.row_indexer import RowIndexerSizes
 from engine.layers.attention.window_rows_block import WindowRowsBlock, WindowRowsSizes
 from engine.layers.kimi_delta import KimiDeltaAttention
 from engine.layers.kv_scales import layer_scales
+from engine.layers.lightning import LightningAttention, LightningSizes
 from engine.layers.linear_attention import DeltaForm, DeltaSizes, GatedDeltaNet
 from engine.layers.mamba import MambaMixer, MambaSizes
 from engine.layers.norm import RMSNorm
@@ -20,13 +21,16 @@ from engine.layers.parallel_mixer import ParallelMixer
 from engine.layers.shard import Shard
 from engine.layers.short_conv import ShortConv
 from engine.models.specs.dense import DenseSpec
+from engine.models.specs.lightning import LightningSpec
 from engine.models.specs.linear import DeltaSpec
 from engine.models.specs.token_rows import TokenRowsSpec
 from engine.rope import Rotary
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.value_form import ValueForm
 
-StateBlock = GatedDeltaNet | KimiDeltaAttention | MambaMixer | ShortConv
+StateBlock = GatedDeltaNet | KimiDeltaAttention | LightningAttention | MambaMixer | ShortConv
+_LEAST_PACE = 1e-5
+"""The last layer has no more: it hardly forgets."""
 AnyAttention = AttentionBlock | LatentAttentionBlock | WindowRowsBlock | StateBlock | ParallelMixer
 
 
@@ -39,7 +43,7 @@ def mixing_block(
     if states is not None and states.beside_attention:
         return "", parallel_mixer(config, spec, index, shard)
     if states is not None and index in states.layers:
-        return states.module, state_block(config, spec, shard.at(states.module), norm)
+        return states.module, state_block(config, spec, index, shard.at(states.module), norm)
     name = "self_attn" if spec.rows_of_tokens is None else "attn"
     return name, attention_block(config, spec, index, shard.at(name), norm)
 
@@ -143,9 +147,9 @@ def _block_indexer_sizes(spec: DenseSpec, index: int) -> BlockIndexerSizes | Non
 
 
 def state_block(
-    config: EngineConfig, spec: DenseSpec, shard: Shard, norm: RMSNorm | None
+    config: EngineConfig, spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
 ) -> StateBlock:
-    """Returns the block of a layer that keeps a state, not yet loaded."""
+    """Returns the block of layer `index`, which keeps a state, not yet loaded."""
     hidden_size, eps = spec.hidden_size, spec.rms_norm_eps
     drafting = config.scheduler.max_num_seqs, config.decode_query_len
     kept = drafting if config.decode_query_len > 1 else None
@@ -164,6 +168,9 @@ def state_block(
         return MambaMixer(hidden_size, sizes, mamba.eps, shard, norm=norm, drafting=kept)
     if (conv := spec.conv) is not None:
         return ShortConv(hidden_size, conv.kernel, shard, norm=norm, drafting=kept)
+    if (lightning := spec.lightning) is not None:
+        own = _lightning_sizes(lightning, index, config.model.num_layers, eps)
+        return LightningAttention(hidden_size, own, shard, norm=norm, drafting=kept)
     if (kda := spec.kda) is not None:
         delta = replace(_delta_sizes(kda), decay_floor=kda.floor)
         rank = kda.key_dim if kda.is_narrow else 0
@@ -181,6 +188,24 @@ def state_block(
         form="apart" if linear.is_apart else form,
         norm=norm,
         drafting=kept,
+    )
+
+
+def _lightning_sizes(
+    lightning: LightningSpec, index: int, num_layers: int, eps: float
+) -> LightningSizes:
+    """Returns the sizes of layer `index`: later ones forget more slowly."""
+    rotary, dim = lightning.rotary, lightning.head_dim
+    behind = index / (num_layers - 1 + lightning.layer_eps)
+    return LightningSizes(
+        heads=lightning.heads,
+        head_dim=dim,
+        groups=lightning.groups,
+        eps=lightning.eps,
+        pace=1 - behind + _LEAST_PACE,
+        by_head=lightning.by_head,
+        head_eps=0.0 if rotary is None else eps,
+        head_order=None if rotary is None else rotary.head_order(dim),
     )
 
 
@@ -202,6 +227,6 @@ def parallel_mixer(
     assert spec.mamba is not None
     name = spec.mamba.module
     attention = attention_block(config, spec, index, shard.at("self_attn"), None)
-    mixer = state_block(config, spec, shard.at(name), None)
+    mixer = state_block(config, spec, index, shard.at(name), None)
     assert isinstance(attention, AttentionBlock) and isinstance(mixer, MambaMixer)
     return ParallelMixer(attention, mixer, name)

@@ -18,7 +18,6 @@ _OLD_DECODER = "learned or other positions, norms that subtract the mean, and no
 DIFFERENCES = {
     "apertus": (_LLAMA, "a feed-forward block without a gate (xIELU)"),
     "arcee": (_LLAMA, "a feed-forward block without a gate (squared ReLU)"),
-    "bailing_hybrid": ("BailingMoeV3ForCausalLM", "lightning attention, which keeps a state"),
     "bailing_moe": ("BailingMoeV2ForCausalLM", "softmax scores of experts"),
     "bert": ("", _ENCODER),
     "bloom": (_LLAMA, _OLD_DECODER),
@@ -63,7 +62,6 @@ DIFFERENCES = {
     "longcat_flash": (_DEEPSEEK, "two blocks of attention a layer, and experts that do nothing"),
     "mamba": (_LLAMA, _MAMBA),
     "mamba2": (_LLAMA, _MAMBA2),
-    "minimax": ("MixtralForCausalLM", "layers with a state of lightning attention"),
     "mllama": (_LLAMA, "layers that attend to an image"),
     "nanochat": (_LLAMA, "norms without weights, and no gate"),
     "nemotron": (_LLAMA, "norms that subtract the mean, and no gate"),

@@ -16,7 +16,7 @@ from engine.layers.attention.layer import AttentionInputs, ChosenTokens
 from engine.layers.attention.row_inputs import GroupPlaces, closed_slots
 from engine.layers.parallel_mixer import MixedInputs
 from engine.layers.rotary import cos_sin_cache, query_scales
-from engine.layers.state_pages import StateInputs
+from engine.layers.state_pages import StateInputs, TokenPlaces
 from engine.models.base import ForwardInputs
 from engine.models.specs.dense import DenseSpec
 from engine.rope import UNROTATED, Rotary
@@ -36,9 +36,15 @@ def _turn(model: ModelConfig, spec: DenseSpec, layer: int) -> _Turn:
     return _Turn(model.heads_of(layer).head_dim, spec.rotary_of(layer))
 
 
+def _state_turn(spec: DenseSpec) -> _Turn | None:
+    """Returns how the heads of layers with a state turn; None: they do not."""
+    turn = None if spec.states is None else spec.states.turn
+    return None if turn is None else _Turn(*turn)
+
+
 class LayerKinds:
     """The kinds of some layers, which are adjacent. Tables of cosines and sines cover
-    `max_model_len` positions; layers that keep a state have none.
+    `max_model_len` positions; most layers that keep a state have none.
 
     Args:
         first_cached: The layer that the cache numbers as its first.
@@ -61,7 +67,7 @@ class LayerKinds:
         first = of_layers[0][0] if of_layers else 0
         self.caches = [spec.kv_source(i) - first for i, _ in of_layers]
         kinds = [
-            (own, None if groups[own[0]].is_state else _turn(model, spec, i))
+            (own, _state_turn(spec) if groups[own[0]].is_state else _turn(model, spec, i))
             for i, own in of_layers
         ]
         self._ratios = [group.compress_ratio for group in groups]
@@ -106,7 +112,7 @@ class LayerKinds:
         group = step.groups[own[0]]
         metadata = group.metadata
         if isinstance(metadata, StateMetadata):
-            return _state_inputs(step, metadata)
+            return _state_inputs(step, metadata, table)
         assert table is not None
         positions = step.positions
         images = step.images
@@ -125,7 +131,7 @@ class LayerKinds:
             ids = step.input_ids.long().masked_fill(padding, -1)
         slots = group.slot_mapping
         inputs = AttentionInputs(positions, table, slots, *rest, choice, wholes, others, ids)
-        return MixedInputs(inputs, _state_inputs(step, *states)) if states else inputs
+        return MixedInputs(inputs, _state_inputs(step, states[0])) if states else inputs
 
     def _places(self, step: ForwardInputs, index: int) -> GroupPlaces:
         """Returns where a step's tokens are in a group."""
@@ -135,9 +141,12 @@ class LayerKinds:
         return GroupPlaces(slots if ratio == 1 else closed_slots(slots, ratio), metadata)
 
 
-def _state_inputs(step: ForwardInputs, metadata: StateMetadata) -> StateInputs:
+def _state_inputs(
+    step: ForwardInputs, metadata: StateMetadata, table: Tensor | None = None
+) -> StateInputs:
     # A state has no slots: any group of tokens tells what is padding.
-    return StateInputs(step.groups[0].slot_mapping, metadata)
+    places = None if table is None else TokenPlaces(step.positions, table)
+    return StateInputs(step.groups[0].slot_mapping, metadata, places)
 
 
 def routed_slots(inputs: LayerInputs, by_id: bool) -> Tensor:

@@ -44,6 +44,7 @@ from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec,
 from engine.models.specs.mimo import MiMoV2Spec, MiMoV25Spec
 from engine.models.specs.minimax import MiniMaxM2Spec
 from engine.models.specs.minimax_sparse import MiniMaxM3Spec
+from engine.models.specs.minimax_text import MiniMaxText01Spec
 from engine.models.specs.mistral import Ministral3Spec, MistralSpec
 from engine.models.specs.mistral_latent import Mistral4Spec
 from engine.models.specs.mistral_native import MistralLarge3Spec, MistralNativeSpec
@@ -56,6 +57,7 @@ from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import MiMoSpec, Qwen2Spec, Qwen3Spec
 from engine.models.specs.qwen_hybrid import Qwen3NextSpec, Qwen35MoeSpec, Qwen35Spec
 from engine.models.specs.qwen_moe import Qwen2MoeSpec, Qwen3MoeSpec
+from engine.models.specs.ring import BailingMoeLinearV2Spec, BailingMoeV25Spec
 from engine.models.specs.sarvam import SarvamMlaSpec
 from engine.models.specs.seed_oss import SeedOssSpec
 from engine.models.specs.smollm3 import SmolLM3Spec
@@ -65,7 +67,9 @@ from engine.models.wrappers import WRAPPERS, text_architecture
 MODELS: dict[str, type[ModelSpec]] = {
     "AfmoeForCausalLM": AfmoeSpec,
     "BailingHybridForCausalLM": BailingMoeV3Spec,
+    "BailingMoeLinearV2ForCausalLM": BailingMoeLinearV2Spec,
     "BailingMoeV2ForCausalLM": BailingMoeV2Spec,
+    "BailingMoeV2_5ForCausalLM": BailingMoeV25Spec,
     "BailingMoeV3ForCausalLM": BailingMoeV3Spec,
     "BambaForCausalLM": BambaSpec,
     "BeamForCausalLM": BeamSpec,
@@ -102,8 +106,11 @@ MODELS: dict[str, type[ModelSpec]] = {
     "MiMoForCausalLM": MiMoSpec,
     "MiMoV2FlashForCausalLM": MiMoV2Spec,
     "MiMoV2ForCausalLM": MiMoV25Spec,
+    "MiniMaxForCausalLM": MiniMaxText01Spec,
+    "MiniMaxM1ForCausalLM": MiniMaxText01Spec,
     "MiniMaxM2ForCausalLM": MiniMaxM2Spec,
     "MiniMaxM3VLForCausalLM": MiniMaxM3Spec,
+    "MiniMaxText01ForCausalLM": MiniMaxText01Spec,
     "Ministral3ForCausalLM": Ministral3Spec,
     "Mistral4ForCausalLM": Mistral4Spec,
     "MistralForCausalLM": MistralSpec,

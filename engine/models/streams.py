@@ -16,7 +16,7 @@ from engine.layers.alternating import (
 )
 from engine.layers.hyper_connection import HyperConnection, HyperHead, HyperStream
 from engine.layers.norm import RMSNorm
-from engine.layers.residual import ResidualStream
+from engine.layers.residual import NormedStream, ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.specs.dense import DenseSpec
 from tandem_kernels.stream_forms import StreamForm
@@ -32,7 +32,7 @@ class Streams(nn.Module):
 
     def __init__(self, spec: DenseSpec, shard: Shard) -> None:
         super().__init__()
-        self.streams = spec.residual_streams
+        self.streams, self.norm_factor = spec.residual_streams, spec.norm_factor
         self.head = self.ends = None
         if (alternating := spec.alternating_streams) is not None:
             self.ends = AltEnds(spec.hidden_size, alternating.count, shard.at("model"))
@@ -44,6 +44,8 @@ class Streams(nn.Module):
         """Returns the stream that begins with `rows` [T, H], whose memory becomes the stream's."""
         if self.ends is not None:
             return self.ends.begin(rows)
+        if self.norm_factor:
+            return NormedStream(rows, self.norm_factor)
         streams = self.streams
         return ResidualStream(rows) if streams is None else HyperStream.begun(rows, streams.count)
 

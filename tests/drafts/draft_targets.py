@@ -26,6 +26,19 @@ _HYBRID = {
     "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
 }
 
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "attention": {**LAYER, "num_hidden_layers": 3, "num_nextn_predict_layers": 1},
     "gated_delta": {
@@ -40,20 +53,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "kimi_delta": {
         **_HYBRID,
+        **_LATENT,
         "architectures": ["KimiLinearForCausalLM"],
-        "kv_lora_rank": 16,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
         "linear_num_heads": 2,
         "linear_head_dim": 4,
         "linear_conv_kernel_dim": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
     },
     "mamba": {
         **_HYBRID,
@@ -108,14 +112,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "conv_L_cache": 4,
         "block_auto_adjust_ff_dim": False,
     },
+    "lightning": {
+        **_HYBRID,
+        **_LATENT,
+        "architectures": ["BailingMoeV2_5ForCausalLM"],
+        "group_norm_size": 2,
+        "num_nextn_predict_layers": 1,
+    },
+    "ling": {
+        **_HYBRID,
+        **_LATENT,
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "num_nextn_predict_layers": 1,
+    },
+    "nemotron": {
+        **LAYER,
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "MEM*EM",
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": 4,
+        "n_groups": 2,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 4,
+        "conv_kernel": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_latent_size": 16,
+        "num_nextn_predict_layers": 1,
+        "mtp_hybrid_override_pattern": "*E",
+    },
 }
 """Maps what most layers keep to a model."""
 TARGETS = tuple(CONFIGS)
+_BESIDE_STATES = {"none", "planted", "ngram", "medusa"}
+"""Drafters that keep nothing of a token: over each kind of states they are tried once."""
+_WITH_HEADS = {"eagle", "eagle3", "draft_model"}
 _NOT_FITTING = {
-    "kimi_delta": {"mtp", "eagle", "eagle3", "draft_model"},
+    "kimi_delta": {"mtp", *_WITH_HEADS},
     "mamba": {"mtp"},
     "short_conv": {"mtp"},
-    "token_rows": {"eagle", "eagle3", "draft_model"},
+    "token_rows": _WITH_HEADS,
+    "lightning": _WITH_HEADS,
+    "ling": _BESIDE_STATES | _WITH_HEADS,
+    "nemotron": _BESIDE_STATES | _WITH_HEADS,
 }
 """Maps a target to drafters that its family has none of: layers that predict ahead are read of few,
 and beside latents, or rows of several tokens, no drafter has keys and values."""

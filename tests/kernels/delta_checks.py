@@ -122,7 +122,7 @@ def causal_conv(
         block = int(metadata.blocks[r])
         old = before[block].double().t() if batch.before[r] else torch.zeros(width - 1, shape[1])
         inputs = torch.cat((old, x[first : first + batch.lengths[r]].double()))
-        expected_states[block] = inputs[-(width - 1) :].t().to(dtype)
+        expected_states[block] = inputs[len(inputs) - (width - 1) :].t().to(dtype)
         for i in range(batch.lengths[r]):
             total = (inputs[i : i + width] * rate).sum(0)
             total += 0 if bias is None else bias.cpu().double()

@@ -158,20 +158,26 @@ def cut_anywhere(op: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu") 
 def gated_group_norm(
     norm: Op, sums: Op, rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """Groups are whole, or half of them is another rank's."""
+    """Groups are whole, or half of them is another rank's; gates are in front of the norm, or
+    behind it."""
     groups, width = shape
     x = (3 * torch.randn(rows, groups * width, device=device)).to(dtype)
     gate = torch.randn(rows, 2 * groups * width, device=device).to(dtype)[:, groups * width :]
     weight = torch.randn(groups * width, device=device).to(dtype)
-    gated = (x.double() * torch.nn.functional.silu(gate.double())).unflatten(1, (groups, width))
-    squares = gated.square().sum(-1)
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
-    assert relative_error(sums(x, gate, groups), squares) < 1e-6
     others = torch.rand(rows, groups, device=device) * width
-    for means, given in (
-        (squares / width, None),
-        ((squares + others) / (2 * width), ((squares + others) / (2 * width)).float()),
-    ):
-        expected = (gated / (means + 1e-6).sqrt()[:, :, None]).flatten(1) * weight.double()
-        out = norm(x, gate, weight, 1e-6, groups, given)
-        assert out.dtype == dtype and relative_error(out, expected) < tolerance
+    wide, steep = x.double(), gate.double()
+    for is_behind in (False, True):
+        before = wide if is_behind else wide * torch.nn.functional.silu(steep)
+        behind = steep.sigmoid() if is_behind else 1.0
+        parts = before.unflatten(1, (groups, width))
+        squares = parts.square().sum(-1)
+        assert relative_error(sums(x, gate, groups, is_behind), squares) < 1e-6
+        for means, given in (
+            (squares / width, None),
+            ((squares + others) / (2 * width), ((squares + others) / (2 * width)).float()),
+        ):
+            normed = parts / (means + 1e-6).sqrt()[:, :, None]
+            out = norm(x, gate, weight, 1e-6, groups, given, is_behind)
+            expected = normed.flatten(1) * weight.double() * behind
+            assert out.dtype == dtype and relative_error(out, expected) < tolerance

@@ -20,7 +20,7 @@ def _seeded() -> None:
 
 @dtypes
 @batches
-@pytest.mark.parametrize("kernel", [2, 4])
+@pytest.mark.parametrize("kernel", [1, 2, 4])
 def test_causal_conv(dtype: torch.dtype, batch: check.Batch, kernel: int) -> None:
     sizes, is_plain = check.Sizes(kernel=kernel), kernel == 2
     check.causal_conv(ops.causal_conv, batch, sizes, dtype)

@@ -35,7 +35,7 @@ def _seeded() -> None:
 
 @dtypes
 @batches
-@pytest.mark.parametrize("kernel", [2, 3, 4, 8])
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4, 8])
 def test_causal_conv(dtype: torch.dtype, batch: check.Batch, kernel: int) -> None:
     sizes, op = check.Sizes(kernel=kernel), ops.causal_conv
     check.causal_conv(op, batch, sizes, dtype, "cuda")

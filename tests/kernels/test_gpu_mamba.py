@@ -20,6 +20,7 @@ SIZES = [
     check.Sizes(),
     check.Sizes(heads=8, groups=1, size=128, head_dim=64),
     check.Sizes(heads=6, groups=2, size=64, head_dim=80),
+    check.Sizes(heads=4, groups=4, size=128, head_dim=128),  # lightning attention
 ]
 
 
@@ -56,6 +57,8 @@ def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
     given = ops.causal_conv, ops.mamba_scan, dtype, "cuda"
     pending_checks.mamba_drafts(*given, sizes=sizes)
     tolerance = delta_checks.TOLERANCE[dtype]
+    lightning = delta_checks.Sizes(key_heads=4, value_heads=4, key_dim=128, value_dim=128, kernel=1)
+    pending_checks.mamba_drafts(*given, sizes=lightning)
     pending_checks.mamba_drafts(*given, sizes=sizes, fixed_order=False, tolerance=tolerance)
 
 

@@ -30,7 +30,9 @@ def test_how_a_request_is_cut_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("most", [2, 4])
 def test_drafts_change_no_bit(most: int) -> None:
-    pending_checks.mamba_drafts(ops.causal_conv, ops.mamba_scan, torch.float32, most=most)
+    for sizes in (None, delta_checks.Sizes(key_heads=4, value_heads=4, kernel=1)):
+        given = ops.causal_conv, ops.mamba_scan, torch.float32
+        pending_checks.mamba_drafts(*given, sizes=sizes, most=most)
 
 
 @dtypes

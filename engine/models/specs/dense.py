@@ -17,6 +17,7 @@ from engine.models.specs.faults import head_faults, number_faults, rope_faults, 
 from engine.models.specs.kimi_delta import KimiDeltaSpec
 from engine.models.specs.kv_planes import layers_alike
 from engine.models.specs.latent import LatentSpec
+from engine.models.specs.lightning import LightningSpec
 from engine.models.specs.linear import LinearSpec
 from engine.models.specs.mamba import MambaSpec
 from engine.models.specs.parallel_checks import (
@@ -113,6 +114,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         attention_scale: Of the scores; None: head_dim ** -0.5.
         stream_scale: Multiplies embeddings. A family that multiplies what each layer adds by a
             number has it here: the whole stream is held divided by that number, which norms undo.
+        norm_factor: The stream goes on with what norms make of it, this many times; 0: with itself.
         logit_scale: Multiplies logits.
         attention_softcap, final_softcap: Bound of scores and of logits, `cap * tanh(x / cap)`; 0:
             none.
@@ -123,7 +125,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             the tokens that have them; see `engine.layers.layer_inputs`. 0: there are none.
         experts: Those of layers with a mixture of experts; None: no layer has one.
         latent: All heads share one latent vector a token; None: heads have keys and values.
-        linear, kda, mamba, conv: Some layers keep one state of all tokens instead; None: none does.
+        linear, kda, mamba, conv, lightning: Some layers keep one state of all tokens instead; None:
+            none does.
         unit_scales: Of what gate and up of a dense feed-forward block give; None: none.
         bare_layers: Layers without a feed-forward block.
         stored_layers: The checkpoint's numbers; see `engine.models.joined_layers`. Empty: ours.
@@ -179,6 +182,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     unrotated_layers: tuple[int, ...] = ()
     query_scale: QueryScale | None = None
     stream_scale: float = 1.0
+    norm_factor: float = 0.0
     logit_scale: float = 1.0
     after_eps: float | None = None
     attention_scale: float | None = None
@@ -194,6 +198,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     kda: KimiDeltaSpec | None = None
     mamba: MambaSpec | None = None
     conv: ConvSpec | None = None
+    lightning: LightningSpec | None = None
     unit_scales: tuple[float, float] | None = None
     bare_layers: tuple[int, ...] = ()
     stored_layers: tuple[int, ...] = ()
@@ -292,7 +297,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     @property
     def states(self) -> StateSpec | None:
         """Returns the layers that keep a state; None: there are none."""
-        return self.linear or self.kda or self.mamba or self.conv
+        return self.linear or self.kda or self.mamba or self.conv or self.lightning
 
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         if self.states is not None:

@@ -16,6 +16,7 @@ _FIELDS = (
 )  # fmt: skip
 _MORE_FIELDS = (
     "shared_projections", "value_scale", "first_sharing_layer", "wide_layers", "layer_input_size",
+    "lightning", "norm_factor",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from engine.config import Dtype, KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.kv_planes import layers_alike
+from engine.rope import Rotary
 from kv_transfer.planes import Plane
 
 STATE_DTYPE = "float32"
@@ -42,6 +43,11 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     @abstractmethod
     def planes(self, dtype: Dtype) -> tuple[Plane, ...]:
         """Returns what a layer keeps of a request."""
+
+    @property
+    def turn(self) -> tuple[int, Rotary] | None:
+        """Returns the size of heads that rotate, and how they do; None: they do not."""
+        return None
 
     @property
     @abstractmethod

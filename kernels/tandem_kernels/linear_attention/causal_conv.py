@@ -248,7 +248,7 @@ def causal_conv(
         return out
     one_each = num_decodes == num_reqs
     width = weight.shape[1]
-    tile = 1 if one_each else max(TILE, triton.next_power_of_2(width - 1))
+    tile = 1 if one_each else max(TILE, _widths(width))
     tiles = num_reqs
     if not one_each:
         tiles = triton.cdiv(num_tokens - drafting, tile) + num_reqs - drafting
@@ -268,7 +268,7 @@ def causal_conv(
         x.stride(0),
         states.stride(0),
         WIDTH=width,
-        WIDTHS=triton.next_power_of_2(width - 1),
+        WIDTHS=_widths(width),
         TILE=tile,
         CHANNELS=CHANNELS,
         ACTIVATES=activates,
@@ -310,7 +310,7 @@ def _pending_conv(
         x.stride(0),
         states.stride(0),
         WIDTH=width,
-        WIDTHS=triton.next_power_of_2(width - 1),
+        WIDTHS=_widths(width),
         PENDING=pending.most,
         TILE=triton.next_power_of_2(2 * pending.most),
         CHANNELS=CHANNELS,
@@ -319,3 +319,9 @@ def _pending_conv(
         num_warps=4,
         **({"launch_pdl": True} if overlap else {}),
     )
+
+
+def _widths(width: int) -> int:
+    """Returns room for the inputs that are kept, which kernels count in powers of two. A width of 1
+    keeps none."""
+    return int(triton.next_power_of_2(max(1, width - 1)))

@@ -1,4 +1,4 @@
-"""RMSNorm of groups of numbers that have been gated, and of groups that ranks share."""
+"""RMSNorm of groups of numbers that have a gate, and of groups that ranks share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ TILE = 1024
 
 
 @triton.jit
-def _gated(
-    x: tl.tensor, gate: tl.tensor, first: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr
-) -> tl.tensor:
-    """Returns numbers of a group that begins at `first`, times the SiLU of their gates."""
+def _numbers(
+    x: tl.tensor, gate: tl.tensor, first: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr,
+    BEHIND: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Returns numbers of a group that begins at `first`, times the SiLU of their gates if these are
+    in front of the norm."""
     inside = column < WIDTH
     value = tl.load(x + first + column, mask=inside, other=0.0).to(tl.float32)
-    steep = tl.load(gate + first + column, mask=inside, other=0.0).to(tl.float32)
-    return value * (steep / (1.0 + tl.exp(-steep)))
+    if not BEHIND:
+        steep = tl.load(gate + first + column, mask=inside, other=0.0).to(tl.float32)
+        value *= steep / (1.0 + tl.exp(-steep))
+    return value
 
 
 @triton.jit
@@ -37,6 +41,7 @@ def gated_group_norm_kernel(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     ONLY_SUMS: tl.constexpr,
+    BEHIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Computes group j of token i in program (i, j), or its sum of squares alone, to `out`."""
@@ -48,7 +53,7 @@ def gated_group_norm_kernel(
     if means is None:
         squares = tl.zeros([TILE], tl.float32)
         for start in tl.static_range(0, WIDTH, TILE):
-            value = _gated(own, gates, first, start + lane, WIDTH)
+            value = _numbers(own, gates, first, start + lane, WIDTH, BEHIND)
             squares += value * value
         total = tl.sum(squares, axis=0)
     if ONLY_SUMS:
@@ -59,25 +64,34 @@ def gated_group_norm_kernel(
         for start in tl.static_range(0, WIDTH, TILE):
             column = start + lane
             inside = column < WIDTH
-            value = _gated(own, gates, first, column, WIDTH) * scale
+            value = _numbers(own, gates, first, column, WIDTH, BEHIND) * scale
             value *= tl.load(weight + first + column, mask=inside, other=0.0).to(tl.float32)
+            if BEHIND:
+                steep = tl.load(gates + first + column, mask=inside, other=0.0).to(tl.float32)
+                value *= 1.0 / (1.0 + tl.exp(-steep))
             to = out + token * (GROUPS * WIDTH) + first + column
             tl.store(to, value.to(out.dtype.element_ty), mask=inside)
 
 
-def gated_square_sums(x: Tensor, gate: Tensor, groups: int) -> Tensor:
+def gated_square_sums(x: Tensor, gate: Tensor, groups: int, is_behind: bool = False) -> Tensor:
     """See `reference.mamba.gated_square_sums`."""
     sums = torch.empty((len(x), groups), dtype=torch.float32, device=x.device)
-    _launch(x, gate, None, 0.0, groups, None, sums)
+    _launch(x, gate, None, 0.0, groups, None, is_behind, sums)
     return sums
 
 
 def gated_group_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, means: Tensor | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    groups: int,
+    means: Tensor | None = None,
+    is_behind: bool = False,
 ) -> Tensor:
     """See `reference.mamba.gated_group_norm`."""
     out = torch.empty_like(x)
-    _launch(x, gate, weight, eps, groups, means, out)
+    _launch(x, gate, weight, eps, groups, means, is_behind, out)
     return out
 
 
@@ -88,6 +102,7 @@ def _launch(
     eps: float,
     groups: int,
     means: Tensor | None,
+    is_behind: bool,
     out: Tensor,
 ) -> None:
     """Computes the norm, or without a `weight` the sums."""
@@ -105,6 +120,7 @@ def _launch(
             WIDTH=width,
             TILE=min(TILE, triton.next_power_of_2(width)),
             ONLY_SUMS=weight is None,
+            BEHIND=is_behind,
             num_warps=4,
             **in_turn(x.device, num_tokens),
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.reference.state_runs import gates_of, state_runs
-from tandem_kernels.reference.steady import silu, softplus
+from tandem_kernels.reference.steady import sigmoid, silu, softplus
 
 
 def mamba_scan(
@@ -71,21 +71,28 @@ def mamba_scan(
     return out
 
 
-def gated_square_sums(x: Tensor, gate: Tensor, groups: int) -> Tensor:
+def gated_square_sums(x: Tensor, gate: Tensor, groups: int, is_behind: bool = False) -> Tensor:
     """Add up the squares of `x` times the SiLU of its gate.
 
     Args:
         x, gate: [T, D].
         groups: Of as many neighbours in D.
+        is_behind: The gate belongs behind the norm: the squares are those of `x` alone.
 
     Returns:
         [T, groups] float32.
     """
-    return _gated(x, gate, groups).square().sum(-1)
+    return _in_groups(x, None if is_behind else gate, groups).square().sum(-1)
 
 
 def gated_group_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, means: Tensor | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    groups: int,
+    means: Tensor | None = None,
+    is_behind: bool = False,
 ) -> Tensor:
     """Multiply `x` by the SiLU of its gate, then scale each group to unit mean square, and each
     number by its `weight`.
@@ -97,15 +104,17 @@ def gated_group_norm(
         groups: Of as many neighbours in D.
         means: [T, groups] float32, mean squares of groups that are wider than ours; None: ours are
             whole.
+        is_behind: `x` is scaled first, and then multiplied by the sigmoid of its gate.
 
     Returns:
         [T, D].
     """
-    gated = _gated(x, gate, groups)
-    found = gated.square().mean(-1) if means is None else means
-    normed = gated * torch.rsqrt(found + eps)[:, :, None]
-    return (normed.flatten(1) * weight.float()).to(x.dtype)
+    parts = _in_groups(x, None if is_behind else gate, groups)
+    found = parts.square().mean(-1) if means is None else means
+    normed = (parts * torch.rsqrt(found + eps)[:, :, None]).flatten(1) * weight.float()
+    return (normed * sigmoid(gate.float()) if is_behind else normed).to(x.dtype)
 
 
-def _gated(x: Tensor, gate: Tensor, groups: int) -> Tensor:
-    return (x.float() * silu(gate.float())).reshape(len(x), groups, x.shape[1] // groups)
+def _in_groups(x: Tensor, gate: Tensor | None, groups: int) -> Tensor:
+    wide = x.float() if gate is None else x.float() * silu(gate.float())
+    return wide.reshape(len(x), groups, x.shape[1] // groups)

@@ -50,6 +50,7 @@ from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES
 from tests.engine.models.hybrid_families import HYBRID_FAMILIES
 from tests.engine.models.image_families import IMAGE_FAMILIES
 from tests.engine.models.layered_families import LAYERED_FAMILIES
+from tests.engine.models.lightning_families import LIGHTNING_FAMILIES
 from tests.engine.models.more_families import MORE_FAMILIES
 from tests.engine.models.nearby_families import NEARBY_FAMILIES
 from tests.engine.models.parity_cases import MAX_LEN, prompts
@@ -83,6 +84,7 @@ FAMILIES = {
     **MORE_FAMILIES,
     **IMAGE_FAMILIES,
     **HYBRID_FAMILIES,
+    **LIGHTNING_FAMILIES,
     **NEARBY_FAMILIES,
     **LAYERED_FAMILIES,
     **SPARSE_FAMILIES,

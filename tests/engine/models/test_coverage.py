@@ -25,6 +25,8 @@ ELSEWHERE = {
     "InternS2PreviewForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "MiniMaxM1ForCausalLM",
+    "MiniMaxText01ForCausalLM",
     "MistralLarge3ForCausalLM",
     "MistralNativeForCausalLM",
     "Kimi_K25ForConditionalGeneration",
@@ -32,8 +34,8 @@ ELSEWHERE = {
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
 }
-"""`test_wrappers`, `test_mistral_params` and `test_cut_projections` make these of another family's
-checkpoint, and compare them with it."""
+"""`test_wrappers`, `test_mistral_params`, `test_published_forms` and `test_cut_projections` make
+these of another family's checkpoint, and compare them with it."""
 
 
 @pytest.mark.parametrize("name", sorted([*MODELS, *WRAPPERS]))

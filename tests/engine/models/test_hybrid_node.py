@@ -69,6 +69,7 @@ def prompt_of(length: int) -> list[int]:
         ("lfm3", 3, 60),  # windows are a group of their own
         ("falcon_h1", 3, 18),  # layers are in two groups
         ("kimi_linear", 3, 30),
+        ("minimax_text", 3, 24),
     ],
     indirect=["folder"],
     scope="module",
@@ -136,6 +137,8 @@ NARROWER = Between((2, 1), (2, 16), "cuda_ipc,stream")
         ("lfm2_moe", WIDER),
         ("olmo_hybrid", NARROWER),
         ("ling3", WIDER),
+        ("ring2_5", WIDER),
+        ("minimax_text", NARROWER),
     ],
     indirect=["folder"],
     scope="module",

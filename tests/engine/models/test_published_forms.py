@@ -277,6 +277,15 @@ def test_activations_of_ling_3_have_the_limits_that_its_program_leaves_out(copy:
         ("ling3", "no_kda_lora", {"no_kda_lora": False}),
         ("ling3", "linear_attention", {"linear_attention": "lightning"}),
         ("kimi_linear", "mla_use_nope", {"mla_use_nope": False}),
+        ("ring2_5", "linear_silu", {"linear_silu": True}),
+        ("ring2_5", "use_qk_norm", {"use_qk_norm": False}),
+        ("ring2_5", "group_norm_size", {"group_norm_size": 3}),
+        ("ring_linear", "use_qkv_bias", {"use_qkv_bias": True}),
+        ("minimax_text", "postnorm", {"postnorm": False}),
+        ("minimax_text", "layernorm_mlp_beta", {"mlp_beta_factor": 0.5}),
+        ("minimax_text", "layernorm_mlp_alpha", {"mlp_alpha_factor": 0.5}),
+        ("minimax_text", "shared_intermediate_size", {"shared_intermediate_size": 96}),
+        ("minimax_text", "num_attention_heads", {"num_attention_heads": 6, "head_dim": 24}),
         (
             "kimi_linear",
             "linear_attn_config",
@@ -289,6 +298,40 @@ def test_what_no_release_of_a_family_has_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"\({name}\)"):
         load_model_config(copy(family, **changes))
+
+
+def test_ring_2_5_as_published(checkpoints: Path, copy: Copy) -> None:
+    """Its tensors have names of Ling 2.0."""
+    folder = copy("ring2_5")
+    path = folder / "model.safetensors"
+    names = {
+        ".self_attn.": ".attention.", ".o_proj.": ".dense.", ".q_norm.": ".query_layernorm.",
+        ".k_norm.": ".key_layernorm.", "embed_tokens": "word_embeddings",
+        "e_score_correction_bias": "expert_bias",
+    }  # fmt: skip
+    tensors = load_file(path)
+    for old, new in names.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    assert "model.layers.0.attention.query_key_value.weight" in tensors
+    save_file(tensors, path, metadata={"format": "pt"})
+    check_same(folder, checkpoints / "ring2_5")
+
+
+def test_minimax_text_as_published(checkpoints: Path, copy: Copy) -> None:
+    """Its config.json says by numbers what transformers says by names."""
+    places = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    published = {f"layernorm_{name}_alpha": 1.7 for name in places.values()}
+    folder = copy(
+        "minimax_text",
+        architectures=["MiniMaxM1ForCausalLM"],
+        attn_type_list=[0, 0, 1, 0],
+        layer_types=None,
+        postnorm=True,
+        shared_intermediate_size=0,
+        **published,
+        **{f"{name}_alpha_factor": None for name in places},
+    )
+    check_same(folder, checkpoints / "minimax_text")
 
 
 def test_a_model_that_speaks(checkpoints: Path, tmp_path: Path) -> None:
