@@ -47,7 +47,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
         (
             {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3"},
             "KimiLinearForCausalLM",
-            "residuals",
+            "residuals that attend to those of earlier blocks, activations of all units",
         ),
         ({"architectures": None, "model_type": "mixtral"}, "MixtralForCausalLM", ""),
         (
