@@ -57,7 +57,8 @@ class OwnWork:
     """Counts what this router has put on a node and is not over. `recent_*` is the part since the
     node's last report, which therefore cannot contain it yet. `tokens` are of prompts, on a prefill
     node; `kv_tokens` are those that requests will hold in the end, on a decode node. `idle_*` are
-    of the idle class, which uses what no other does; others set `was_used`, until the next look."""
+    of the idle class, which uses what no other does; others set `was_used`, and with a prompt to
+    compute `had_prompt`, until the next look."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -68,6 +69,7 @@ class OwnWork:
     idle_prompts: int = 0
     idle_tokens: int = 0
     was_used: bool = False
+    had_prompt: bool = False
     recent_pulls: dict[str, list[int]] = field(default_factory=dict)
     """Prompt tokens whose KV it will pull, by the prefill node's `host:port`."""
 
@@ -209,6 +211,7 @@ class Node:
         work.idle_prompts += is_idle
         work.idle_tokens += num_tokens * is_idle
         work.was_used |= not is_idle
+        work.had_prompt |= not is_idle
         work.num_tokens += num_tokens
         work.recent_tokens += num_tokens
         try:

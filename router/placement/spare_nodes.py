@@ -5,9 +5,9 @@
     prefill    of those, all but a reserve: each takes prompts up to `step_tokens` at once. What
                comes finds as many free nodes as it has needed lately, and the reserve besides
     decode     nodes with room in their KV cache, on which no other request waits: up to
-               `max_per_decode`. Where no prefill node is spare, those that others use, and whose
-               steps have room for prompts, take `max_beside`: each makes the steps of others
-               longer, so that these stay longer and leave less room for prompts of others
+               `max_per_decode`, and `max_beside` where prompts of others were computed in the room
+               of steps in the last `window_s`: each makes the steps of others longer, so that
+               these stay longer and leave less room for such prompts
     local      a decode node computes a prompt itself where its steps have room for it, or where
                nothing but such requests was on it for `window_s`
 
@@ -77,6 +77,8 @@ class SpareNodes:
     max_beside: int = 6
     _free: dict[str, _LeastFree] = field(default_factory=dict)
     _used_at: dict[Node, float] = field(default_factory=dict)
+    _prompt_at: dict[Node, float] = field(default_factory=dict)
+    """When a node was last seen with a prompt of others, of those that have had one."""
 
     def look(self) -> None:
         """Notes which nodes have other work now."""
@@ -85,6 +87,13 @@ class SpareNodes:
         self._used_at = {
             node: now if is_busy else self._used_at.get(node, now) for node, is_busy in busy.items()
         }
+        self._prompt_at = {
+            node: now if node.work.had_prompt else self._prompt_at[node]
+            for node in busy
+            if node.work.had_prompt or node in self._prompt_at
+        }
+        for node in busy:
+            node.work.had_prompt = False
         free: defaultdict[str, int] = defaultdict(int)
         for node in self.registry.usable(NodeRole.PREFILL):
             free[node.model] += not busy[node]
@@ -118,7 +127,8 @@ class SpareNodes:
         answers it has one at a time: prompts of others may be computed there as well."""
         if decode.report is None or _work(decode) >= self.step_tokens:
             return False
-        if not self._is_used(decode):
+        now = self.registry.clock()
+        if now - self._used_at.get(decode, now) >= self.window_s:
             return True
         return decode.report.slack_tokens_per_s > 0 and _work(decode) == 0
 
@@ -149,16 +159,9 @@ class SpareNodes:
 
     def _most(self, decode: Node) -> int:
         """Returns how many such requests a decode node may have."""
-        shares_room = decode.report is not None and decode.report.slack_tokens_per_s > 0
-        if not shares_room or not self._is_used(decode):
-            return self.max_per_decode
-        prefills = [n for n in self.registry.usable(NodeRole.PREFILL) if n.model == decode.model]
-        return self.max_per_decode if self.prefills(prefills) else self.max_beside
-
-    def _is_used(self, node: Node) -> bool:
-        """Returns whether other requests were on it in the window."""
-        now = self.registry.clock()
-        return now - self._used_at.get(node, now) < self.window_s
+        has_room = decode.report is not None and decode.report.slack_tokens_per_s > 0
+        since = self.registry.clock() - self._prompt_at.get(decode, -math.inf)
+        return self.max_beside if has_room and since < self.window_s else self.max_per_decode
 
     def _is_busy(self, node: Node) -> bool:
         is_busy = node.serves_others

@@ -150,30 +150,30 @@ def test_one_prefill_node_stays_free_and_a_quiet_decode_node_computes() -> None:
     assert policy.place(idle()).choice is PrefillChoice.LOCAL
 
 
-def test_few_run_beside_others_where_prompts_of_others_need_the_room(fleet: Fleet) -> None:
+def test_few_run_where_prompts_of_others_were_computed_in_the_room_of_steps(
+    fleet: Fleet, policy: TandemPolicy
+) -> None:
     """Each makes the steps of others longer, which leaves less room for their prompts."""
-    spare, room = SpareNodes(registry=fleet.registry), {"slack_tokens_per_s": 900.0}
+    spare, room = policy.spare, {"num_total_blocks": 1000, "num_free_blocks": 1000}
+    room["slack_tokens_per_s"] = 900
     wait(fleet, spare)
-    whole = {"num_total_blocks": 1000, "num_free_blocks": 1000}
-    tell(fleet, "d", **whole, **room)
+    tell(fleet, "d", **room)
     with fleet.node("d").hold_request():
         spare.look()
-        assert spare.num_rooms("demo") == 32, "prefill nodes are spare"
-        for i in range(3):
-            fleet.node(f"p{i}").work.was_used = True
+        assert spare.num_rooms("demo") == 32, "it has decoded for others"
+        with fleet.node("d").hold_tokens(500, is_idle=True):
+            spare.look()
+            assert spare.num_rooms("demo") == 32
+        with fleet.node("d").hold_tokens(500):
+            pass
         spare.look()
-        assert not prefills(fleet, spare)
         assert spare.num_rooms("demo") == 6
-        tell(fleet, "d", **whole, **room, num_running_requests=7, num_idle_requests=6)
+        tell(fleet, "d", **room, num_running_requests=7, num_idle_requests=6)
         assert not spare.decodes(fleet.registry.nodes(DECODE), 0)
-        tell(fleet, "d", **whole, num_running_requests=7, num_idle_requests=6)
-        assert spare.num_rooms("demo") == 26, "without an objective no prompt needs its room"
-    tell(fleet, "d", **whole, **room)
-    wait(fleet, spare)
-    for i in range(3):
-        fleet.node(f"p{i}").work.was_used = True
-    spare.look()
-    assert spare.num_rooms("demo") == 32, "nobody else was on it"
+        wait(fleet, spare, 9)
+        assert spare.num_rooms("demo") == 0
+        wait(fleet, spare, 2)
+        assert spare.num_rooms("demo") == 26, "no prompt has come for ten seconds"
 
 
 @pytest.mark.parametrize(
