@@ -140,8 +140,10 @@ def simulated(
 def overheads_s(outcomes: Sequence[Outcome], step_s: float) -> list[float]:
     """Returns what first tokens took besides the step, of prompts that came when none before them
     was without its first token on the same node. Those that met others would count their wait
-    twice."""
+    twice; those that a decode node computed beside its steps, in a cluster with prefill nodes, the
+    steps."""
     told = [(one, one.timeline) for one in outcomes if one.complete and one.timeline]
+    told = [pair for pair in told if pair[1]["prefill_node"]] or told
     first_at: defaultdict[str, float] = defaultdict(float)
     found = []
     for one, timeline in sorted(told, key=lambda pair: pair[0].sent or 0.0):

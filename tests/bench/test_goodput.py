@@ -209,7 +209,10 @@ def test_who_met_another_prompt_says_nothing_of_what_a_first_token_takes_besides
     assert on_another_node.timeline is not None
     on_another_node.timeline["prefill_node"] = "p1"
     later, failed = answer_at(1.0, 0.047), Outcome(1.01, sent=1.01, error="503")
-    found = overheads_s([later, behind, failed, on_another_node, alone], 0.04)
+    deflected = answer_at(0.5, 0.2)
+    assert deflected.timeline is not None
+    deflected.timeline["prefill_node"] = None
+    found = overheads_s([later, behind, deflected, failed, on_another_node, alone], 0.04)
     assert found == pytest.approx([0.005, 0.01, 0.007])
 
 
