@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import triton
-from registers_in_flight import disassembled, multiplies_from_registers, written_in_flight
+from registers_in_flight import faults_of, multiplies_from_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -198,7 +198,7 @@ BEGIN_LATE = (
 def check_registers(case: Case, ptx: str, cubin: bytes) -> None:
     """Products in flight keep the registers that they read."""
     if multiplies_from_registers(ptx):
-        faults = written_in_flight(disassembled(cubin))
+        faults = faults_of(cubin)
         assert not faults, (case.kernel.__name__, case.label, faults[:3])
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from interpreted_fixtures import remembering
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -234,4 +235,6 @@ def play(num_ranks: int, part: Callable[[int, RankMemories], bool], quiet_calls:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with remembering():
+        code = main()
+    sys.exit(code)

@@ -110,7 +110,8 @@ class Rows:
         return found[0], found[1]
 
     def one_by_one(self, conv: Op, rule: Op, row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what a row's first tokens read without drafts, its state and last inputs."""
+        """Returns what a row's first tokens read without drafts, and the state and the last inputs
+        that it had before the last of them."""
         # As many blocks: those of a single one lie at another distance.
         states, last = in_pages(self.states), in_pages(self.last)
         read = []
@@ -121,13 +122,14 @@ class Rows:
                 torch.tensor([first + length], dtype=torch.int32, device=self.device),
                 num_decodes=int(length == 1),
             )
+            before = states[0].clone(), last[0].clone()
             x, gates = (of[row, first : first + length] for of in (self.inputs, self.gates))
             mixed = conv(x.contiguous(), self.weight, last, metadata)
             read.append(
                 rule(mixed, gates.contiguous(), self.a_log, self.dt_bias, states, metadata,
                      self.fixed_order)
             )  # fmt: skip
-        return torch.cat(read), states[0], last[0]
+        return torch.cat(read), *before
 
 
 def drafts(
@@ -158,8 +160,7 @@ def drafts(
     # One step more takes in what the last one has left.
     take(rows.step(conv, rule, [(row, 1) for row in range(decoding)], 1, []))
     for row in range(decoding):
-        read, _, _ = rows.one_by_one(conv, rule, row, rows.done[row])
-        _, state, last = rows.one_by_one(conv, rule, row, rows.done[row] - 1)
+        read, state, last = rows.one_by_one(conv, rule, row, rows.done[row])
         assert torch.equal(rows.last[row + 1], last)
         pairs = (torch.cat(found[row]), read), (rows.states[row + 1], state)
         for got, expected in pairs:
