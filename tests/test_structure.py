@@ -298,7 +298,12 @@ def _names_of_import(node: ast.stmt) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
-def _imported_names(module: str) -> Iterator[str]:
+@cache
+def _imported_names(module: str) -> tuple[str, ...]:
+    return tuple(_names_of_imports(module))
+
+
+def _names_of_imports(module: str) -> Iterator[str]:
     package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ def remembering() -> Iterator[None]:
         _look_for_builtins_once(patch)
         _know_types_and_shapes(patch)
         _leave_alone_what_is_alike(patch)
+        _take_masks_of_numbers(patch)
         yield
 
 
@@ -137,6 +138,22 @@ def _leave_alone_what_is_alike(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(semantic, "broadcast_impl_value", broadcast_unless_alike)
     patch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_unless_plain)
     patch.setattr(tl.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
+
+
+def _take_masks_of_numbers(patch: pytest.MonkeyPatch) -> None:
+    """Makes masks truths before they are used. In the interpreter a comparison of scalars becomes
+    integers where it meets a block, and Triton 3.9 refuses these as a mask."""
+    builder = interpreter.InterpreterBuilder
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+
+        def with_truths(self: Any, *given: Any, use: Any, place: int, **how: Any) -> Any:
+            mask = given[place]
+            if isinstance(mask, interpreter.TensorHandle):
+                mask = interpreter.TensorHandle(mask.data.astype(bool, copy=False), tl.int1)
+            return use(self, *given[:place], mask, *given[place + 1 :], **how)
+
+        use = partialmethod(with_truths, use=getattr(builder, name), place=place)
+        patch.setattr(builder, name, use)
 
 
 @pytest.fixture
