@@ -1365,9 +1365,12 @@ def mamba_cases(capability: int) -> Iterator[Case]:
     heads = {"HEADS": mamba_chunks.heads_at_once(8, prompts.heads)}
     warps = {"num_warps": prompts.warps, "num_stages": prompts.stages}
     yield Case(mamba_chunks.mamba_chunk_kernel, "", types, {**shape, **tile, **heads}, warps)
-    for label, absent in (("", ("means",)), ("sums", ("means", "weight")), ("shared", ())):
+    alone = ("means",)
+    for label, absent in (
+        ("", alone), ("behind", alone), ("sums", (*alone, "weight")), ("shared", ())
+    ):  # fmt: skip
         constants = {"GROUPS": 8, "WIDTH": 512, "TILE": 512, "ONLY_SUMS": label == "sums"}
-        constants |= {**dict.fromkeys(absent), **overlap}
+        constants |= {**dict.fromkeys(absent), "BEHIND": label == "behind", **overlap}
         found = {**types, "out": "*fp32"} if label == "sums" else types
         yield Case(gated_group_norm.gated_group_norm_kernel, label, found, constants)
 
