@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
+from inspect import cleandoc
 from typing import Any
 
 import msgspec
@@ -110,6 +111,9 @@ def openapi_document() -> Json:
     answers = [post.answer for post in _POSTS if not isinstance(post.answer, str)]
     structs = (ErrorBody, AnthropicErrorBody, *answers, ChatChunk, Model, ModelList)
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF + "{name}")
+    for schema in schemas.values():
+        if "description" in schema:  # As msgspec 0.23 has it; until then docstrings are indented.
+            schema["description"] = cleandoc(schema["description"])
     for post in _POSTS:
         schemas |= _body_schemas(post.body)
     return {
