@@ -176,13 +176,15 @@ def test_peers_may_reach_kv_at_another_address(demo_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("given", [{"host": "10.0.0.6"}, {"kv_host": "10.0.0.6"}])
 def test_listening_for_others_in_plaintext_must_be_wanted(
-    given: dict[str, Any], demo_checkpoint: Path
+    given: dict[str, Any], demo_checkpoint: Path, tmp_path: Path
 ) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef" * 4)
     refused = PrefillNodeSettings(model=str(demo_checkpoint), **given)
     assert refused.print_checked("kv_producer") == 2
     with pytest.raises(PlaintextRefused, match="--allow-plaintext"):
         refused.to_engine_config("kv_producer")
-    for cure in ({"allow_plaintext": True}, {"cluster_token_file": "token"}):
+    for cure in ({"allow_plaintext": True}, {"cluster_token_file": str(token)}):
         assert PrefillNodeSettings(model="m", **given, **cure).print_checked("kv_producer") == 0
 
 
