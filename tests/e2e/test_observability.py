@@ -69,7 +69,10 @@ async def test_one_request_is_one_connected_trace(
     services = {"tandem-router", "tandem-decode", "tandem-prefill"}
 
     def is_complete(spans: list[ReceivedSpan]) -> bool:
-        return {span.service for span in of(spans, TRACE) if span.kind == SERVER} == services
+        """Each service sends its own, and a node those of its steps when it reads of them."""
+        own = of(spans, TRACE)
+        servers = {span.service for span in own if span.kind == SERVER}
+        return servers == services and {"save layer 0", "token 2"} <= {span.name for span in own}
 
     spans = of(collected.wait(is_complete), TRACE)
     whole = {span.service: span for span in spans if span.kind == SERVER}
