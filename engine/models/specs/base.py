@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -31,6 +32,18 @@ class UnsupportedField(ValueError):
         self.field = field
         self.what = what
         self.cure = cure
+
+
+def kind_faults(kinds: Iterable[str] | None, known: set[str]) -> Iterator[UnsupportedField]:
+    """Yields what `layer_types` says of layers that are none of the kinds `known`."""
+    if unknown := set(kinds or ()) - known:
+        yield UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+
+
+def check_kinds(kinds: Iterable[str] | None, known: set[str]) -> None:
+    """Raises `UnsupportedField` for layers that are none of the kinds `known`."""
+    for fault in kind_faults(kinds, known):
+        raise fault
 
 
 def of_each_layer(file: ConfigFile, name: str) -> list[Any] | None:

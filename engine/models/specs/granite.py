@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import UnsupportedField, check_kinds
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.experts import ExpertNames, ExpertSpec, number_of
 from engine.models.specs.mamba import read_mamba
@@ -70,8 +70,7 @@ class GraniteHybridSpec(GraniteSpec, frozen=True, kw_only=True):
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:
-        if unknown := set(file.layer_types or ()) - _KINDS:
-            raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+        check_kinds(file.layer_types, _KINDS)
         return None
 
     @classmethod

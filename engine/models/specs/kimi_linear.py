@@ -12,14 +12,12 @@ import msgspec
 from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.config_parts import LinearAttentionFields
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import UnsupportedField, check_kinds
 from engine.models.specs.deepseek import DeepseekV3Spec
 from engine.models.specs.experts import SHARED_EXPERTS
 from engine.models.specs.kimi_delta import KimiDeltaSpec
 from engine.models.specs.linear import check_delta
-from engine.models.specs.states import LINEAR_KINDS, state_layers, state_number
-
-_KINDS = LINEAR_KINDS | {"full_attention"}
+from engine.models.specs.states import MIXED_KINDS, state_layers, state_number
 
 
 class KimiLinearSpec(DeepseekV3Spec, frozen=True, kw_only=True):
@@ -53,8 +51,7 @@ class KimiLinearSpec(DeepseekV3Spec, frozen=True, kw_only=True):
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:
-        if unknown := set(file.layer_types or ()) - _KINDS:
-            raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+        check_kinds(file.layer_types, MIXED_KINDS)
         return None
 
     @classmethod

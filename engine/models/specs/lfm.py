@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField, of_each_layer
+from engine.models.specs.base import check_kinds, of_each_layer
 from engine.models.specs.conv import read_conv
 from engine.models.specs.dense import DenseSpec, HeadNorm, NormNames
 from engine.models.specs.experts import ExpertNames, ExpertSpec, num_experts_of, number_of
@@ -70,8 +70,7 @@ class Lfm2Spec(DenseSpec, frozen=True, kw_only=True):
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:
-        if unknown := set(file.layer_types or ()) - {"conv", "full_attention"}:
-            raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+        check_kinds(file.layer_types, {"conv", "full_attention"})
         return None
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField, of_each_layer
+from engine.models.specs.base import UnsupportedField, check_kinds, of_each_layer
 from engine.models.specs.conv import read_conv
 from engine.models.specs.dense import HeadNorm, NormNames, OutputGate
 from engine.models.specs.lfm import DENSE_NAMES, WRITTEN_NAMES
@@ -58,8 +58,7 @@ class Lfm3Spec(WindowedSpec, frozen=True, kw_only=True):
             "full_attention" if i % 4 == 2 else "sliding_attention" if i % 4 == 0 < i else "conv"
             for i in range(file.num_hidden_layers)
         ]
-        if unknown := set(kinds) - {"conv", "full_attention", "sliding_attention"}:
-            raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+        check_kinds(kinds, {"conv", "full_attention", "sliding_attention"})
         windows = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
         return {
             "window_layers": windows,

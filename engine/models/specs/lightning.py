@@ -7,14 +7,13 @@ from typing import ClassVar
 
 from engine.config import Dtype
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import UnsupportedField, kind_faults
 from engine.models.specs.rope import read_rotary
-from engine.models.specs.states import LINEAR_KINDS, STATE_DTYPE, StateSpec, state_layers
+from engine.models.specs.states import MIXED_KINDS, STATE_DTYPE, StateSpec, state_layers
 from engine.rope import Rotary
 from kv_transfer.layout import DTYPE_BYTES
 from kv_transfer.planes import Plane
 
-_KINDS = LINEAR_KINDS | {"full_attention"}
 ROTATING_PART, ROTATING_THETA = 0.5, 600_000.0
 """Ring and Ling have these where config.json does not say."""
 
@@ -85,12 +84,16 @@ def _layers(file: ConfigFile) -> tuple[int, ...]:
     return state_layers(file, ["linear_attention" if one else "full_attention" for one in linear])
 
 
+def head_dim_of(file: ConfigFile) -> int:
+    """Returns the size of heads of Ring's and Ling's layers that keep a state."""
+    return file.head_dim or file.hidden_size // file.num_attention_heads
+
+
 def read_rotating(file: ConfigFile, max_model_len: int, eps: float) -> LightningSpec:
     """Returns the layers of Ring and Ling. Decays are those of the program that trained them and of
     SGLang, for which their authors wrote them: the modeling code beside the weights takes one from
     layer numbers that begin with 0, as if they began with 1. Raises `UnsupportedField`."""
-    heads = file.num_attention_heads
-    head_dim = file.head_dim or file.hidden_size // heads
+    heads, head_dim = file.num_attention_heads, head_dim_of(file)
     part = ROTATING_PART if file.rotary_dim is None else file.rotary_dim / head_dim
     spec = LightningSpec(
         layers=_layers(file),
@@ -108,8 +111,7 @@ def read_rotating(file: ConfigFile, max_model_len: int, eps: float) -> Lightning
 
 def rotating_faults(file: ConfigFile) -> Iterator[UnsupportedField]:
     """Yields what config.json of Ring and Ling asks for and is not here."""
-    if unknown := set(file.layer_types or ()) - _KINDS:
-        yield UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+    yield from kind_faults(file.layer_types, MIXED_KINDS)
     if file.linear_silu:
         yield UnsupportedField("linear_silu", "SiLU of queries and keys that rotate")
     if file.use_qk_norm is False:

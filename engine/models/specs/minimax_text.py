@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import UnsupportedField, kind_faults
 from engine.models.specs.lightning import LightningSpec, check_lightning
 from engine.models.specs.mixtral import MixtralSpec
 from engine.models.specs.rope import read_rotary
-from engine.models.specs.states import LINEAR_KINDS, state_layers
+from engine.models.specs.states import MIXED_KINDS, state_layers
 from engine.rope import Rotary
 
-_KINDS = LINEAR_KINDS | {"full_attention"}
 _NORM_EPS = 1e-6
 """The norm of what is read has it, whatever config.json says of other norms."""
 _LAYER_EPS = 1e-5
@@ -83,8 +82,7 @@ class MiniMaxText01Spec(MixtralSpec, frozen=True, kw_only=True):
     @classmethod
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
         yield from super()._faults(file)
-        if unknown := set(file.layer_types or ()) - _KINDS:
-            yield UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+        yield from kind_faults(file.layer_types, MIXED_KINDS)
         if file.postnorm is False:
             yield UnsupportedField("postnorm", "residuals that go on without a norm")
         if _factors(file, "beta") != {1.0}:

@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import check_kinds
 from engine.models.specs.dense import NormNames
 from engine.models.specs.linear import read_linear
 from engine.models.specs.olmo import Olmo2Spec
-from engine.models.specs.states import LINEAR_KINDS
+from engine.models.specs.states import MIXED_KINDS
 
-_KINDS = LINEAR_KINDS | {"full_attention"}
 _READ_EPS = 1e-5
 """Belongs to the norm of what is read of a state, whatever config.json says of the others."""
 
@@ -43,8 +42,7 @@ class OlmoHybridSpec(Olmo2Spec, frozen=True, kw_only=True):
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:
-        if unknown := set(file.layer_types or ()) - _KINDS:
-            raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+        check_kinds(file.layer_types, MIXED_KINDS)
         return None
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from engine.models.config_file import ConfigFile
 from engine.models.specs.ahead import AheadNames
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import UnsupportedField, check_kinds
 from engine.models.specs.dense import OutputGate
 from engine.models.specs.experts import ExpertSpec, number_of
 from engine.models.specs.linear import read_linear
@@ -43,8 +43,7 @@ class HybridSpec(Qwen3Spec, frozen=True, kw_only=True):
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:
-        if unknown := set(file.layer_types or ()) - _KINDS:
-            raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+        check_kinds(file.layer_types, _KINDS)
         return None
 
     @classmethod

@@ -18,6 +18,7 @@ from engine.models.specs.experts import SHARED_EXPERTS
 from engine.models.specs.lightning import (
     ROTATING_PART,
     ROTATING_THETA,
+    head_dim_of,
     read_rotating,
     rotating_faults,
 )
@@ -67,12 +68,11 @@ class BailingMoeV25Spec(DeepseekV3Spec, frozen=True, kw_only=True):
     def renamed(cls, file: ConfigFile) -> ConfigFile:
         """Returns config.json with the part of heads that rotates as a number: what latents have
         for that rotates as a whole."""
-        head_dim = file.head_dim or file.hidden_size // file.num_attention_heads
         said = file.rope.partial_rotary_factor or file.partial_rotary_factor
         rope = file.rope_parameters
         return msgspec.structs.replace(
             file,
-            rotary_dim=int(head_dim * (ROTATING_PART if said is None else said)),
+            rotary_dim=int(head_dim_of(file) * (ROTATING_PART if said is None else said)),
             partial_rotary_factor=None,
             rope_parameters=rope and msgspec.structs.replace(rope, partial_rotary_factor=None),
             rope_bases=file.rope_bases or ROTATING_THETA,

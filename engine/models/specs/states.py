@@ -18,6 +18,7 @@ from kv_transfer.planes import Plane
 STATE_DTYPE = "float32"
 LINEAR_KINDS = {"linear_attention", "mamba"}
 """Releases of transformers and publishers differ in the name."""
+MIXED_KINDS = LINEAR_KINDS | {"full_attention"}
 
 
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):

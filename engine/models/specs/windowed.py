@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile, RopeFields
-from engine.models.specs.base import UnsupportedField, of_each_layer
+from engine.models.specs.base import check_kinds, of_each_layer
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.rope import read_rotary
 from engine.rope import Rotary
@@ -41,8 +41,7 @@ class WindowedSpec(DenseSpec, frozen=True, kw_only=True):
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
-        if unknown := set(file.layer_types or ()) - {"full_attention", "sliding_attention"}:
-            raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
+        check_kinds(file.layer_types, {"full_attention", "sliding_attention"})
         said = file.sliding_window_pattern
         every = said if isinstance(said, int) and said else cls.full_layer_every
         kinds = of_each_layer(file, "layer_types") or [
