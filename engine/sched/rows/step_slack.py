@@ -20,8 +20,8 @@ again.
 
 What must be computed here (no prefill node is left) goes on whatever the objective. Where no number
 of tokens has room, a step takes as many as cost little more than the fewest that were measured:
-what is launched one by one costs the host 44 ms for 64 tokens and for 512, and of 2000 tokens, 64 a
-step, all answers would see 31 such steps. Who chooses whether to compute prompts here asks
+what is launched one by one costs the host 44 ms for 64 tokens and 50 for 256, and of 2000 tokens,
+64 a step, all answers would see 31 such steps. Who chooses whether to compute prompts here asks
 `tokens_per_s`.
 """
 
