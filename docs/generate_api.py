@@ -216,8 +216,8 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
 - What was not asked for (`prompt_logprobs`, `prompt_token_ids`, `token_ids`) is absent, not null.
 - -1 for `top_logprobs` or `prompt_logprobs`, the whole vocabulary, is a 400: one answer could be
   gigabytes.
-- `strict` in `response_format` has OpenAI's demands on a schema checked; without it the answer
-  follows the schema, too.
+- `strict` changes nothing in `response_format`: the answer follows the schema with and without it,
+  and what is not in `required` may be left out (OpenAI refuses such schemas).
 - Responses are kept by the router, in a database ([above](#responses-that-are-kept)), and survive
   it; vLLM keeps them in the memory of one server.
 """

@@ -1,4 +1,4 @@
-"""Looks at a JSON schema before a grammar is made of it: its size, and what `strict` demands."""
+"""Looks at a JSON schema before a grammar is made of it: its size, and what it asks for."""
 
 from __future__ import annotations
 
@@ -152,34 +152,6 @@ def _check_depth(value: Any, param: str) -> None:
         if not level:
             return
     raise BadRequest(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
-
-
-def check_strict(schema: Any, param: str) -> None:
-    """Raises `BadRequest` where a schema does not do what OpenAI demands of strict ones: an object
-    at the root, and in every object all properties required and no others."""
-    if not isinstance(schema, dict) or schema.get("type") != "object":
-        raise BadRequest(f'{param}: strict needs "type": "object" at the root', param=param)
-    for place, part in subschemas(schema):
-        kinds = part.get("type")
-        is_object = kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
-        properties = part.get("properties")
-        if not is_object and not isinstance(properties, dict):
-            continue
-        if part.get("additionalProperties") is not False:
-            raise BadRequest(
-                f"{param}{place}: strict needs additionalProperties to be false", param=param
-            )
-        required = part.get("required")
-        listed = required if isinstance(required, list) else []
-        # What is no object of schemas, or no list of names, the grammar's compiler refuses.
-        named = properties if isinstance(properties, dict) else {}
-        missing = set(named) - {name for name in listed if isinstance(name, str)}
-        if missing:
-            raise BadRequest(
-                f"{param}{place}: strict needs required to list every property; "
-                f"{', '.join(sorted(missing)[:5])} is missing",
-                param=param,
-            )
 
 
 def without_additional_properties(schema: Any) -> Any:

@@ -12,7 +12,6 @@ from decode_node.grammar.grammar_text import Expression, GrammarText, json_schem
 from decode_node.grammar.schema_checks import (
     check_schema,
     check_size,
-    check_strict,
     read_json,
     without_additional_properties,
 )
@@ -121,8 +120,6 @@ def _of_response_format(form: AnswerFormat) -> Constraint | None:
     if schema is None:
         schema = {"type": "object"}
     check_schema(schema, place)
-    if form.json_schema.strict:
-        check_strict(schema, place)
     return Constraint(param, "json", schema)
 
 

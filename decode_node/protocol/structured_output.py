@@ -30,7 +30,7 @@ class JsonSchemaFormat(StrictBody):
     schema_: JsonSchema | None = Field(default=None, alias="schema")
     """The schema of the answer (draft 2020-12); any object where there is none."""
     strict: bool | None = None
-    """Demand what OpenAI demands of strict schemas. The answer follows the schema in any case."""
+    """The answer follows the schema in any case; what a schema leaves optional may be left out."""
 
 
 class LegacyTag(StrictBody):
