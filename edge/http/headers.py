@@ -1,6 +1,7 @@
 """Names tandem's own HTTP headers, in lower case, and says who says each to whom.
 
-Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID, LOAD_FORMAT
+Clients may say:          SESSION, AGENT_SESSIONS, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID,
+                          LOAD_FORMAT
 Operators may say:        ENDPOINT
 Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, PROMPT_PLACES, JOURNAL,
                           RESUME, MODEL, ADAPTER, SSE_KEEPALIVE, RESPONSE
@@ -15,6 +16,16 @@ from urllib.parse import quote, unquote
 from edge.tracing.context import REQUEST_ID as REQUEST_ID
 
 SESSION = "x-session-id"
+AGENT_SESSIONS = (
+    "x-session-affinity",
+    "x-claude-code-session-id",
+    "x-grok-conv-id",
+    "x-litellm-session-id",
+    "session-id",
+)
+"""Name the same for agents and proxies: opencode and crush, Claude Code, Grok Build, LiteLLM and
+OpenHands, Codex. Not goose: its `agent-session-id` is the day and a number of each machine's own,
+so the first sessions of all its users have one name."""
 PRIORITY = "x-tandem-priority"
 TTFT_DEADLINE = "x-slo-ttft-ms"
 TIMELINE = "x-tandem-timeline"

@@ -38,7 +38,7 @@ from router.responses.state_fields import StateFields, read_state
 from router.responses.turn import Turn
 
 INPUT_TOKENS = "/v1/responses/input_tokens"
-_KEPT_HEADERS = (names.SESSION, names.PRIORITY)
+_KEPT_HEADERS = (names.SESSION, *names.AGENT_SESSIONS, names.PRIORITY)
 _JSON = {"content-type": "application/json"}
 
 
