@@ -3,7 +3,7 @@ does `python -m edge.program MODULE`, as which children are started.
 
     1. imports, while Python looks for no garbage: there is none yet, and looking through a growing
        heap again and again is a quarter of the time that torch takes
-    2. freezes what was imported, so that no collection walks it while the program serves
+    2. freezes what was imported, so that no collection walks it
     3. main(): returns None or an exit code, or raises SystemExit. It calls `settle` when all that
        lasts has been made, where others wait for the process
     4. ends as soon as standard output and error are written. Taking modules and libraries apart
@@ -22,6 +22,7 @@ from typing import NoReturn
 
 _EARLY_YOUNG, _EARLY_MIDDLE = 2, 25
 """Early is at this part of a threshold."""
+_has_settled = False
 
 
 def run(module_name: str) -> NoReturn:
@@ -45,7 +46,8 @@ def run(module_name: str) -> NoReturn:
 def settle(young: int = 100, middle: int = 1250, old: int = 100) -> None:
     """Keeps collections of garbage short from now on: what is there is not looked at until this is
     called again, and young objects are collected before they are many. A full collection would look
-    at the hundred thousand objects of the libraries alone for 50 ms.
+    at the hundred thousand objects of the libraries alone for 50 ms, so the first call leaves out
+    what the process froze before; later ones do not, to find what the last one has kept.
 
     Args:
         young, middle, old: `gc.set_threshold`. A collection stops everything, and looks at each
@@ -53,7 +55,10 @@ def settle(young: int = 100, middle: int = 1250, old: int = 100) -> None:
             of 40 requests, and took it 5 ms where prompts had 2000 tokens, 500 took 0.7 to 1.4. So
             there are many small ones, which look at as much together.
     """
-    gc.unfreeze()
+    global _has_settled
+    if _has_settled:
+        gc.unfreeze()
+    _has_settled = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(young, middle, old)

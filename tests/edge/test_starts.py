@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from cli.local_cluster.cluster import free_ports
-from edge.program import collect_early, settle
+from edge.program import collect_early
 from edge.tracing.context import TraceContext
 from edge.tracing.file import TraceFile
 from edge.tracing.span import Span
@@ -98,25 +98,35 @@ def test_traces_that_cannot_be_written_end_nothing() -> None:
 
 
 def test_what_has_ended_since_is_collected_when_a_program_settles_again() -> None:
-    """A role that a node has given up leaves cycles, which were there when it was ready."""
+    """A role that a node has given up leaves cycles, which were there when it was ready. What was
+    frozen before is left out the first time. In a process of its own, which has few objects."""
+    code = """
+import gc, weakref
+from edge.program import settle
 
-    class Life:
-        def __init__(self) -> None:
-            self.itself = self
+class Life:
+    def __init__(self):
+        self.itself = self
 
-    life = Life()
-    ended = weakref.ref(life)
-    thresholds = gc.get_threshold()
-    try:
-        settle()
-        del life
-        gc.collect()
-        assert ended() is not None
-        settle()
-        assert ended() is None
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
+def tell():
+    print(*[name for name, life in ended.items() if life() is None])
+
+imported = Life()
+gc.freeze()
+starting, serving = Life(), Life()
+ended = {name: weakref.ref(globals()[name]) for name in ("imported", "starting", "serving")}
+del imported, starting
+settle()
+tell()
+del serving
+gc.collect()
+tell()
+settle()
+tell()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    told = ["starting", "starting", "imported starting serving"]
+    assert done.stdout.splitlines() == told, done.stderr
 
 
 class Link:
