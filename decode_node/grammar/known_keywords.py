@@ -6,6 +6,7 @@
     propertyNames of any string, uniqueItems: false       nothing: they ask for nothing
     format of a name of their own beside a pattern        the pattern
     a large multipleOf of few numbers    enum
+    $id to which nothing refers          nothing; the library wants it to be a URI
 
 Zod and pydantic write these for records, dictionaries and formats like `cuid2`.
 """
@@ -24,7 +25,8 @@ from decode_node.grammar.schema_checks import MAX_BYTES, subschemas, unfollowed_
 
 _NAMES, _UNIQUE, _FORMAT = "propertyNames", "uniqueItems", "format"
 _PATTERNS = "patternProperties"
-_CHANGED = {_NAMES, _UNIQUE, _FORMAT, _PATTERNS, MULTIPLE}
+_ID, _REFERENCES = "$id", {"$ref", "$dynamicRef"}
+_CHANGED = {_NAMES, _UNIQUE, _FORMAT, _PATTERNS, MULTIPLE, _ID}
 _LISTED_NAMES = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\))\$")
 """Matches a pattern of one name, or of several in brackets."""
 _FORMATS = {
@@ -46,7 +48,11 @@ def with_known_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
     if not any(part.keys() & _CHANGED for _, part in subschemas(schema)):
         return dict(schema)
     changed = copy.deepcopy(dict(schema))
+    changed.pop(_ID, None)
+    has_references = any(part.keys() & _REFERENCES for _, part in subschemas(changed))
     for _, part in list(subschemas(changed)):
+        if not has_references:
+            part.pop(_ID, None)
         if part.get(_UNIQUE) is False:
             del part[_UNIQUE]
         form = part.get(_FORMAT)

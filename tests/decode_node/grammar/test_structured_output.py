@@ -170,34 +170,6 @@ def test_a_depth_within_the_limit_is_fine() -> None:
     assert accepts(grammar_of(response_format(nested_objects(31))), '{"a":' * 31 + '"x"' + "}" * 31)
 
 
-OPTIONAL = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize(
-    ("schema", "good", "bad"),
-    [
-        (OPTIONAL, ['{"a": 1}', '{"a": 1, "b": "x"}'], ['{"b": "x"}', '{"a": 1, "c": 1}', "{}"]),
-        ({"type": "array", "items": OPTIONAL}, ['[{"a": 1}]', "[]"], ['[{"b": "x"}]', '{"a": 1}']),
-        ({"$ref": "#/$defs/x", "$defs": {"x": OPTIONAL}}, ['{"a": 1}'], ['{"b": "x"}']),
-        ({"anyOf": [OPTIONAL, {"type": "null"}]}, ["null", '{"a": 1}'], ["1"]),
-        ({k: OPTIONAL[k] for k in ("type", "properties")}, ["{}", '{"c": 1}'], ['{"a": "x"}']),
-    ],
-)
-def test_strict_leaves_a_schema_as_it_is_written(
-    schema: dict[str, Any], good: list[str], bad: list[str]
-) -> None:
-    """OpenAI refuses these; clients of vLLM and SGLang, which keep them, send them."""
-    grammar = grammar_of(response_format(schema, strict=True))
-    assert grammar == grammar_of(response_format(schema))
-    assert all(accepts(grammar, text) for text in good)
-    assert not any(accepts(grammar, text) for text in bad)
-
-
 def tag(name: str, schema: Any = True) -> dict[str, Any]:
     content = {"type": "json_schema", "json_schema": schema}
     return {"begin": f"<fn={name}>", "content": content, "end": "</fn>"}
