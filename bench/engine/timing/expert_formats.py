@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bench.engine.timing.tilings import tilings
 from tandem_kernels import ops
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_sums import sum_pairs
@@ -33,24 +33,6 @@ from tandem_kernels.reference.fp8 import GROUP
 
 _BF16_FLOPS_PER_US = 690e6
 """A large bf16 GEMM on an H200, as measured inside our steps."""
-_EACH_PAIR = (
-    (8, 64, 64, 1, 3), (8, 64, 64, 1, 5), (8, 64, 64, 2, 3), (8, 64, 64, 2, 5), (8, 64, 128, 2, 3),
-    (8, 128, 64, 2, 3), (8, 128, 64, 2, 5), (16, 64, 128, 4, 3), (8, 64, 64, 2, 7),
-    (8, 64, 64, 2, 9), (8, 64, 128, 2, 4),
-)  # fmt: skip
-"""Rows, cols, depth, warps and stages of MXFP4 pairs by themselves. With 8 rows four warps would
-have to share rows and outputs, and shuffle. With 7 stages an SM has room for 7 programs of the
-first GEMM, which in 5 splits has 6.8 for each: they cannot gather on some SMs."""
-_LATE_PAIRS = (8, 64, 64, 1, 2), (8, 64, 64, 2, 2), (8, 64, 64, 2, 3), (8, 128, 64, 2, 2)
-"""The same of pairs whose powers multiply sums, by three tiles in a turn: of 2880 inputs there are
-15 times three."""
-_UNROLLED_FEW = (8, 64, 64, 2, 2), (8, 128, 64, 2, 2), (16, 128, 64, 4, 2)
-_UNROLLED_MANY = (
-    (64, 64, 64, 4, 2), (64, 128, 64, 4, 2), (64, 128, 64, 8, 2), (64, 256, 64, 8, 2),
-    (128, 64, 64, 4, 2), (128, 128, 64, 8, 2),
-)  # fmt: skip
-"""Rows, cols, depth, warps and stages of three steps in a turn, which take fewer instructions a
-weight."""
 POWERS = -0x08080809
 """Four bytes 0xf7, exponents as `gemm.fp4_tiles` keeps them: weights of at most 0.1, like those of
 models."""
@@ -117,9 +99,9 @@ class ExpertWeights(ABC):
         return x
 
     @classmethod
-    @abstractmethod
     def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
         """Yields the tiles that may be fast where experts have this many rows."""
+        yield from tilings(f"expert-{cls.table}", ExpertTuning, rows_per_expert)
 
     def _outputs(self, weights: Tensor, gated: bool) -> Tensor:
         columns = self.shape.width if gated else self.shape.hidden
@@ -147,24 +129,6 @@ class Bf16Weights(ExpertWeights):
     ) -> None:
         weight = self.w13 if gated else self.w2
         expert_gemm(x, weight, weights, rows, self._outputs(weights, gated), tuning, gated=gated)
-
-    @classmethod
-    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
-        if rows_per_expert <= 8:
-            for cols, depth, stages in itertools.product((32, 64, 128), (64, 128, 256), (3, 4, 5)):
-                if cols * depth * stages <= 64 * 128 * 5:
-                    yield ExpertTuning(16, cols, depth, 4, stages)
-        elif rows_per_expert <= 32:
-            for rows, cols, depth, warps in itertools.product(
-                (16, 32, 64), (32, 64, 128), (64, 128), (4, 8)
-            ):
-                yield ExpertTuning(rows, cols, depth, warps, 3 if depth == 128 else 4)
-        else:
-            for rows, cols, warps, stages, group in itertools.product(
-                (64, 128), (64, 128, 256), (4, 8), (3, 4), (1, 8)
-            ):
-                if rows * cols <= 128 * 256 and (rows * cols <= 128 * 128 or warps == 8):
-                    yield ExpertTuning(rows, cols, 64, warps, stages, group)
 
 
 class Fp8BlockWeights(ExpertWeights):
@@ -212,23 +176,6 @@ class Fp8BlockWeights(ExpertWeights):
         if gated:
             quantise_fp8(out, GROUP)
 
-    @classmethod
-    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
-        if rows_per_expert <= 8:
-            for cols, warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 5, 6)):
-                if warps == 4 or cols == 128:
-                    yield ExpertTuning(16, cols, GROUP, warps, stages)
-        elif rows_per_expert <= 32:
-            for rows, cols, warps, stages in itertools.product(
-                (16, 32, 64), (64, 128), (4, 8), (3, 4, 5)
-            ):
-                yield ExpertTuning(rows, cols, GROUP, warps, stages)
-        else:
-            sizes = (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 8), (128, 128, 8)
-            for size, stages, group in itertools.product(sizes, (2, 3, 4), (1, 8)):
-                rows, cols, warps = size
-                yield ExpertTuning(rows, cols, GROUP, warps, stages, group)
-
 
 class Fp8ChannelWeights(Fp8BlockWeights):
     blocks = False
@@ -271,55 +218,6 @@ class Mxfp4Weights(ExpertWeights):
         if not gated:
             sum_pairs(pairs, rows.experts)
 
-    @classmethod
-    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
-        if rows_per_expert < 0.3:
-            for size, splits in itertools.product(_EACH_PAIR, (3, 5, 8, 9, 15)):
-                yield ExpertTuning(*size, splits=splits, each_pair=True)
-            for size, splits in itertools.product(_LATE_PAIRS, (3, 5, 8, 15)):
-                yield ExpertTuning(*size, splits=splits, unroll=3, each_pair=True, late=True)
-        if rows_per_expert <= 8:
-            few = (
-                (16, 64, 128, 4, 4), (16, 64, 256, 4, 3), (16, 128, 64, 4, 4), (16, 128, 128, 4, 4),
-                (8, 64, 64, 2, 4), (8, 64, 64, 2, 6), (8, 64, 128, 2, 3), (8, 128, 64, 2, 3),
-                (8, 128, 64, 2, 5), (16, 64, 64, 2, 5), (16, 128, 64, 2, 3), (16, 128, 64, 2, 4),
-                (8, 64, 64, 1, 4), (8, 64, 64, 2, 8), (8, 64, 128, 2, 4), (8, 64, 256, 2, 3),
-                (8, 128, 128, 2, 3), (16, 128, 128, 4, 3),
-            )  # fmt: skip
-            for rows, cols, depth, warps, stages in few:
-                if rows_per_expert <= rows / 2:
-                    yield ExpertTuning(rows, cols, depth, warps, stages)
-                if rows_per_expert < 0.2 and cols == 64:
-                    yield ExpertTuning(rows, cols, depth, warps, stages, splits=2)
-                    yield ExpertTuning(rows, cols, depth, warps, stages, splits=4)
-            for size in _UNROLLED_FEW:
-                if 0.2 < rows_per_expert <= size[0] / 2:
-                    yield ExpertTuning(*size, unroll=3)
-        elif rows_per_expert <= 32:
-            for rows, cols, depth, stages in itertools.product(
-                (16, 32, 64), (64, 128), (64, 128), (3, 4, 5)
-            ):
-                yield ExpertTuning(rows, cols, depth, cols // 16, stages)
-            for rows, cols in itertools.product((16, 32), (64, 128)):
-                yield ExpertTuning(rows, cols, 64, cols // 32, 2, unroll=3)
-        else:
-            many = (
-                (64, 64, 64, 4, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 3), (128, 64, 128, 4, 3),
-                (128, 128, 64, 8, 3), (64, 128, 64, 8, 3), (64, 128, 64, 8, 4),
-                (64, 128, 128, 8, 3), (64, 256, 64, 8, 3), (64, 256, 64, 8, 4),
-                (128, 256, 64, 8, 3),
-            )  # fmt: skip
-            for size, extra, group in itertools.product(many, (0, 16, 32), (1, 8)):
-                if extra == 0 or size[0] * size[1] <= 128 * 128:
-                    yield ExpertTuning(*size, group=group, extra_rows=extra)
-            for size, extra, unroll in itertools.product(_UNROLLED_MANY, (0, 16, 32), (2, 3)):
-                spares = extra > 0
-                yield ExpertTuning(*size, extra_rows=extra, spares_extra=spares, unroll=unroll)
-            for size in ((64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 256, 64, 8, 3)):
-                yield ExpertTuning(*size, extra_rows=16, spares_extra=True)
-            yield from _narrow()
-            yield from _stripped()
-
 
 class Nvfp4Weights(Mxfp4Weights):
     table, bits = "nvfp4", 4.5
@@ -334,30 +232,11 @@ class Nvfp4Weights(Mxfp4Weights):
     def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
         """Yields those of MXFP4 that multiply each weight by its scale. Of prompts only some: the
         others never were the fastest of MXFP4."""
-        for tuning in super().tunings(rows_per_expert):
+        for tuning in tilings("expert-mxfp4", ExpertTuning, rows_per_expert):
             if not tuning.late and (
                 rows_per_expert <= 32 or tuning.extra_rows or tuning.strips > 1
             ):
                 yield tuning
-
-
-def _narrow() -> Iterator[ExpertTuning]:
-    """Yields tiles of many rows with so few registers that more programs share an SM: three or four
-    of four warps, two of eight."""
-    sizes = (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 64, 64, 4, 3)
-    for size, registers in itertools.product(sizes, (128, 168)):
-        yield ExpertTuning(*size, extra_rows=16, spares_extra=True, registers=registers)
-    for size in ((128, 128, 64, 8, 3), (64, 256, 64, 8, 3), (128, 256, 64, 8, 2)):
-        yield ExpertTuning(*size, extra_rows=16, spares_extra=True, registers=128)
-
-
-def _stripped() -> Iterator[ExpertTuning]:
-    """Yields tiles of many rows whose products are by 64 outputs for each four warps."""
-    sizes = (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 3), (128, 256, 64, 8, 3)
-    for size, extra in itertools.product(sizes, (0, 16, 32)):
-        yield ExpertTuning(*size, extra_rows=extra, spares_extra=extra > 0, strips=2)
-        if extra > 0:
-            yield ExpertTuning(*size, extra_rows=extra, strips=2)
 
 
 class Int4Weights(ExpertWeights):
@@ -387,21 +266,6 @@ class Int4Weights(ExpertWeights):
         weight = self.w13 if gated else self.w2
         out = self._outputs(weights, gated)
         int4_expert_gemm(x, weight, weights, rows, out, tuning, gated=gated)
-
-    @classmethod
-    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
-        depth = 256
-        if rows_per_expert <= 8:
-            for cols, stages in itertools.product((32, 64, 128), (2, 3)):
-                yield ExpertTuning(16, cols, depth, cols // 32, stages)
-        elif rows_per_expert <= 32:
-            yield ExpertTuning(16, 64, depth, 2, 3)
-            yield ExpertTuning(16, 128, depth, 4, 3)
-            for rows, warps in itertools.product((32, 64), (4, 8)):
-                yield ExpertTuning(rows, 128, depth, warps, 2)
-        else:
-            for rows, cols, group in itertools.product((64, 128), (64, 128), (1, 8)):
-                yield ExpertTuning(rows, cols, depth, cols // 16, 2, group)
 
 
 FORMATS: dict[str, type[ExpertWeights]] = {

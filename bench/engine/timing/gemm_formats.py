@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bench.engine.timing.device_time import rotations
 from bench.engine.timing.expert_formats import POWERS, SCALES
+from bench.engine.timing.tilings import tilings
 from tandem_kernels import ops
 from tandem_kernels.gemm import fp4_gemm, fp8_activations, fp8_gemm, int4_gemm, int8_gemm
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning, few_row_tuning, run_few_rows
@@ -146,18 +147,6 @@ class FewRows(Bf16):
                 yield FewRowTuning(cols, depth, warps)
 
 
-_INT4_TILES = {
-    8: ((32, 1, 4), (64, 2, 4), (128, 4, 3), (32, 1, 3)),
-    16: ((32, 1, 3), (64, 2, 3), (128, 4, 3), (64, 4, 4)),
-    32: ((128, 4, 3), (64, 4, 3), (128, 4, 2)),
-    64: ((128, 8, 2), (64, 4, 2), (64, 4, 3), (128, 8, 3), (128, 4, 2)),
-    128: ((128, 8, 2), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 4)),
-    256: ((128, 8, 2), (128, 8, 3), (64, 4, 2), (64, 4, 3)),
-}
-"""Cols, warps and stages that may suit this many rows: few, because each takes seconds to compile.
-Of 32 rows and more only products whose scales come late do not wait for each other."""
-
-
 class Int4(Weights):
     group_size: ClassVar[int] = 128
 
@@ -189,38 +178,7 @@ class Int4(Weights):
     def tunings(self) -> Iterator[Int4Tuning]:
         gated = self.shape.gated
         yield int4_tuning(self.rows, self.shape.outputs, self.shape.inputs, gated=gated)
-        tile = next((size for size in _INT4_TILES if self.rows <= size), 256)
-        splits = (1, 2) if gated or tile >= 128 else (2, 4) if tile in (32, 64) else (4, 8)
-        turns = {128: (1, 2, 4), 256: (2, 4)}.get(tile, (1,))
-        for sizes, split, late, pieces in itertools.product(
-            _INT4_TILES[tile], splits, (False, True), turns
-        ):
-            ahead = 0 if tile == 128 and pieces == 1 else 8
-            cols, warps, stages = sizes
-            yield Int4Tuning(tile, cols, split, True, warps, stages, ahead, late, pieces)
-
-
-_FP4_TILES = {
-    8: (
-        (64, 64, 2, 3), (64, 64, 2, 5), (64, 128, 1, 3), (64, 128, 2, 3), (64, 128, 2, 4),
-        (64, 256, 1, 2), (64, 256, 1, 3), (64, 256, 2, 2), (64, 256, 2, 3),
-    ),
-    16: (
-        (64, 64, 4, 3), (64, 128, 2, 3), (64, 128, 4, 3), (64, 256, 2, 3), (64, 256, 4, 3),
-        (128, 128, 4, 3),
-    ),
-    32: (
-        (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 3),
-        (128, 128, 4, 4), (128, 128, 8, 3),
-    ),
-    64: ((64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 2), (128, 128, 8, 3)),
-    128: (
-        (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 8, 5),
-        (128, 128, 8, 3),
-    ),
-}  # fmt: skip
-"""Cols, depth, warps and stages that may suit this many rows."""
-_FP4_AHEAD = (0, 16, 32, 64, 256)
+        yield from tilings("gemm-int4", partial(Int4Tuning, swapped=True), self.rows, gated=gated)
 
 
 class Nvfp4(Weights):
@@ -253,13 +211,7 @@ class Nvfp4(Weights):
     def tunings(self) -> Iterator[Fp4Tuning]:
         gated = self.shape.gated
         yield fp4_tuning(self.rows, self.shape.outputs, self.shape.inputs, gated=gated)
-        tile = next((size for size in _FP4_TILES if self.rows <= size), 128)
-        few = tile <= 16
-        splits = {(True, True): (2, 4, 8), (True, False): (8, 16), (False, True): (1, 2, 4)}
-        counts = splits.get((few, gated), (1, 2, 4, 8))
-        for (*size, warps, stages), split in itertools.product(_FP4_TILES[tile], counts):
-            for ahead in _FP4_AHEAD if few else _FP4_AHEAD[-1:]:
-                yield Fp4Tuning(tile, *size, split, warps, stages, ahead)
+        yield from tilings("gemm-fp4", Fp4Tuning, self.rows, gated=gated)
 
 
 class Mxfp4(Nvfp4):
