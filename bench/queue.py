@@ -38,6 +38,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import psutil
 
 from bench.arguments import parser_of
 from bench.plan import ROOT, Job, PlanError, read_plans
@@ -285,13 +286,10 @@ def changes(pattern: str) -> dict[Path, int]:
 
 def session_of(leader: int) -> Iterator[int]:
     """Yields the processes of a session that have not ended."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):
-            continue
-        if int(session) == leader and state not in "ZX":
-            yield int(stat.parent.name)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                yield process.pid
 
 
 def _places(text: str) -> list[str]:

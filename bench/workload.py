@@ -5,8 +5,8 @@ is the one before, plus the answer, plus new tokens. Sessions arrive at random, 
 how fast the server is; inside a session the next turn follows a pause after the answer, because
 nothing replies to what has not been said.
 
-The tables hold quantiles of published production traces: `conversation` and `agent` follow the
-traces of Mooncake (12 031 and 23 608 requests of one hour), `chat-short` that of Azure (2023).
+`workloads.toml` holds quantiles of published production traces: `conversation` and `agent` follow
+the traces of Mooncake (12 031 and 23 608 requests of one hour), `chat-short` that of Azure (2023).
 Between two quantiles lengths are interpolated in the logarithm. Everything follows from the seed.
 """
 
@@ -16,8 +16,12 @@ import bisect
 import itertools
 import math
 import random
+import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,69 +148,16 @@ def _pause(preset: Preset, rng: random.Random) -> float:
     return math.exp(rng.gauss(math.log(preset.pause_median_s), preset.pause_sigma))
 
 
-# fmt: off
-_CONVERSATION = Preset(
-    description="chat with long prompts and later turns; all share a system prompt",
-    first=Quantiles((
-        (0, 200), (1, 382), (10, 395), (25, 947), (50, 5421), (75, 13769), (90, 25767),
-        (95, 37641), (99, 86706), (100, 125488),
-    )),
-    output=Quantiles((
-        (0, 1), (1, 3), (5, 10), (10, 24), (25, 156), (50, 350), (75, 472), (90, 597), (95, 698),
-        (99, 1118), (100, 2000),
-    )),
-    new=Quantiles((
-        (0, 1), (25, 9), (50, 26), (75, 384), (90, 3800), (95, 6500), (99, 15000), (100, 50000),
-    )),
-    turns=(
-        (1, .7503), (2, .152), (3, .0487), (4, .0207), (5, .0114), (6, .006), (7, .0035),
-        (8, .002), (10, .003), (14, .0012), (20, .0007), (35, .0005),
-    ),
-    pause_median_s=124.5,
-    shared_tokens=512,
-)
+def _presets() -> dict[str, Preset]:
+    tables = tomllib.loads(Path(__file__).with_name("workloads.toml").read_text())
+    found = {}
+    for name, table in tables.items():
+        fields = tables.get(table.get("base"), {}) | table
+        lengths = {
+            key: {"points": fields[key]} for key in ("first", "output", "new") if key in fields
+        }
+        found[name] = msgspec.convert(fields | lengths, Preset)
+    return found
 
-PRESETS = {
-    "conversation": _CONVERSATION,
-    "no-share": replace(
-        _CONVERSATION, description="the same lengths, nothing in common, one turn each",
-        turns=((1, 1.0),), shared_tokens=0,
-    ),
-    "hot-prefix": replace(
-        _CONVERSATION, description="nine in ten begin with the same 4096 tokens",
-        first=Quantiles(((0, 50), (50, 300), (90, 1500), (100, 4000))),
-        shared_tokens=4096, shared_fraction=.9,
-    ),
-    "flash-crowd": replace(
-        _CONVERSATION, description="conversation, four times as many in the middle fifth",
-        flash=(.4, .6, 4.0),
-    ),
-    "agent": Preset(
-        description="tool calls: short answers, short pauses, most of each prompt known",
-        first=Quantiles(((0, 500), (25, 2000), (50, 4500), (75, 8000), (95, 20000), (100, 60000))),
-        output=Quantiles(((0, 5), (25, 30), (50, 90), (75, 230), (95, 600), (100, 2000))),
-        new=Quantiles(((0, 20), (50, 900), (90, 5000), (100, 20000))),
-        turns=((1, .4), (2, .2), (3, .14), (4, .1), (6, .08), (9, .05), (15, .03)),
-        pause_median_s=5.0, shared_tokens=2048,
-    ),
-    "chat-short": Preset(
-        description="short chat, one turn each",
-        first=Quantiles(((0, 2), (50, 1020), (90, 2735), (99, 4142), (100, 14050))),
-        output=Quantiles(((0, 1), (50, 129), (75, 395), (90, 424), (99, 601), (100, 1000))),
-        arrival_cv=1.09,
-    ),
-    "equal": Preset(
-        description="prompts of 2000 tokens, nothing in common",
-        first=exactly(2000), output=exactly(150),
-    ),
-    "1000-300": Preset(
-        description="prompts of 1000 tokens, nothing in common",
-        first=exactly(1000), output=exactly(300),
-    ),
-    "mixed": Preset(
-        description="prompts of 50 to 16,000 tokens, nothing in common",
-        first=Quantiles(((0, 50), (20, 200), (50, 1000), (80, 4000), (95, 8000), (100, 16000))),
-        output=exactly(150),
-    ),
-}
-# fmt: on
+
+PRESETS = _presets()

@@ -15,20 +15,20 @@ import argparse
 import json
 import math
 import sys
-from importlib import resources
 from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
 
 from engine.config import PromptOrderName
-from engine.speed.profile import ProfileError, SpeedProfile, load_profile, read_profile
+from engine.speed.profile import ProfileError, SpeedProfile, load_profile
 from planner.errors import NoPlan, PlanError
 from planner.evaluation import Evaluator, Objectives
 from planner.live_metrics import live_profile
 from planner.plot import write_plot
 from planner.report import Report
 from planner.search import Search
+from planner.shipped_profiles import shipped_profile, shipped_profiles
 from planner.traffic.described import Description, read_lengths
 from planner.traffic.trace_file import read_trace
 from planner.traffic.traffic import Traffic
@@ -136,9 +136,8 @@ def _profile(arguments: argparse.Namespace) -> tuple[SpeedProfile, bool]:
     if arguments.metrics:
         return live_profile(arguments.metrics), False
     name = arguments.profile or _DEFAULT_PROFILE
-    shipped = resources.files("planner") / "profiles" / f"{name}.json"
-    if "/" not in name and not name.endswith(".json") and shipped.is_file():
-        return read_profile(shipped.read_bytes(), name), True
+    if name in shipped_profiles():
+        return shipped_profile(name), True
     path = Path(name)
     if not path.exists():
         known = ", ".join(shipped_profiles())
@@ -146,13 +145,6 @@ def _profile(arguments: argparse.Namespace) -> tuple[SpeedProfile, bool]:
             f"--profile {name}: there is no such file, and the profiles that come along are {known}"
         )
     return load_profile(path), False
-
-
-def shipped_profiles() -> list[str]:
-    """Returns the names of the profiles that come along."""
-    folder = resources.files("planner") / "profiles"
-    names = (entry.name for entry in folder.iterdir())
-    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,9 +22,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import spawn
 
 from bench.arguments import parser_of
-from bench.engine.ranks.processes import require_gpus, run_ranks
 from bench.record import write_result
 from cli.local_cluster.cluster import free_ports
 from engine.parallel.distributed import ParallelGroup
@@ -40,9 +40,11 @@ SIZES = (8 << 10, 128 << 10, 512 << 10, 2 << 20, 16 << 20, 64 << 20)
 HIDDEN = 4096
 ROWS = (1, 16, 128, 1024, 8192)
 """Rows of a rank that groups exchange, `--hidden` wide."""
-_SHAPES = ((1024, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (16384, 16))
-"""Numbers that a program has in flight, and its warps."""
-_BLOCKS = (8, 16, 32, 64, 128)
+TUNINGS = [
+    ReduceTuning(blocks, numbers, warps)
+    for blocks in (8, 16, 32, 64, 128)
+    for numbers, warps in ((1024, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (16384, 16))
+]
 _SHOWN = 4
 
 
@@ -50,6 +52,14 @@ def mean_us(group: ParallelGroup, call: Callable[[Tensor], object], x: Tensor) -
     """Returns the mean over ranks, which all measure at once."""
     own = torch.tensor([microseconds_in_graph(call, x)], device=x.device)
     return float(group.all_gather(own).mean())
+
+
+def tuned_us(
+    group: ParallelGroup, call: Callable[..., object], x: Tensor, tunings: Sequence[ReduceTuning]
+) -> list[tuple[float, ReduceTuning]]:
+    """Returns the time of each way to share work out, the quickest first."""
+    found = [(mean_us(group, partial(call, tuning=one), x), one) for one in dict.fromkeys(tunings)]
+    return sorted(found, key=lambda item: item[0])
 
 
 def tune(
@@ -61,12 +71,8 @@ def tune(
         count = size // dtype.itemsize
         x = torch.zeros(count, dtype=dtype, device=torch.device("cuda", group.rank))
         usual = reduce_tuning(count // group.size if two_shot else count)
-        shapes = (ReduceTuning(blocks, *shape) for blocks in _BLOCKS for shape in _SHAPES)
-        timed = []
-        for tuning in dict.fromkeys((usual, *shapes)):
-            call = partial(reducer.reduce_by, two_shot=two_shot, tuning=tuning)
-            timed.append((mean_us(group, call, x), tuning))
-        timed.sort(key=lambda item: item[0])
+        call = partial(reducer.reduce_by, two_shot=two_shot)
+        timed = tuned_us(group, call, x, [usual, *TUNINGS])
         way = f"{'two' if two_shot else 'one'} shot"
         for us, tuning in timed if group.rank == 0 else ():
             if tuning == usual or us <= timed[_SHOWN - 1][0]:
@@ -81,7 +87,6 @@ def tune_exchange(
     """Times all ways to share rows out between programs, and prints the quickest of each number."""
     found: list[dict[str, object]] = []
     exchanger.limits = ExchangeLimits(MAX_BYTES, MAX_BYTES)
-    tunings = [ReduceTuning(blocks, *shape) for blocks in _BLOCKS for shape in _SHAPES]
     for rows in ROWS:
         x = torch.zeros(rows, hidden, dtype=dtype, device=torch.device("cuda", group.rank))
         slots, wide = torch.arange(rows, device=x.device), x.repeat(group.size, 1)
@@ -92,12 +97,8 @@ def tune_exchange(
             "scatter": (exchanger.sum_own_rows, wide),
         }
         for way, (call, given) in ways.items():
-            timed = [
-                (mean_us(group, partial(call, tuning=tuning), given), tuning)
-                for tuning in (None, *tunings)
-            ]
-            usual = timed[0][0]
-            for us, tuning in sorted(timed[1:], key=lambda item: item[0])[:_SHOWN]:
+            usual = mean_us(group, call, given)
+            for us, tuning in tuned_us(group, call, given, TUNINGS)[:_SHOWN]:
                 if group.rank == 0:
                     print(f"{rows:6} rows {way:8} {us:6.1f} of {usual:6.1f} {tuning}")
                 found.append({"rows": rows, "way": way, "us": us, "tuning": repr(tuning)})
@@ -165,9 +166,10 @@ def main() -> None:
     parser.add_argument("--exchange", action="store_true", help="of rows between groups")
     parser.add_argument("--hidden", type=int, default=2048, help="width of these rows")
     arguments = parser.parse_args()
-    require_gpus(arguments.ranks)
+    if torch.cuda.device_count() < arguments.ranks:
+        sys.exit(f"{arguments.ranks} GPUs are needed, and {torch.cuda.device_count()} are here")
     rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
-    sys.exit(run_ranks(arguments.ranks, run_rank, arguments, rendezvous))
+    spawn(run_rank, (arguments, rendezvous), arguments.ranks)
 
 
 if __name__ == "__main__":

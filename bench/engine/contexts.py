@@ -19,16 +19,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from bench.arguments import names_among, numbers, parser_of
-from bench.engine.models.shapes import shape_config
-from bench.engine.sweep import ENGINES
+from bench.engine.sweep import BUDGET, ENGINES
 from bench.engine.timing.bare_steps import BareSteps, bare_steps
 from bench.record import write_result
-from engine.config import EngineConfig
 from engine.contracts.step_work import ModelCost, StepWork
 from engine.models.step_costs import cost_of
 
 _BANDWIDTH = 4.3e12
-_BUDGET = 8192
 _SPARE = 64
 """Tokens that timed steps add to the longest context: cases are shorter by this many than they are
 called, since models end at 131,072."""
@@ -51,7 +48,7 @@ def measure(
     name: str, contexts: Sequence[int], rows: Sequence[int], prompts: Sequence[int]
 ) -> list[Figure]:
     """Starts an engine and times its cases."""
-    config = engine_config(name, max([*contexts, *prompts]), max(rows))
+    config = ENGINES[name].config(max([*contexts, *prompts]), max_num_seqs=max(rows))
     cost = cost_of(config)
     assert cost is not None
     figures: list[Figure] = []
@@ -66,19 +63,6 @@ def measure(
     return figures
 
 
-def engine_config(name: str, max_model_len: int, max_num_seqs: int) -> EngineConfig:
-    """Returns the engine of that name with room for such lengths, and as many rows."""
-    subject = ENGINES[name]
-    return shape_config(
-        subject.shape,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=_BUDGET,
-        quantization=subject.quantization,
-        kv_cache_dtype=subject.kv_cache_dtype,
-    )
-
-
 def _decode(name: str, steps: BareSteps, cost: ModelCost, context: int, wanted: int) -> Figure:
     count = next(n for n in range(wanted, 0, -1) if steps.fits([context] * n))
     seconds = steps.decode_s([context] * count)
@@ -91,7 +75,7 @@ def _decode(name: str, steps: BareSteps, cost: ModelCost, context: int, wanted: 
 def _prompt(name: str, steps: BareSteps, cost: ModelCost, length: int) -> Figure:
     """The second run counts: in the first libraries choose their algorithms."""
     ends = [steps.prompt_ends([(length, 0)]) for _ in range(2)][1]
-    chunk = min(length, _BUDGET)
+    chunk = min(length, BUDGET)
     expected = ends[0] * _flops(cost, length, length) / _flops(cost, chunk, chunk)
     return _figure(name, f"prompt {length}", ends[-1], expected, 1)
 

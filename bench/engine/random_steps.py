@@ -16,16 +16,16 @@ Ends with 1 if something was compiled. Results: bench/results/NAME.json.
 from __future__ import annotations
 
 import argparse
-import select
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 
 from bench.arguments import names_among, parser_of
+from bench.engine.models.planted_drafts import with_drafts
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.random_traffic import RandomTraffic
 from bench.record import write_result
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.contracts.group_step import Step
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.executor.uniproc_executor import UniprocExecutor
@@ -36,7 +36,6 @@ _NUM_LAYERS = {"qwen3.5-35b-a3b": 4, "qwen3-next-80b-a3b": 4}
 """As many as every kind of layer needs to be there; others: 2."""
 _MAX_MODEL_LEN = 24_576
 _DRAFTS = 3
-_LONGEST_WAIT_MS = 1000.0
 _KV_BYTES = 4 << 30
 """Leaves out the profiling run, which compiles kernels as well: warming up has to do it alone. And
 several of these engines find room on one GPU."""
@@ -119,22 +118,12 @@ def config_of(shape: str, variant: str, device: str) -> EngineConfig:
     cache = replace(config.cache, enable_prefix_caching=True, kv_cache_memory_bytes=_KV_BYTES)
     config = replace(config, cache=cache)
     if variant == "drafts":
-        drafter = SpeculativeConfig(
-            method="ngram",
-            num_speculative_tokens=_DRAFTS,
-            prompt_lookup_max=4,
-            prompt_lookup_min=1,
-            adaptive=True,
-        )
-        config = replace(config, decode_query_len=1 + _DRAFTS, speculative=drafter)
+        config = with_drafts(config, _DRAFTS, lookup=(1, 4))
     return config
 
 
 def run(engine: OfflineEngine, traffic: RandomTraffic, found: Found, num_steps: int) -> None:
     """Serves until `num_steps` steps were computed, and all requests have ended."""
-    poller = select.poll()
-    for source in engine.executor.poll_sources:
-        poller.register(source, select.POLLIN)
     core, last = engine.core, -1
     running: set[str] = set()
     while found.num_steps < num_steps or not core.is_idle:
@@ -152,14 +141,7 @@ def run(engine: OfflineEngine, traffic: RandomTraffic, found: Found, num_steps: 
         if failed := [output.error for output in ended if output.error]:
             raise RuntimeError(f"a request failed: {failed[0]}")
         if not ended:
-            poller.poll(_wait_ms(core.next_step_at))
-
-
-def _wait_ms(next_step_at: float | None) -> float:
-    """Returns how long the engine may wait for an event: a step may be held back until then."""
-    if next_step_at is None:
-        return _LONGEST_WAIT_MS
-    return max(0.0, 1e3 * (next_step_at - time.monotonic()))
+            engine.wait()
 
 
 def measure(shape: str, variant: str, arguments: argparse.Namespace) -> Found:

@@ -6,8 +6,7 @@ imports, device, weights, memory, KV cache, steps of warm-up, graphs.
     python -m bench.engine.start --shape qwen3-30b-a3b --quantization fp8
 
 One worker in a process of its own for each start; the first has a folder of its own for Triton's
-cache, the second finds there what the first compiled. Steps of warm-up are listed with what the
-compiler took of each. Results: bench/results/NAME.json.
+cache, the second finds there what the first compiled. Results: bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -18,20 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from bench.arguments import add_model, parser_of
 from bench.engine.models.shapes import shape_config
 from bench.record import write_result
 from engine.executor.precompiling import start_precompiling
 from host.child_process import stop_all
-
-if TYPE_CHECKING:
-    from engine.worker.worker import Worker
-
-_SLOWEST = 12
 
 
 class Phases:
@@ -74,8 +67,7 @@ def start(shape: str, quantization: str, began: float) -> dict[str, object]:
     phases.end("memory")
     worker.initialize_kv_cache(num_blocks)
     phases.end("KV cache")
-    with _watched_steps(worker, phases) as steps:
-        worker.capture_model(_ends_of_stages(phases))
+    worker.capture_model(_ends_of_stages(phases))
     phases.end("the rest")
     stop_all(helpers)
     worker.shutdown()
@@ -84,8 +76,6 @@ def start(shape: str, quantization: str, began: float) -> dict[str, object]:
         "phases_s": phases.seconds,
         "compiled": phases.num_compiled,
         "compiled_s": round(phases.compiled_s, 2),
-        "warm_up_steps": len(steps),
-        "slowest": sorted(steps, key=lambda step: -step["seconds"])[:_SLOWEST],
     }
 
 
@@ -99,29 +89,6 @@ def _ends_of_stages(phases: Phases) -> Callable[[str, float], None]:
         running.append(stage)
 
     return report
-
-
-@contextmanager
-def _watched_steps(worker: Worker, phases: Phases) -> Iterator[list[dict[str, Any]]]:
-    """Lists each step of warm-up."""
-    runner, steps = worker.runner, list[dict[str, Any]]()
-    run = runner._dummy_step
-
-    def timed(step: Any) -> None:
-        compiled, num, started = phases.compiled_s, phases.num_compiled, time.time()
-        run(step)
-        lengths = step.lengths
-        steps.append(
-            {
-                "step": f"{len(lengths)} x {lengths[0]}..{lengths[-1]} behind {step.num_cached}",
-                "seconds": round(time.time() - started, 3),
-                "compiled": phases.num_compiled - num,
-                "compiled_s": round(phases.compiled_s - compiled, 3),
-            }
-        )
-
-    runner._dummy_step = timed  # type: ignore[method-assign]
-    yield steps
 
 
 def in_a_process(arguments: list[str], cache: str) -> dict[str, Any]:

@@ -28,12 +28,13 @@ from bench.arguments import names_among, parser_of
 from bench.engine.models.shapes import shape_config
 from bench.engine.timing.bare_steps import BareSteps, bare_steps
 from bench.record import RESULTS, write_result
-from engine.config import KVCacheDtype
+from engine.config import EngineConfig, KVCacheDtype
 
 _SMALLER, _LARGER = 0.8, 1.25
 _CLIFF = 1.15
 _MAX_MODEL_LEN = 72_000
-_BUDGET = 8192
+BUDGET = 8192
+"""Tokens of a step."""
 _MOST_TOKENS = 400_000
 """Limits the contexts of a batch: more of them fit on no card of 80 GB."""
 
@@ -45,6 +46,20 @@ class Subject:
     shape: str
     quantization: str = ""
     kv_cache_dtype: KVCacheDtype = "auto"
+
+    def config(
+        self, max_model_len: int, max_num_seqs: int = 256, num_layers: int | None = None
+    ) -> EngineConfig:
+        """Returns its engine. `num_layers`: None for all."""
+        return shape_config(
+            self.shape,
+            num_layers=num_layers,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=BUDGET,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
 
 
 ENGINES: dict[str, Subject] = {
@@ -144,15 +159,7 @@ def _prompts(chance: random.Random) -> Case:
 
 def measure(name: str, cases: Sequence[Case], num_layers: int | None) -> list[Figure]:
     """Starts an engine and times its cases; those for which it has no room are left out."""
-    subject = ENGINES[name]
-    config = shape_config(
-        subject.shape,
-        num_layers=num_layers,
-        max_model_len=_MAX_MODEL_LEN,
-        max_num_batched_tokens=_BUDGET,
-        quantization=subject.quantization,
-        kv_cache_dtype=subject.kv_cache_dtype,
-    )
+    config = ENGINES[name].config(_MAX_MODEL_LEN, num_layers=num_layers)
     figures = []
     started = time.perf_counter()
     with bare_steps(config) as steps:

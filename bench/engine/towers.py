@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from bench.arguments import names_among, numbers, parser_of
+from bench.engine.models.shapes import TOWERS as SHAPES
 from bench.engine.timing.device_time import matmul_flops_per_us
 from bench.record import write_result
 from decode_node.images.fit import fitted
@@ -29,43 +30,13 @@ from engine.models.specs.vision import TOWERS
 from engine.models.vision.tower import VisionTower
 from engine.parallel.place import ParallelPlace
 
-_SHAPES = {
-    "qwen2.5-vl-7b": ("Qwen2_5_VLForConditionalGeneration", TextSizes(3584, 128, 128, 1e-6), {}),
-    "qwen3-vl-235b": (
-        "Qwen3VLMoeForConditionalGeneration",
-        TextSizes(4096, 128, 128, 1e-6),
-        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
-    ),
-    "pixtral": (
-        "Mistral3ForConditionalGeneration",
-        TextSizes(5120, 128, 128, 1e-5),
-        {"hidden_act": "silu"},
-    ),
-    "glm-4.5v": ("Glm4vMoeForConditionalGeneration", TextSizes(4096, 128, 64, 1e-5), {}),
-    "kimi-k2.5": ("KimiK25ForConditionalGeneration", TextSizes(7168, 64, 64, 1e-6), {}),
-    "gemma-3-27b": (
-        "Gemma3ForConditionalGeneration",
-        TextSizes(5376, 128, 128, 1e-6),
-        {
-            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
-            "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
-        },
-    ),
-    "gemma-4-12b": ("Gemma4UnifiedForConditionalGeneration", TextSizes(3840, 256, 256, 1e-6), {}),
-    "muse-glimmer": ("MuseGlimmerForConditionalGeneration", TextSizes(6656, 128, 128, 1e-5), {}),
-    "minimax-m3": (
-        "MiniMaxM3SparseForConditionalGeneration", TextSizes(6144, 128, 64, 1e-6), {},
-    ),
-}  # fmt: skip
-"""Holds by model its architecture, the decoder behind the tower, and `vision_config` where it is
-not as a reader completes it."""
-
 
 def spec_of(name: str) -> VisionSpec:
     """Returns a published tower."""
-    architecture, text, vision = _SHAPES[name]
-    whole = {"vision_config": vision}
-    return TOWERS[architecture](TowerFile(Path("no-folder"), architecture, whole, text))
+    shape = SHAPES[name]
+    architecture, whole = shape["architecture"], {"vision_config": shape.get("vision_config", {})}
+    file = TowerFile(Path("no-folder"), architecture, whole, TextSizes(**shape["text"]))
+    return TOWERS[architecture](file)
 
 
 def flops(spec: VisionSpec, num_patches: int) -> float:
@@ -123,7 +94,7 @@ def _wait(peak: float) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__, "towers")
-    parser.add_argument("--towers", type=names_among(_SHAPES), default=list(_SHAPES))
+    parser.add_argument("--towers", type=names_among(SHAPES), default=list(SHAPES))
     parser.add_argument("--sides", type=numbers, default=[448, 1024, 1536], help="pixels")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=10)

@@ -159,7 +159,7 @@ async def wave(url: str, num_long: int, seed: str) -> dict[str, list[Outcome]]:
 def figures_of(answers: Sequence[Outcome]) -> dict[str, object]:
     whole = [answer for answer in answers if len(answer.chunks) > 1]
     firsts, seconds = ([answer.chunks[i] - answer.due for answer in whole] for i in (0, 1))
-    silences = [max(answer.ttft_s, *answer.gaps_s) for answer in whole]
+    silences = [answer.longest_silence_s for answer in whole]
     places = Counter(answer.prefill_node for answer in answers)
     return {
         "first token s p50": round(statistics.median(firsts), 2) if whole else None,

@@ -23,16 +23,14 @@ import statistics
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from bench.arguments import parser_of
-from bench.engine.speed_profiles import PROFILES
 from bench.figures import markdown
 from bench.record import RESULTS, write_result
 from bench.serving.load import LoadSpec
-from engine.speed.profile import load_profile
 from planner.evaluation import Evaluator, Forecast, Nodes, Objectives
+from planner.shipped_profiles import shipped_profile
 from planner.traffic.traffic import Arrival, Traffic
 
 MEASURED = {
@@ -71,7 +69,7 @@ def arrivals(settings: dict[str, Any], load: dict[str, Any], index: int) -> Traf
 
 def compare(name: str) -> Iterator[dict[str, Any]]:
     figures = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-    profile = load_profile(Path(PROFILES) / f"{MEASURED[name]}.json")
+    profile = shipped_profile(MEASURED[name])
     for engine, loads in groupby(figures["loads"], key=itemgetter("engine")):
         if (nodes := nodes_of(engine)) is None:
             continue

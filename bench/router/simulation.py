@@ -17,15 +17,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from bench.arguments import names_among, parser_of
-from bench.engine.speed_profiles import PROFILES
 from bench.figures import markdown
 from bench.record import RESULTS, write_result
 from bench.router.simulated_case import HOT_KEY, SLO_S, Case, Result, policy_maker, requests_of, run
-from engine.speed.profile import load_profile
+from planner.shipped_profiles import shipped_profile
 from planner.simulation.cluster import ClusterShape, SimCluster
 from planner.simulation.step_filling import prompt_order
 from planner.simulation.step_times import MeasuredTimes, PrefillCost
@@ -38,17 +36,25 @@ _COMPARED = (PolicyName.LEAST_LOADED, PolicyName.TANDEM)
 # What is compared -------------------------------------------------------------------------------
 
 
+def _cases(
+    group: str, label: str, shape: ClusterShape | None = None, **lists: Iterable[Any]
+) -> Iterable[Case]:
+    """Yields a case for each combination of values of fields, the last list's first. `label` may
+    name them."""
+    for values in product(*lists.values()):
+        fields = dict(zip(lists, values, strict=True))
+        name = label.format(**fields)
+        yield Case(group=group, label=name, shape=shape or ClusterShape(), **fields)
+
+
 def policies() -> Iterable[Case]:
-    for load in (0.6, 0.95, 1.15, 1.3):
-        for policy in PolicyName:
-            yield Case(group="policies", label=policy, load=load, policy=policy)
+    yield from _cases("policies", "{policy}", load=(0.6, 0.95, 1.15, 1.3), policy=PolicyName)
 
 
 def routers() -> Iterable[Case]:
-    for num_routers in (1, 2, 8, 16):
-        for load in (0.95, 1.15):
-            shape = ClusterShape(num_routers=num_routers)
-            yield Case(group="routers", label=f"{num_routers} routers", load=load, shape=shape)
+    for count in (1, 2, 8, 16):
+        shape = ClusterShape(num_routers=count)
+        yield from _cases("routers", f"{count} routers", shape, load=(0.95, 1.15))
 
 
 def nodes() -> Iterable[Case]:
@@ -58,47 +64,37 @@ def nodes() -> Iterable[Case]:
             num_decode=num_prefill // 2,
             report_s=1.0 if num_prefill > 256 else 0.25,
         )
-        for policy in _COMPARED:
-            yield Case(
-                group="nodes", label=policy, load=0.95, policy=policy, count=count, shape=shape
-            )
+        yield from _cases("nodes", "{policy}", shape, load=[0.95], policy=_COMPARED, count=[count])
 
 
 def workloads() -> Iterable[Case]:
-    for workload in ("agent", "chat-short", "no-share", "hot-prefix", "flash-crowd", HOT_KEY):
-        for policy in (PolicyName.LEAST_LOADED, PolicyName.STICKY, PolicyName.TANDEM):
-            yield Case(group="workloads", label=policy, load=0.9, policy=policy, workload=workload)
+    names = "agent", "chat-short", "no-share", "hot-prefix", "flash-crowd", HOT_KEY
+    some = PolicyName.LEAST_LOADED, PolicyName.STICKY, PolicyName.TANDEM
+    yield from _cases("workloads", "{policy}", load=[0.9], workload=names, policy=some)
 
 
 def uncached() -> Iterable[Case]:
     """Sends prompts of which no node has anything: then no policy should beat the least load."""
-    for num_prefill in (2, 3, 8, 16, 32):
-        for num_routers in (1, 4):
-            for load in (0.3, 0.6, 0.9):
-                shape = ClusterShape(
-                    num_prefill=num_prefill, num_decode=num_prefill, num_routers=num_routers
-                )
-                yield from _uncached(f"{num_routers} routers", load, shape)
+    for num_prefill, num_routers in product((2, 3, 8, 16, 32), (1, 4)):
+        shape = ClusterShape(
+            num_prefill=num_prefill, num_decode=num_prefill, num_routers=num_routers
+        )
+        yield from _uncached(f"{num_routers} routers", (0.3, 0.6, 0.9), shape)
     few = ClusterShape(num_prefill=8, num_decode=8)
     late = replace(few, report_s=1.0, reports_on_change=False)
     for load in (0.6, 0.9):
-        yield from _uncached("reports each 1 s", load, late)
-        yield from _uncached("2 of half the speed", load, few, slow_nodes=2)
+        yield from _uncached("reports each 1 s", [load], late)
+        yield from _uncached("2 of half the speed", [load], few, slow_nodes=[2])
 
 
-def _uncached(label: str, load: float, shape: ClusterShape, slow_nodes: int = 0) -> Iterable[Case]:
-    for workload in ("equal", "mixed"):
-        for policy in _COMPARED:
-            yield Case(
-                group="uncached",
-                label=f"{policy}, {label}",
-                load=load,
-                policy=policy,
-                workload=workload,
-                count=6000,
-                shape=shape,
-                slow_nodes=slow_nodes,
-            )
+def _uncached(
+    label: str, loads: Iterable[float], shape: ClusterShape, **lists: Iterable[int]
+) -> Iterable[Case]:
+    lengths = "equal", "mixed"
+    yield from _cases(
+        "uncached", f"{{policy}}, {label}", shape,
+        load=loads, workload=lengths, policy=_COMPARED, count=[6000], **lists,
+    )  # fmt: skip
 
 
 def rates() -> Iterable[Case]:
@@ -109,7 +105,7 @@ def rates() -> Iterable[Case]:
 
 def _of_h200s(num_prefill: int, num_decode: int, itl_objective_s: float) -> ClusterShape:
     """Returns a cluster with one router and the steps of Llama-3.1-8B on H200s."""
-    steps = MeasuredTimes(load_profile(Path(PROFILES) / "h200-llama-3.1-8b.json"))
+    steps = MeasuredTimes(shipped_profile("h200-llama-3.1-8b"))
     return ClusterShape(
         num_prefill=num_prefill,
         num_decode=num_decode,
@@ -126,9 +122,7 @@ def deflected() -> Iterable[Case]:
     """Lets decode nodes compute prompts in the room of their steps, with objectives of theirs."""
     for objective_ms in (0, 15, 20, 30, 50):
         label = f"ITL objective {objective_ms} ms" if objective_ms else "never"
-        yield from _at_rates(
-            "deflected", label, PolicyName.TANDEM, itl_objective_s=objective_ms / 1000
-        )
+        yield from _at_rates("deflected", label, PolicyName.TANDEM, objective_ms / 1000)
 
 
 def _at_rates(
@@ -139,46 +133,33 @@ def _at_rates(
         ("1000-300", 2, 2, (30, 60, 70, 80)),
     ):
         shape = _of_h200s(num_prefill, num_decode, itl_objective_s)
-        for rate in sent:
-            yield Case(
-                group=group,
-                label=f"{label}, {rate}/s",
-                load=0.0,
-                rate=rate,
-                policy=policy,
-                workload=workload,
-                count=4000,
-                shape=shape,
-            )
+        yield from _cases(
+            group, f"{label}, {{rate}}/s", shape,
+            load=[0.0], rate=sent, policy=[policy], workload=[workload], count=[4000],
+        )  # fmt: skip
 
 
 def batches() -> Iterable[Case]:
     """Compares the same requests alone and beside a batch on capacity that nothing else uses."""
-    for objective_ms in (0, 15):
-        for (num_prefill, num_decode), load in product(
-            ((1, 1), (4, 4), (16, 8)), (0.1, 0.3, 0.6, 0.9)
-        ):
-            shape = _of_h200s(num_prefill, num_decode, objective_ms / 1000)
-            for beside in (False, True):
-                name = f"{num_prefill}P{num_decode}D, ITL objective {objective_ms} ms"
-                yield Case(
-                    group="batches",
-                    label=f"{name}, beside a batch" if beside else name,
-                    load=load,
-                    workload="equal",
-                    count=4000,
-                    shape=replace(shape, reports_always=True),
-                    beside_batch=beside,
-                )
+    for objective_ms, (num_prefill, num_decode) in product((0, 15), ((1, 1), (4, 4), (16, 8))):
+        shape = replace(
+            _of_h200s(num_prefill, num_decode, objective_ms / 1000), reports_always=True
+        )
+        name = f"{num_prefill}P{num_decode}D, ITL objective {objective_ms} ms"
+        for one in _cases(
+            "batches", name, shape,
+            load=(0.1, 0.3, 0.6, 0.9), workload=["equal"], count=[4000], beside_batch=(False, True),
+        ):  # fmt: skip
+            yield replace(one, label=f"{name}, beside a batch") if one.beside_batch else one
 
 
 def overload() -> Iterable[Case]:
     """Sends far more than can be served, without and with admission."""
     gate = GateLimits(slots_per_node=4, max_waiting=64, num_routers=4)
+    gated = ClusterShape(gate=gate, deadline_s=SLO_S)
     for load in (1.15, 1.5, 2.0, 3.0):
-        for label, admission in (("all admitted", None), ("gate", gate)):
-            shape = ClusterShape(gate=admission, deadline_s=SLO_S if admission else 0.0)
-            yield Case(group="overload", label=label, load=load, shape=shape)
+        yield Case(group="overload", label="all admitted", load=load)
+        yield Case(group="overload", label="gate", load=load, shape=gated)
 
 
 # fmt: off

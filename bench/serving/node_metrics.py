@@ -7,10 +7,12 @@ Tests of whole clusters and `bench.serving.soak` go by the same list.
 from __future__ import annotations
 
 import math
-import re
+from collections import defaultdict
 from collections.abc import Mapping
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 ZERO_WHEN_EMPTY = (
     "vllm:num_requests_running",
@@ -29,34 +31,33 @@ ZERO_WHEN_EMPTY = (
 )
 """Some of them only one of the tiers has."""
 
-_SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$")
+
+async def samples(session: aiohttp.ClientSession, url: str) -> list[Sample]:
+    """Returns all that a node tells. Raises `aiohttp.ClientError` where nothing answers, and where
+    a node that is starting answers 503."""
+    async with session.get(url) as response:
+        response.raise_for_status()
+        families = text_string_to_metric_families(await response.text())
+        return [sample for family in families for sample in family.samples]
 
 
 async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Maps name to value, summed over labels. Raises `aiohttp.ClientError` where nothing answers,
-    and where a node that is starting answers 503.
-    """
-    async with session.get(url) as response:
-        response.raise_for_status()
-        text = await response.text()
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if match := _SAMPLE.match(line):
-            values[match[1]] = values.get(match[1], 0.0) + float(match[2])
-    return values
+    """Maps name to value, summed over labels. Raises as `samples` does."""
+    values: defaultdict[str, float] = defaultdict(float)
+    for sample in await samples(session, url):
+        values[sample.name] += sample.value
+    return dict(values)
 
 
 async def by_label(
     session: aiohttp.ClientSession, url: str, name: str, label: str
 ) -> dict[str, float]:
-    """Maps a label's values to the sum of the metric's. Raises `aiohttp.ClientError`."""
-    async with session.get(url) as response:
-        text = await response.text()
-    pattern = re.compile(rf'^{re.escape(name)}\{{.*?{label}="([^"]*)".*\}} (\S+)$', re.MULTILINE)
-    values: dict[str, float] = {}
-    for value, number in pattern.findall(text):
-        values[value] = values.get(value, 0.0) + float(number)
-    return values
+    """Maps a label's values to the sum of the metric's. Raises as `samples` does."""
+    values: defaultdict[str, float] = defaultdict(float)
+    for sample in await samples(session, url):
+        if sample.name == name and label in sample.labels:
+            values[sample.labels[label]] += sample.value
+    return dict(values)
 
 
 def histogram_quantile(

@@ -98,6 +98,10 @@ class Outcome:
         return (self.chunks[-1] - self.chunks[0]) / (self.num_tokens - 1)
 
     @property
+    def longest_silence_s(self) -> float:
+        return max([self.ttft_s, *self.gaps_s])
+
+    @property
     def gaps_s(self) -> list[float]:
         return [later - one for one, later in zip(self.chunks, self.chunks[1:], strict=False)]
 
@@ -118,14 +122,15 @@ async def stream_completion(
             if response.status != 200:
                 outcome.error = f"HTTP {response.status}: {_error_text(await response.text())}"
                 return
-            await _read_events(response, outcome)
+            await read_events(response, outcome)
         if outcome.error is None:
             outcome.end = time.perf_counter()
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"[:200]
 
 
-async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+async def read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+    """Fills `outcome` with what a stream says. Raises as aiohttp does where it breaks off."""
     rest, done = b"", False
     async for part in response.content.iter_any():
         now = time.perf_counter()

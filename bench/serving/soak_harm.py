@@ -64,7 +64,7 @@ class Harm:
     def _processes(self, node: Service, modules: Sequence[str]) -> list[tuple[int, str]]:
         if node.pid is None:
             return []
-        found = [(pid, module_of(pid)) for pid in below(node.pid)]
+        found = [(process.pid, module_of(process)) for process in below(node.pid)]
         return [(pid, module) for pid, module in found if module in modules]
 
     def _kill(self, node: Service, modules: Sequence[str]) -> None:

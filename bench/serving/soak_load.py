@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from bench.serving.openai_stream import Outcome, read_events
 from bench.serving.soak_everything import is_as_asked, request_of
 
 _LEFT_PART = 0.2
@@ -19,7 +19,6 @@ _NUM_PROMPTS = 42
 _STUCK_S = 300.0
 _ASK_AGAIN = (429, 503)
 _ASK_AGAIN_S = 0.5
-_DONE = "[DONE]"
 _BROKEN_OFF = "broken off"
 
 
@@ -28,7 +27,7 @@ class Soak:
 
     Attributes:
         asked_to_wait: Answers that the cluster is too busy: asked again a little later.
-        silences_s: The longest time between two events of each answer that streamed and was right.
+        silences_s: The longest time without new text of each answer that streamed to its end.
     """
 
     def __init__(
@@ -79,8 +78,7 @@ class Soak:
         while True:
             async with self._session.post(f"{self._url}{path}", json=body) as response:
                 if response.content_type == "text/event-stream":
-                    text, silence_s = await _read_stream(response)
-                    self.silences_s.append(silence_s)
+                    text = await self._stream(response)
                     break
                 answer: dict[str, Any] = await response.json()
             if response.status == 200:
@@ -99,6 +97,16 @@ class Soak:
         if text != known:
             self.others.append((prompt, text))
         return "complete" if text == known else "other tokens than before"
+
+    async def _stream(self, response: aiohttp.ClientResponse) -> str:
+        """Returns the text of a stream; of one that breaks off, what it says instead."""
+        now = time.perf_counter()
+        outcome = Outcome(due=now, sent=now)
+        await read_events(response, outcome)
+        if outcome.error is not None:
+            return f"{_BROKEN_OFF}: {outcome.error}"[:120]
+        self.silences_s.append(outcome.longest_silence_s if outcome.chunks else 0.0)
+        return outcome.text
 
     def _request(self, prompt: int) -> tuple[str, dict[str, Any]]:
         """Returns path and body."""
@@ -127,20 +135,3 @@ def text_of(answer: dict[str, Any]) -> str:
     choice = answer["choices"][0]
     text: str = choice["message"]["content"] if "message" in choice else choice["text"]
     return text
-
-
-async def _read_stream(response: aiohttp.ClientResponse) -> tuple[str, float]:
-    """Returns the text of a stream, and its longest silence in seconds. One that breaks off has no
-    text: what it says instead."""
-    text, last = "", ""
-    at, longest_s = time.monotonic(), 0.0
-    async for line in response.content:
-        if line.startswith(b"data: "):
-            before, at = at, time.monotonic()
-            longest_s = max(longest_s, at - before)
-            last = line[6:].decode().strip()
-            event = {} if last == _DONE else json.loads(last)
-            if "error" in event:
-                return f"{_BROKEN_OFF}: {event['error']['message'][:100]}", longest_s
-            text += "".join(one.get("text") or "" for one in event.get("choices", ()))
-    return text if last == _DONE else f"{_BROKEN_OFF} without a word", longest_s

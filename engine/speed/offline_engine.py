@@ -91,12 +91,13 @@ class OfflineEngine:
             left -= sum(bool(output.finish_reason) for output in results.outputs)
             if left == 0 and self.core.is_idle:
                 return steps
-            self._poller.poll(self._longest_wait_ms())
+            self.wait()
 
-    def _longest_wait_ms(self) -> int | None:
-        """Returns how long nothing may happen: a step may be held back until then."""
+    def wait(self) -> None:
+        """Waits until workers report, or a step that is held back is due."""
         held_until = self.core.next_step_at
-        return None if held_until is None else max(0, int(1e3 * (held_until - time.monotonic())))
+        left_s = None if held_until is None else max(0.0, held_until - time.monotonic())
+        self._poller.poll(None if left_s is None else int(1e3 * left_s))
 
     def close(self) -> None:
         self.executor.shutdown()

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
-from bench.engine.speed_profiles import NAMES, profile
+from bench.record import RESULTS
 from engine.speed.profile import (
     DecodePoint,
     PrefillPoint,
     ProfileError,
     SpeedProfile,
-    load_profile,
     read_profile,
 )
-from planner.__main__ import main, shipped_profiles
+from planner.__main__ import main
 from planner.errors import MetricsError, NoPlan, TraceError, TrafficError
 from planner.evaluation import Evaluator, Forecast, Nodes, Objectives
 from planner.kv_store import store_sentence
 from planner.live_metrics import profile_of
 from planner.search import Plan, Search
+from planner.shipped_profiles import shipped_profile, shipped_profiles
 from planner.traffic.described import Description, read_lengths
 from planner.traffic.trace_file import read_trace
 from planner.traffic.traffic import Arrival, Traffic
@@ -85,10 +86,21 @@ def test_what_cannot_be_is_told() -> None:
 
 
 def test_shipped_profiles_are_what_was_measured() -> None:
-    assert shipped_profiles() == sorted(NAMES)
-    for name in NAMES:
-        path = Path(__file__).parents[2] / "planner" / "profiles" / f"{name}.json"
-        assert load_profile(path) == profile(name), "run python -m bench.engine.speed_profiles"
+    """Each point stands in the result that the profile names."""
+    assert "h200-llama-3.1-8b" in shipped_profiles()
+    for profile in map(shipped_profile, shipped_profiles()):
+        named = re.search(r"bench/results/([\w.-]+\.json)", profile.note)
+        assert named is not None
+        figures = json.loads((RESULTS / named[1]).read_text())["figures"]
+        values = {case["case"]: case["value"] for case in figures["cases"]}
+        for point in profile.decode:
+            assert values[f"decode {point.sequences}"] == pytest.approx(1e3 * point.seconds)
+        for one in profile.prefill:
+            alone, tokens = values.get(f"prefill {one.tokens} alone"), one.prompts * one.tokens
+            speed = values.get(f"prefill {one.prompts} x {one.tokens}")
+            seconds = alone / 1e3 if one.prompts == 1 else tokens / speed / 1e3
+            assert seconds == pytest.approx(one.seconds, rel=1e-4)
+        assert profile.kv_tokens == 128 * figures["num_blocks"], "blocks have 128 tokens"
 
 
 def test_a_description_is_kept() -> None:

@@ -61,12 +61,17 @@ def planted_tokens(vocab_size: int) -> Iterator[None]:
         Sampler.draw = draw  # type: ignore[method-assign]
 
 
-def with_drafts(config: EngineConfig, num_drafts: int) -> EngineConfig:
-    """Returns an engine that drafts as many tokens as pay, up to `num_drafts`. Its drafter is to be
-    replaced."""
-    lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 3}
+def with_drafts(
+    config: EngineConfig, num_drafts: int, lookup: tuple[int, int] = (3, 3)
+) -> EngineConfig:
+    """Returns an engine that drafts as many tokens as pay, up to `num_drafts`, by what follows the
+    last ones where they stood before: `lookup` of them, at least and at most."""
     speculative = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=num_drafts, adaptive=True, **lookup
+        method="ngram",
+        num_speculative_tokens=num_drafts,
+        prompt_lookup_min=lookup[0],
+        prompt_lookup_max=lookup[1],
+        adaptive=True,
     )
     return replace(config, speculative=speculative, decode_query_len=num_drafts + 1)
 

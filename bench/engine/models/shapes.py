@@ -6,6 +6,7 @@ import json
 import random
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from engine.config import (
     CacheConfig,
@@ -19,7 +20,7 @@ from engine.fast_paths import FastPath
 from engine.models.checkpoint import load_model_config
 from engine.models.kv_scale_files import choose_kv_scales
 
-_FILE: dict[str, dict[str, dict[str, object]]] = json.loads(
+_FILE: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("shapes.json").read_text()
 )
 
@@ -34,6 +35,9 @@ def _whole(name: str) -> dict[str, object]:
 SHAPES = {name: _whole(name) for name in _FILE["shapes"]}
 QUANTIZATIONS = _FILE["quantizations"]
 """Holds what config.json says of quantised weights; `fp8`: nothing, they are as they are loaded."""
+TOWERS = _FILE["towers"]
+"""Holds of each vision tower its architecture, the decoder behind it, and `vision_config` where it
+is not as a reader completes it."""
 _COMMON = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,

@@ -98,9 +98,7 @@ def paged_inputs(
 
 def decode_attention_cases() -> Iterator[Case]:
     """Lists cases with blocks of 128 tokens unless the shape says otherwise."""
-    for batch, context in itertools.product((1, 16, 64, 128, 256), (1024, 8192)):
-        given = paged_inputs([context] * batch, [1] * batch)
-        yield Case("decode attention", f"{batch} x {context}", given.calls(), given.kv_bytes)
+    yield from _decodes("decode attention", BF16)
     for block_size in (16, 64):
         given = paged_inputs([1024] * 64, [1] * 64, block_size)
         label = f"64 x 1024, blocks of {block_size}"
@@ -111,9 +109,7 @@ def decode_attention_cases() -> Iterator[Case]:
 
 def fp8_attention_cases() -> Iterator[Case]:
     """Lists cases over an FP8 cache, with blocks of 128 tokens."""
-    for batch, context in itertools.product((1, 16, 64, 128, 256), (1024, 8192)):
-        given = paged_inputs([context] * batch, [1] * batch, kv_dtype=E4M3)
-        yield Case("fp8 decode attention", f"{batch} x {context}", given.calls(), given.kv_bytes)
+    yield from _decodes("fp8 decode attention", E4M3)
     for label, seq_len, query_len in (
         ("8192", 8192, 8192),
         ("2048 behind 8192", 10240, 2048),
@@ -123,6 +119,12 @@ def fp8_attention_cases() -> Iterator[Case]:
         flops = attention_flops([seq_len], [query_len])
         moved = given.kv_bytes + 2 * given.q.nbytes
         yield Case("fp8 prefill attention", label, given.calls(), moved, flops)
+
+
+def _decodes(op: str, kv_dtype: torch.dtype) -> Iterator[Case]:
+    for batch, context in itertools.product((1, 16, 64, 128, 256), (1024, 8192)):
+        given = paged_inputs([context] * batch, [1] * batch, kv_dtype=kv_dtype)
+        yield Case(op, f"{batch} x {context}", given.calls(), given.kv_bytes)
 
 
 def attention_flops(seq_lens: list[int], query_lens: list[int]) -> float:

@@ -54,9 +54,9 @@ def _cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[C
     )  # fmt: skip
     queries = randn(num_tokens, _INDEX_HEADS, _INDEX_DIM).to(E4M3)
     weights = torch.randn(num_tokens, _INDEX_HEADS, device="cuda")
-    pairs = sum(q * (n - q) + q * (q + 1) / 2 for n, q in zip(seq_lens, query_lens, strict=True))
+    positions = _positions(seq_lens, query_lens)
     # Products of e4m3 numbers take half the time.
-    flops = pairs * _INDEX_HEADS * _INDEX_DIM
+    flops = sum(positions) * _INDEX_HEADS * _INDEX_DIM
     choose = partial(ops.index_topk, queries, weights, pages, metadata, _TOP_K)
     moved = contexts * (_INDEX_DIM + 4) + queries.nbytes
     yield Case("sparse index", shape, [choose], moved, flops)
@@ -66,11 +66,7 @@ def _cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[C
         q_latent, q_rope = randn(num_tokens, heads, _LATENT), randn(num_tokens, heads, _ROPE)
         cache = torch.empty(num_blocks, _BLOCK, _LATENT + _ROPE, dtype=BF16, device="cuda")
         cache.normal_()
-        taken = sum(
-            min(position, _TOP_K)
-            for length, queries in zip(seq_lens, query_lens, strict=True)
-            for position in range(length - queries + 1, length + 1)
-        )
+        taken = sum(min(position, _TOP_K) for position in positions)
         flops = 2 * taken * heads * (2 * _LATENT + _ROPE)
         rows = taken if max(query_lens) == 1 else contexts
         attend = partial(
@@ -94,11 +90,7 @@ def _block_cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iter
     metadata, num_blocks = scattered(seq_lens, query_lens, _BLOCK)
     num_tokens, contexts = sum(query_lens), sum(seq_lens)
     is_decode = max(query_lens) == 1
-    positions = [
-        position
-        for length, queries in zip(seq_lens, query_lens, strict=True)
-        for position in range(length - queries + 1, length + 1)
-    ]
+    positions = _positions(seq_lens, query_lens)
     taken = sum(min(position, _CHOICE.num_tokens) for position in positions)
     for kv_heads in (4, 2):
         pages = IndexPages(randn(num_blocks, _BLOCK, _INDEX_DIM))
@@ -120,6 +112,12 @@ def _block_cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iter
             4 * taken * kv_heads * _GROUP * _INDEX_DIM,
             others={"dense": [dense]},
         )
+
+
+def _positions(seq_lens: list[int], query_lens: list[int]) -> list[int]:
+    """Returns the number of keys that each query sees."""
+    pairs = zip(seq_lens, query_lens, strict=True)
+    return [one for n, q in pairs for one in range(n - q + 1, n + 1)]
 
 
 def _of_expanded(num_queries: int, num_keys: int, heads: int) -> Callable[[], object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -25,14 +26,19 @@ _CHUNK = 64
 
 def state_cases() -> Iterator[Case]:
     """Lists prompts that begin, and decodes."""
-    for length in _PROMPTS:
-        yield _mamba(1, length)
-        yield _delta(1, length)
-        yield _kda(1, length)
-    for num_decodes in _DECODES:
-        yield _mamba(num_decodes, 1)
-        yield _delta(num_decodes, 1)
-        yield _kda(num_decodes, 1)
+    for num_reqs, length in (*((1, n) for n in _PROMPTS), *((n, 1) for n in _DECODES)):
+        yield _mamba(num_reqs, length)
+        yield _delta("states, delta rule", num_reqs, length, num_keys=16)
+        yield _delta("states, kda", num_reqs, length, num_keys=32, of_channels=True)
+
+
+def _peer(module: str, name: str) -> Callable[..., object] | None:
+    """Returns a function of another package; None where that is not installed."""
+    try:
+        found: Callable[..., object] = getattr(import_module(module), name)
+    except ImportError:
+        return None
+    return found
 
 
 def _metadata(num_reqs: int, length: int) -> StateMetadata:
@@ -81,79 +87,47 @@ def _mamba_peers(
     x = mixed[None, :, :inner].unflatten(2, (heads, dim))
     b, c = mixed[None, :, inner:].unflatten(2, (2, groups, size)).unbind(2)
     found: dict[str, list[Callable[[], object]]] = {}
-    try:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
+    if scan := _peer("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"):
         a_log, dt_bias, skip = numbers
         found["mamba_ssm"] = [
             partial(
-                mamba_chunk_scan_combined, x, steps[None], -a_log.exp(), b, c, 128,
+                scan, x, steps[None], -a_log.exp(), b, c, 128,
                 D=skip, dt_bias=dt_bias, dt_softplus=True, return_final_states=True,
             )
         ]  # fmt: skip
-    except ImportError:
-        pass
-    try:
-        from fla.ops.simple_gla import chunk_simple_gla
-
+    if chunk := _peer("fla.ops.simple_gla", "chunk_simple_gla"):
         q, k = (part.repeat_interleave(heads // groups, dim=2) for part in (c, b))
         decay = -torch.rand(1, len(mixed), heads, device="cuda")
-        found["fla"] = [partial(chunk_simple_gla, q, k, x, decay, output_final_state=True)]
-    except ImportError:
-        pass
+        found["fla"] = [partial(chunk, q, k, x, decay, output_final_state=True)]
     return found
 
 
-def _delta(num_reqs: int, length: int) -> Case:
-    keys, heads, dim = 16, 32, 128
-    tokens, channels = num_reqs * length, (2 * keys + heads) * dim
-    mixed, gates = randn(tokens, channels), randn(tokens, 2 * heads)
-    numbers = [torch.rand(heads, device="cuda") for _ in range(2)]
-    states = _states(num_reqs, heads, dim, dim)
-    metadata = _metadata(num_reqs, length)
-    rule = ops.gated_delta_rule
-    calls = [partial(rule, mixed, gates, *numbers, own, metadata) for own in states]
-    moved = mixed.nbytes + gates.nbytes + tokens * heads * dim * 2 + 2 * states[0].nbytes
-    others: dict[str, list[Callable[[], object]]] = {}
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        q, k = (randn(1, tokens, heads, dim) for _ in range(2))
-        v, beta = randn(1, tokens, heads, dim), torch.rand(1, tokens, heads, device="cuda")
-        if length > 1:
-            run = partial(
-                chunk_gated_delta_rule, q, k, v, -beta, beta,
-                output_final_state=True, use_qk_l2norm_in_kernel=True,
-            )  # fmt: skip
-            others["fla"] = [run]
-    except ImportError:
-        pass
-    flops = tokens * heads * 2 * dim * (3 * dim + 3 * _CHUNK) if length > 1 else 0.0
-    return Case("states, delta rule", _shape(num_reqs, length), calls, moved, flops, others)
-
-
-def _kda(num_reqs: int, length: int) -> Case:
+def _delta(name: str, num_reqs: int, length: int, num_keys: int, of_channels: bool = False) -> Case:
+    """Computes the delta rule of 32 heads, which share keys. `of_channels`: each channel of a key
+    decays by itself."""
     heads, dim = 32, 128
     tokens, each = num_reqs * length, heads * dim
-    mixed, decays, gates = randn(tokens, 3 * each), randn(tokens, each), randn(tokens, heads)
-    numbers = torch.rand(heads, device="cuda"), torch.rand(each, device="cuda")
+    mixed = randn(tokens, (2 * num_keys + heads) * dim)
+    decays = randn(tokens, each) if of_channels else None
+    gates = randn(tokens, heads if of_channels else 2 * heads)
+    numbers = [torch.rand(size, device="cuda") for size in (heads, each if of_channels else heads)]
     states, metadata = _states(num_reqs, heads, dim, dim), _metadata(num_reqs, length)
     rule = partial(ops.gated_delta_rule, decays=decays)
     calls = [partial(rule, mixed, gates, *numbers, own, metadata) for own in states]
-    moved = mixed.nbytes + decays.nbytes + gates.nbytes + tokens * each * 2 + 2 * states[0].nbytes
+    moved = mixed.nbytes + gates.nbytes + tokens * each * 2 + 2 * states[0].nbytes
+    moved += decays.nbytes if decays is not None else 0
     others: dict[str, list[Callable[[], object]]] = {}
-    try:
-        from fla.ops.kda import chunk_kda
-
-        q, k, v = mixed[None].unflatten(2, (3, heads, dim)).unbind(2)
-        decay, beta = -decays[None].unflatten(2, (heads, dim)).float().exp(), gates[None].sigmoid()
-        if length > 1:
-            run = partial(
-                chunk_kda, q, k, v, decay, beta,
+    kind = ("kda", "chunk_kda") if of_channels else ("gated_delta_rule", "chunk_gated_delta_rule")
+    if length > 1 and (chunk := _peer(f"fla.ops.{kind[0]}", kind[1])):
+        q, k, v = (randn(1, tokens, heads, dim) for _ in range(3))
+        beta = torch.rand(1, tokens, heads, device="cuda")
+        decay = -beta if decays is None else -decays[None].unflatten(2, (heads, dim)).float().exp()
+        others["fla"] = [
+            partial(
+                chunk, q, k, v, decay, beta,
                 output_final_state=True, use_qk_l2norm_in_kernel=True,
-            )  # fmt: skip
-            others["fla"] = [run]
-    except ImportError:
-        pass
-    flops = tokens * heads * 2 * dim * (3 * dim + 4 * _CHUNK) if length > 1 else 0.0
-    return Case("states, kda", _shape(num_reqs, length), calls, moved, flops, others)
+            )
+        ]  # fmt: skip
+    products = 4 if of_channels else 3
+    flops = tokens * heads * 2 * dim * (3 * dim + products * _CHUNK) if length > 1 else 0.0
+    return Case(name, _shape(num_reqs, length), calls, moved, flops, others)
