@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -127,27 +126,29 @@ class Sweep:
         ]
 
 
-def smaller(shape: LayerShape) -> LayerShape:
-    """Returns a layer for which the same kernels are compiled."""
-    return replace(shape, hidden=shape.hidden % 256 + 256, width=shape.width % 256 + 256)
+def compile_part(
+    first: int, count: int, kind: type[ExpertWeights], shape: LayerShape, sweep: Sweep
+) -> None:
+    """Compiles for a small layer, which takes the same kernels as `shape`."""
+    small = replace(shape, hidden=shape.hidden % 256 + 256, width=shape.width % 256 + 256)
+    tune(kind(small), shape, sweep, slice(first, None, count), replays=0)
 
 
 def tune(
     held: ExpertWeights,
     shape: LayerShape,
     sweep: Sweep,
-    part: tuple[int, int] | None,
+    part: slice = slice(None),
+    replays: int = 7,
 ) -> dict[bool, Timed]:
-    """Returns the time of every tuning of a sweep, of the first GEMM (True) and of the second. With
-    `part` only compiles every this many-th, with `smaller` weights than those of `shape`."""
+    """Returns the time of every tuning of a sweep, or of a part of them, of the first GEMM (True)
+    and of the second. Without `replays` each runs once."""
     found: dict[bool, Timed] = {True: {}, False: {}}
     layer: Layer | None = None
-    for index, (num_tokens, gated, tuning) in enumerate(sweep.candidates(type(held), shape)):
-        if part is not None and index % part[1] != part[0]:
-            continue
+    for num_tokens, gated, tuning in sweep.candidates(type(held), shape)[part]:
         if layer is None or len(layer.x) != num_tokens:
             layer = Layer(held, num_tokens)
-        us = layer.gemm_us(tuning, gated=gated, replays=0 if part else 7)
+        us = layer.gemm_us(tuning, gated=gated, replays=replays)
         found[gated].setdefault(num_tokens, []).append((us, tuning))
     return found
 
@@ -251,7 +252,6 @@ def main() -> None:
         "--like", default="", help="sweep the table's tunings and those with this text: strips=2"
     )
     parser.add_argument("--tables", type=Path, default=TABLES, help="folder of the tables")
-    parser.add_argument("--part", help="I/N: only compile every N-th from I on")
     given = parser.parse_args()
     if not set(given.tokens) <= set(_TOKENS):
         parser.error(f"--tokens: a table is of {_TOKENS}")
@@ -265,16 +265,10 @@ def main() -> None:
         layers = {name: report(f"{given.shape} {name}", FORMATS[name], shape) for name in formats}
         name = f"experts-{given.shape}-{'-'.join(formats)}"
         print(write_result(name, {"shape": asdict(shape), "layers": layers}))
-    elif given.part is None:
-        options = ["--shape", given.shape, "--format", *given.format, "--ranks", str(given.ranks)]
-        options += ["--tokens", ",".join(map(str, given.tokens)), f"--like={given.like}"]
-        options += ["--tables", str(given.tables)]
-        compile_all("bench.engine.experts", ["--tune", *options], min(16, os.cpu_count() or 1))
-        held = kind(shape)
-        print(write_table(held, tune(held, shape, sweep, None), given.tables))
-    else:
-        index, count = map(int, given.part.split("/"))
-        tune(kind(smaller(shape)), shape, sweep, (index, count))
+        return
+    compile_all(compile_part, kind, shape, sweep)
+    held = kind(shape)
+    print(write_table(held, tune(held, shape, sweep), given.tables))
 
 
 if __name__ == "__main__":

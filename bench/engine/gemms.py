@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
-import sys
 from functools import partial
 
 import torch
@@ -87,9 +85,7 @@ def measure(given: argparse.Namespace, ceilings: tuple[float, float]) -> list[di
     return rows_found
 
 
-def compile_part(given: argparse.Namespace) -> None:
-    """Launches every n-th tiling once, from i on, so that all processes fill the compile cache."""
-    first, count = map(int, given.part.split("/"))
+def compile_part(first: int, count: int, given: argparse.Namespace) -> None:
     for name, rows, kind in itertools.product(given.shapes, given.rows, given.formats):
         tuning_us(FORMATS[kind](SHAPES[name], rows), 0, slice(first, None, count))
 
@@ -105,14 +101,10 @@ def main() -> None:
         help="comma separated",
     )
     parser.add_argument("--tune", action="store_true", help="sweep the tiles as well")
-    parser.add_argument("--part", help="I/N: only compile every N-th case from I on")
     given = parser.parse_args()
     torch.manual_seed(0)
-    if given.part:
-        compile_part(given)
-        return
     if given.tune:
-        compile_all("bench.engine.gemms", sys.argv[1:], min(8, os.cpu_count() or 1))
+        compile_all(compile_part, given)
     ceilings = copy_bytes_per_us(), matmul_flops_per_us()
     figures = {
         "copy_TB_s": round(ceilings[0] / 1e6, 3),

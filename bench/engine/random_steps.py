@@ -21,7 +21,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 
 from bench.arguments import names_among, parser_of
-from bench.engine.models.planted_drafts import with_drafts
+from bench.engine.models.planted import with_drafts
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.random_traffic import RandomTraffic
 from bench.record import write_result

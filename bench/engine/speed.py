@@ -37,9 +37,8 @@ from pathlib import Path
 import msgspec
 
 from bench.arguments import add_model, names_among, numbers, parser_of
-from bench.engine.models.planted_drafts import PlantedDrafts, planted_tokens, with_drafts
+from bench.engine.models.planted import PlantedDrafts, planted_tokens, uniform_routing, with_drafts
 from bench.engine.models.shapes import shape_config
-from bench.engine.models.uniform_routing import uniform_routing
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor

@@ -52,8 +52,7 @@ from bench.record import RESULTS, write_result
 from bench.serving.batch_beside import BatchBeside, running_batch
 from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
 from bench.serving.goodput_report import Objectives, goodput, print_tables, read_rows
-from bench.serving.load import LoadSpec, first_model
-from bench.serving.load_processes import LoadProcesses
+from bench.serving.load import LoadProcesses, LoadSpec, first_model
 from bench.serving.node_history import (
     decode_figures,
     prefill_figures,

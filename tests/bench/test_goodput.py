@@ -15,8 +15,7 @@ from bench.figures import one_queue
 from bench.router.plan_accuracy import compare, live_table
 from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
 from bench.serving.goodput_report import Objectives, goodput, read_rows
-from bench.serving.load import LoadSpec
-from bench.serving.load_processes import LoadProcesses
+from bench.serving.load import LoadProcesses, LoadSpec
 from bench.serving.node_history import decode_figures, gaps, prefill_figures, prompt_figures
 from bench.serving.node_metrics import histogram_quantile
 from bench.serving.openai_stream import Outcome

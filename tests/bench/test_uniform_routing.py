@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.engine.models.uniform_routing import uniform_routing
+from bench.engine.models.planted import uniform_routing
 from engine.layers.norm import RMSNorm
 from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import Shard

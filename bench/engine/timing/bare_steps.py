@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from bench.engine.models.uniform_routing import uniform_routing
+from bench.engine.models.planted import uniform_routing
 from engine.config import EngineConfig
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.multiprocessing import spawn
 
 L2_BYTES = 60 * 2**20
+_MOST_COMPILERS = 16
 
 
 def rotations(bytes_per_call: float, most: int = 32) -> int:
@@ -80,8 +81,8 @@ def matmul_flops_per_us() -> float:
     return 2 * 8192**3 / eager_us(lambda: torch.mm(a, b, out=out))
 
 
-def compile_all(module: str, options: Sequence[str], processes: int) -> None:
-    """Fills the compile cache: each process launches every n-th case of a bench once (`--part`)."""
-    command = [sys.executable, "-m", module, *options, "--part"]
-    parts = [subprocess.Popen([*command, f"{i}/{processes}"]) for i in range(processes)]
-    assert all(part.wait() == 0 for part in parts)
+def compile_all(run_part: Callable[..., object], *given: object) -> None:
+    """Fills the compile cache by `run_part(first, count, *given)` in `count` processes, each of
+    which launches every `count`-th case of a bench once."""
+    count = min(_MOST_COMPILERS, os.cpu_count() or 1)
+    spawn(run_part, (count, *given), count)
