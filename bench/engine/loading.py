@@ -37,7 +37,8 @@ from pathlib import Path
 from threading import local
 
 import torch
-from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from bench.arguments import parser_of
 from bench.engine.models.shapes import config_json
@@ -54,9 +55,6 @@ from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 
 GIB = 1 << 30
-_HIDDEN, _WIDTH, _VOCAB, _KV = 4096, 14336, 128256, 1024
-_LAYER_BYTES = 2 * (2 * _HIDDEN * (_HIDDEN + _KV) + 3 * _HIDDEN * _WIDTH)
-_SHARD_BYTES = GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +69,20 @@ class Load:
 
 def write_checkpoint(folder: Path, num_bytes: int) -> None:
     """Writes about `num_bytes` of random weights, in files of a GiB."""
-    layers = max(1, (num_bytes - 2 * _VOCAB * _HIDDEN) // _LAYER_BYTES)
-    changed = {"num_hidden_layers": layers, "tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config_json("llama-3.1-8b") | changed))
-    held: dict[str, torch.Tensor] = {}
-    weight_map: dict[str, str] = {}
-    for name, shape in _shapes(layers):
-        held[name] = torch.empty(shape, dtype=torch.int16).random_().view(torch.bfloat16)
-        if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
-            _write_shard(folder, held, weight_map)
-    _write_shard(folder, held, weight_map)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-
-
-def _write_shard(folder: Path, held: dict[str, torch.Tensor], weight_map: dict[str, str]) -> None:
-    name = f"model-{len(set(weight_map.values())):05}.safetensors"
-    save_file(held, folder / name)
-    weight_map |= dict.fromkeys(held, name)
-    held.clear()
-    with (folder / name).open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (_VOCAB, _HIDDEN)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (_HIDDEN,)
-        yield f"{prefix}.post_attention_layernorm.weight", (_HIDDEN,)
-        for name, rows in (("q", _HIDDEN), ("k", _KV), ("v", _KV), ("o", _HIDDEN)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", (rows, _HIDDEN)
-        yield f"{prefix}.mlp.gate_proj.weight", (_WIDTH, _HIDDEN)
-        yield f"{prefix}.mlp.up_proj.weight", (_WIDTH, _HIDDEN)
-        yield f"{prefix}.mlp.down_proj.weight", (_HIDDEN, _WIDTH)
-    yield "model.norm.weight", (_HIDDEN,)
+    shape = config_json("llama-3.1-8b") | {"tie_word_embeddings": True}
+    config = LlamaConfig(**shape)
+    with torch.device("meta"):
+        layer = LlamaDecoderLayer(config, 0)
+    embedding_bytes = 2 * config.vocab_size * config.hidden_size
+    layer_bytes = sum(2 * weight.numel() for weight in layer.parameters())
+    config.num_hidden_layers = max(1, (num_bytes - embedding_bytes) // layer_bytes)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    model.to_empty(device="cpu").tie_weights()
+    for weight in model.parameters():
+        weight.data.view(torch.int16).random_()
+    model.save_pretrained(folder, max_shard_size=GIB)
+    os.sync()
 
 
 def read(files: list[Path], *, into: bool) -> Load:

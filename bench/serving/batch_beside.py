@@ -16,10 +16,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
-import aiohttp
+from openai import AsyncOpenAI
 
+_PATH: Final = "/v1/completions"
 _NUM_LINES = 4000
 _BEGINS_S = 40.0
 _POLL_S = 0.1
@@ -39,8 +40,9 @@ class BatchBeside:
 async def running_batch(
     url: str, model: str, vocabulary: tuple[int, int], batch: BatchBeside
 ) -> AsyncIterator[None]:
-    """Raises SystemExit where the server runs no batches, or none of its requests is answered."""
-    async with aiohttp.ClientSession(url) as client:
+    """Raises SystemExit where none of its requests is answered, `openai.APIError` where the server
+    runs no batches."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         name = await _begin(client, model, vocabulary, batch)
         try:
             begun, before = time.monotonic(), await _first_answered(client, name)
@@ -48,40 +50,29 @@ async def running_batch(
             batch.num_answered = await _answered(client, name) - before
             batch.seconds = time.monotonic() - begun
         finally:
-            await _call(client, f"/v1/batches/{name}/cancel", method="POST")
+            await client.batches.cancel(name)
 
 
 async def _begin(
-    client: aiohttp.ClientSession, model: str, vocabulary: tuple[int, int], batch: BatchBeside
+    client: AsyncOpenAI, model: str, vocabulary: tuple[int, int], batch: BatchBeside
 ) -> str:
     chance = random.Random(0)
-    lines = [
-        {
-            "custom_id": str(number),
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {
-                "model": model,
-                "prompt": [chance.randrange(*vocabulary) for _ in range(batch.n_in)],
-                "max_tokens": batch.n_out,
-                "ignore_eos": True,
-            },
-        }
-        for number in range(_NUM_LINES)
-    ]
-    form = aiohttp.FormData({"purpose": "batch"})
-    text = "\n".join(json.dumps(line) for line in lines)
-    form.add_field("file", text.encode(), filename="batch.jsonl")
-    file = await _call(client, "/v1/files", method="POST", data=form)
-    body = {
-        "input_file_id": file["id"],
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-    }
-    return str((await _call(client, "/v1/batches", method="POST", json=body))["id"])
+    lines = []
+    for number in range(_NUM_LINES):
+        prompt = [chance.randrange(*vocabulary) for _ in range(batch.n_in)]
+        body = {"model": model, "prompt": prompt, "max_tokens": batch.n_out, "ignore_eos": True}
+        line = {"custom_id": str(number), "method": "POST", "url": _PATH, "body": body}
+        lines.append(json.dumps(line))
+    file = await client.files.create(
+        file=("batch.jsonl", "\n".join(lines).encode()), purpose="batch"
+    )
+    created = await client.batches.create(
+        input_file_id=file.id, endpoint=_PATH, completion_window="24h"
+    )
+    return created.id
 
 
-async def _first_answered(client: aiohttp.ClientSession, name: str) -> int:
+async def _first_answered(client: AsyncOpenAI, name: str) -> int:
     for _ in range(round(_BEGINS_S / _POLL_S)):
         if count := await _answered(client, name):
             return count
@@ -89,18 +80,8 @@ async def _first_answered(client: aiohttp.ClientSession, name: str) -> int:
     raise SystemExit(f"error: no request of the batch was answered in {_BEGINS_S} s")
 
 
-async def _answered(client: aiohttp.ClientSession, name: str) -> int:
-    found = await _call(client, f"/v1/batches/{name}")
-    if found["status"] in ("failed", "cancelled", "expired"):
-        raise SystemExit(f"error: the batch ended: {json.dumps(found)}")
-    return int(found["request_counts"]["completed"])
-
-
-async def _call(
-    client: aiohttp.ClientSession, path: str, method: str = "GET", **arguments: Any
-) -> dict[str, Any]:
-    async with client.request(method, path, **arguments) as answer:
-        if answer.status != 200:
-            raise SystemExit(f"error: {path}: {answer.status} {await answer.text()}")
-        found: dict[str, Any] = await answer.json()
-        return found
+async def _answered(client: AsyncOpenAI, name: str) -> int:
+    found = await client.batches.retrieve(name)
+    if found.status in ("failed", "cancelled", "expired"):
+        raise SystemExit(f"error: the batch ended: {found.to_json()}")
+    return found.request_counts.completed if found.request_counts else 0

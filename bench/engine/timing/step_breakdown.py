@@ -23,7 +23,9 @@ from engine.speed.offline_engine import OfflineEngine, StepResult, offline_engin
 _BATCHES = (1, 16, 64, 256)
 _PREFILLS = ((1, 128), (1, 2048), (1, 8192), (16, 2048), (4, 8192))
 """Pairs (prompts at once, tokens of each)."""
-_PROFILED_STEPS = 8
+_PLAIN_STEPS, _PROFILED_STEPS = 30, 8
+_MIXED = 256
+"""Requests at once."""
 _GEMM_NAMES = ("gemm", "linear", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
 _ATTENTION_NAMES = ("attention", "merge_kernel", "sdpa", "flash::")
 _FIRST_KERNEL, _LAST_KERNEL = "prepare_inputs_kernel", "post_update_kernel"
@@ -111,35 +113,51 @@ def _print(case: str, figures: object) -> None:
         print(f"    {duration:10.1f} us  {name}")
 
 
+class _Window:
+    """Profiles some steps that follow the first `first`, which it counts.
+
+    Attributes:
+        count: Steps so far.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.count = 0
+        self._first = first
+        self._profiler = profile(activities=[ProfilerActivity.CUDA])
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count in (self._first, self._first + _PROFILED_STEPS):
+            torch.cuda.synchronize()
+            begins = self.count == self._first
+            (self._profiler.start if begins else self._profiler.stop)()
+
+    def figures(self) -> dict[str, object]:
+        return kernel_times(cuda_events(self._profiler)).per_step()
+
+
 def _profile_decode(
     engine: OfflineEngine, executor: TimedExecutor, batch: int
 ) -> dict[str, object]:
     """Runs steps of a full batch: some without the profiler, then some with it."""
-    profiler = profile(activities=[ProfilerActivity.CUDA])
-    full = 0
+    window = _Window(_PLAIN_STEPS)
     plain_host: list[float] = []
     plain_at: list[float] = []
 
     def on_step(step: StepResult) -> None:
-        nonlocal full
         if step.num_tokens != batch:
             return
-        full += 1
-        if full <= 1:
+        window.step()
+        if window.count == 1:
             executor.host_us.clear()
-        elif full <= 30:
+        elif window.count <= _PLAIN_STEPS:
             plain_at.append(step.at)
-        if full == 30:
+        if window.count == _PLAIN_STEPS:
             plain_host.extend(executor.host_us)
-            torch.cuda.synchronize()
-            profiler.start()
-        elif full == 30 + _PROFILED_STEPS:
-            torch.cuda.synchronize()
-            profiler.stop()
 
     num_prefill_steps = -(-batch * 1024 // 8192)
     engine.run([engine.request(1024, num_prefill_steps + 60) for _ in range(batch)], on_step)
-    figures = kernel_times(cuda_events(profiler)).per_step()
+    figures = window.figures()
     figures["step_ms"] = round(1e3 * (plain_at[-1] - plain_at[0]) / max(1, len(plain_at) - 1), 3)
     figures["host_us"] = round(statistics.median(plain_host), 1)
     return figures
@@ -170,22 +188,11 @@ def _profile_mixed(engine: OfflineEngine) -> dict[str, object]:
     """Runs many requests at once without the profiler, and again with it for steps in the middle of
     their prompts, in which those that came first decode. `steps_ms`: of all steps that brought
     tokens, as the host saw them without it."""
-    requests, profiled = 256, range(30, 30 + _PROFILED_STEPS)
-    steps = engine.run([engine.request(2000, 150) for _ in range(requests)])
-    profiler = profile(activities=[ProfilerActivity.CUDA])
-    count = 0
-
-    def on_step(step: StepResult) -> None:
-        nonlocal count
-        count += 1
-        if count in (profiled.start, profiled.stop):
-            torch.cuda.synchronize()
-            (profiler.start if count == profiled.start else profiler.stop)()
-
-    engine.run([engine.request(2000, 150) for _ in range(requests)], on_step)
-    figures = kernel_times(cuda_events(profiler)).per_step()
+    steps = engine.run([engine.request(2000, 150) for _ in range(_MIXED)])
+    window = _Window(_PLAIN_STEPS)
+    engine.run([engine.request(2000, 150) for _ in range(_MIXED)], lambda step: window.step())
     gaps = [round(1e3 * (after.at - before.at), 1) for before, after in pairwise(steps)]
-    return {**figures, "steps_ms": gaps}
+    return {**window.figures(), "steps_ms": gaps}
 
 
 def cuda_events(profiler: profile) -> list[CudaEvent]:
