@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -226,30 +226,6 @@ def keep(group: str, results: Sequence[Result]) -> None:
     write_result("routing_sim", figures)
 
 
-def plot(runs: Sequence[Mapping[str, Any]], decisions: Mapping[str, float]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(14, 4))
-    for policy in PolicyName:
-        mine = [r for r in runs if r["group"] == "policies" and r["label"] == policy]
-        loads = [r["load"] for r in mine]
-        left.plot(loads, [r["slo"] for r in mine], marker="o", label=policy)
-        middle.plot(loads, [r["hit"] / r["hit_limit"] for r in mine], marker="o", label=policy)
-    left.set(xlabel="load", ylabel=f"requests with TTFT < {SLO_S:g} s", ylim=(0, 1))
-    middle.set(xlabel="load", ylabel="prefix hits, of an endless cache's", ylim=(0, 1.05))
-    right.plot(list(map(int, decisions)), list(decisions.values()), marker="o")
-    right.set(xlabel="prefill nodes", ylabel="µs of processor time for a decision", xscale="log")
-    right.set_ylim(bottom=0)
-    left.legend()
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(RESULTS / "routing_sim.png", dpi=100)
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument(
@@ -273,9 +249,6 @@ def main() -> None:
             print(markdown(_HEAD, [cells(result)]).splitlines()[-1], us, flush=True)
         if is_whole:
             keep(name, results)
-    if is_whole:
-        figures = _last_figures()
-        plot(figures["runs"], figures["decision_us"])
 
 
 def measure_decisions(is_kept: bool) -> None:

@@ -45,13 +45,12 @@ from dataclasses import asdict, dataclass, replace
 
 import aiohttp
 import uvloop
-from rich.console import Console
 
 from bench.figures import Figures
 from bench.record import RESULTS, write_result
 from bench.serving.batch_beside import BatchBeside, running_batch
 from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
-from bench.serving.goodput_report import Objectives, goodput, print_tables, read_rows
+from bench.serving.goodput_report import Objectives, goodput, read_rows, tables
 from bench.serving.load import LoadProcesses, LoadSpec, first_model
 from bench.serving.node_history import (
     decode_figures,
@@ -311,7 +310,7 @@ def main() -> int:
         rows = uvloop.run(run(args, args.checkpoint or str(made)))
     beside = [row for path in args.beside for row in read_rows(path)]
     objectives = Objectives(args.slo_ttft_ms, args.slo_itl_ms)
-    print_tables(rows, objectives, Console(stderr=True, width=150), beside)
+    print("\n".join(tables(rows, objectives, beside)), file=sys.stderr)
     return 0
 
 

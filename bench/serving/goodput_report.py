@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
-from bench.figures import Figures
+from bench.figures import Figures, markdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +76,24 @@ def read_rows(path: Path) -> list[Figures]:
     return [{**row, "engine": f"{row['engine']}, {path.stem}"} for row in rows]
 
 
-def print_tables(
-    rows: Sequence[Figures], objectives: Objectives, console: Console, beside: Sequence[Figures]
-) -> None:
-    table = Table(title="milliseconds at the client", box=SIMPLE, padding=(0, 1, 0, 0))
-    headings = (
-        "engine, in/out, req/s, done, errors, TTFT p50/p99, ITL p50/p99/max, late p99, within"
-    )
-    for heading in headings.split(", "):
-        table.add_column(heading, no_wrap=True)
-    for row in sorted([*rows, *beside], key=lambda row: (workload_of(row), row["qps"])):
-        table.add_row(
+def tables(
+    rows: Sequence[Figures], objectives: Objectives, beside: Sequence[Figures]
+) -> Iterator[str]:
+    """Yields a table in milliseconds at the client, and a line for each goodput."""
+    head = "engine, in/out, req/s, done, errors, TTFT p50/p99, ITL p50/p99/max, late p99, within"
+    cells = [
+        (
             row["engine"], workload_of(row), f"{row['qps']:g}", f"{row['done']}/{row['sent']}",
             str(sum((row["errors"] or {}).values())),
             _cell(row["ttft_ms"], "p50", "p99"), _cell(row["itl_ms"], "p50", "p99", "max"),
             _cell(row["late_ms"], "p99"), "yes" if objectives.met_by(row) else "no",
-        )  # fmt: skip
-    console.print(table)
+        )
+        for row in sorted([*rows, *beside], key=lambda row: (workload_of(row), row["qps"]))
+    ]  # fmt: skip
+    yield markdown(head, cells)
     for one in goodput([*rows, *beside], objectives):
         each = "" if one["req_per_s_per_gpu"] is None else f", {one['req_per_s_per_gpu']:g} a GPU"
-        console.print(f"{one['engine']} {one['workload']}: {one['req_per_s']:g} req/s{each}")
+        yield f"{one['engine']} {one['workload']}: {one['req_per_s']:g} req/s{each}"
 
 
 def _cell(figures: Figures | None, *names: str) -> str:

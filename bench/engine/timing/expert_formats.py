@@ -33,11 +33,32 @@ from tandem_kernels.reference.fp8 import GROUP
 
 _BF16_FLOPS_PER_US = 690e6
 """A large bf16 GEMM on an H200, as measured inside our steps."""
+INT4_GROUP = 128
 POWERS = -0x08080809
 """Four bytes 0xf7, exponents as `gemm.fp4_tiles` keeps them: weights of at most 0.1, like those of
 models."""
 SCALES = -0x5F5F5F60
 """Four bytes 0xa0, scales as `gemm.fp4_tiles` keeps them: 2 ** -2."""
+
+
+def random_fp4(outer: tuple[int, ...], outputs: int, inputs: int, words: int) -> Tensor:
+    """Returns tiles of 4-bit floats on the GPU [*outer, ..., words]."""
+    size = *outer, *tiles_of(outputs, inputs, words)
+    tiles = torch.randint(-(2**31), 2**31, size, dtype=torch.int32, device="cuda")
+    tiles[..., NUMBER_WORDS:] = POWERS if words == TILE_WORDS else SCALES
+    return tiles
+
+
+def random_int4(count: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """Returns packed weights on the GPU [count, outputs, inputs / 4], and factors and zeros of
+    their groups [count, inputs / INT4_GROUP, outputs, 2]."""
+    inputs = padded_inputs(inputs, INT4_GROUP)
+    size = count, outputs, inputs // 4
+    packed = torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device="cuda")
+    size = count, inputs // INT4_GROUP, outputs
+    groups = torch.full((*size, 2), 8.0, dtype=torch.bfloat16, device="cuda")
+    groups[..., 0] = 0.004
+    return packed, groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +205,6 @@ class Fp8ChannelWeights(Fp8BlockWeights):
 class Mxfp4Weights(ExpertWeights):
     table, bits = "mxfp4", 4.25
     words: ClassVar[int] = TILE_WORDS
-    scales: ClassVar[int] = POWERS
     f13: Tensor | None = None
     f2: Tensor | None = None
 
@@ -194,10 +214,7 @@ class Mxfp4Weights(ExpertWeights):
         self.w2 = self._random(1, shape.hidden, shape.width)
 
     def _random(self, parts: int, outputs: int, inputs: int) -> Tensor:
-        size = self.shape.num_experts, parts, *tiles_of(outputs, inputs, self.words)
-        tiles = torch.randint(-(2**31), 2**31, size, dtype=torch.int32, device="cuda")
-        tiles[..., NUMBER_WORDS:] = self.scales
-        return tiles
+        return random_fp4((self.shape.num_experts, parts), outputs, inputs, self.words)
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         factors = {"f13": self.f13, "f2": self.f2}
@@ -221,7 +238,7 @@ class Mxfp4Weights(ExpertWeights):
 
 class Nvfp4Weights(Mxfp4Weights):
     table, bits = "nvfp4", 4.5
-    words, scales = NVFP4_TILE_WORDS, SCALES
+    words = NVFP4_TILE_WORDS
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape)
@@ -241,21 +258,11 @@ class Nvfp4Weights(Mxfp4Weights):
 
 class Int4Weights(ExpertWeights):
     table, bits = "int4", 4.25
-    group_size: ClassVar[int] = 128
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape)
-        self.w13 = self._random(2 * shape.width, shape.hidden)
-        self.w2 = self._random(shape.hidden, shape.width)
-
-    def _random(self, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-        count, inputs = self.shape.num_experts, padded_inputs(inputs, self.group_size)
-        size = count, outputs, inputs // 4
-        packed = torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device="cuda")
-        size = count, inputs // self.group_size, outputs
-        groups = torch.full((*size, 2), 8.0, dtype=torch.bfloat16, device="cuda")
-        groups[..., 0] = 0.004
-        return packed, groups
+        self.w13 = random_int4(shape.num_experts, 2 * shape.width, shape.hidden)
+        self.w2 = random_int4(shape.num_experts, shape.hidden, shape.width)
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         return ops.int4_experts(x, *self.w13, *self.w2, weights, chosen)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.engine.timing.device_time import rotations
-from bench.engine.timing.expert_formats import POWERS, SCALES
+from bench.engine.timing.expert_formats import INT4_GROUP, random_fp4, random_int4
 from bench.engine.timing.tilings import tilings
 from tandem_kernels import ops
 from tandem_kernels.gemm import fp4_gemm, fp8_activations, fp8_gemm, int4_gemm, int8_gemm
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning, few_row_tuning, run_few_rows
 from tandem_kernels.gemm.few_row_shapes import MANY_OUTPUTS, REGISTER_ROWS
-from tandem_kernels.gemm.fp4_tiles import NUMBER_WORDS, NVFP4_TILE_WORDS, TILE_WORDS, tiles_of
+from tandem_kernels.gemm.fp4_tiles import NVFP4_TILE_WORDS, TILE_WORDS, tiles_of
 from tandem_kernels.gemm.fp4_tuning import Fp4Tuning, fp4_tuning
 from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
 from tandem_kernels.gemm.int4_packing import padded_inputs
@@ -148,19 +148,12 @@ class FewRows(Bf16):
 
 
 class Int4(Weights):
-    group_size: ClassVar[int] = 128
-
     def _make(self) -> int:
-        size, outputs = self.group_size, self.shape.weight_outputs
-        columns = padded_inputs(self.shape.inputs, size)
-        self.nbytes = outputs * (columns // 2 + columns // size * 4)
-        self.weights = []
-        for _ in range(rotations(self.nbytes)):
-            packed = torch.randint(-(2**15), 2**15, (outputs, columns // 4), dtype=torch.int16)
-            groups = torch.full((columns // size, outputs, 2), 8.0, dtype=BF16)
-            groups[..., 0] = 0.0043
-            self.weights.append((packed, groups))
-        return len(self.weights)
+        outputs, columns = self.shape.weight_outputs, padded_inputs(self.shape.inputs, INT4_GROUP)
+        self.nbytes = outputs * (columns // 2 + columns // INT4_GROUP * 4)
+        count = rotations(self.nbytes)
+        self.weights = list(zip(*random_int4(count, outputs, columns), strict=True))
+        return count
 
     def ways(self) -> Mapping[str, Way]:
         usual = int4_tuning(
@@ -190,12 +183,9 @@ class Nvfp4(Weights):
         self.factors = None
         if self.words == NVFP4_TILE_WORDS:
             self.factors = torch.full((self.shape.weight_outputs,), 0.5)
-        self.weights = []
-        for _ in range(rotations(self.nbytes)):
-            tiles = torch.randint(-(2**31), 2**31, size, dtype=torch.int32)
-            tiles[..., NUMBER_WORDS:] = POWERS if self.words == TILE_WORDS else SCALES
-            self.weights.append(tiles)
-        return len(self.weights)
+        shape, count = self.shape, rotations(self.nbytes)
+        self.weights = random_fp4((count,), shape.weight_outputs, shape.inputs, self.words)
+        return count
 
     def ways(self) -> Mapping[str, Way]:
         return {"chosen": partial(self.tiled, None), "written out": self._written_out}
