@@ -51,9 +51,8 @@ from bench.figures import distribution
 from bench.record import RESULTS, write_result
 from bench.serving.node_metrics import by_label, held, read_metrics
 from bench.serving.pd_cluster import supervised
-from bench.serving.soak_cluster import Wanted, mortal
+from bench.serving.soak_cluster import Harm, Wanted, mortal
 from bench.serving.soak_everything import Operator
-from bench.serving.soak_harm import Harm
 from bench.serving.soak_load import Soak
 from bench.serving.soak_record import Record, plot, record_figures
 from cli.local_cluster.supervisor import Service

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from bench.engine.models.shapes import shape_config
-from bench.engine.random_traffic import RandomTraffic
+from bench.engine.random_steps import RandomTraffic
 from bench.engine.sweep import Case, compare, draw
 from bench.engine.timing.bare_steps import BareSteps
 from engine.contracts.sampling_params import check_sampling
