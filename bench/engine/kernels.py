@@ -25,10 +25,10 @@ from bench.engine.timing.kernel_cases import (
     decode_attention_cases,
     elementwise_cases,
     fp8_attention_cases,
+    layered_attention_cases,
     prefill_attention_cases,
     sampling_cases,
 )
-from bench.engine.timing.layered_cases import layered_attention_cases
 from bench.engine.timing.sparse_cases import sparse_cases
 from bench.engine.timing.state_cases import state_cases
 from bench.record import write_result

@@ -39,6 +39,7 @@ import msgspec
 from bench.arguments import add_model, names_among, numbers, parser_of
 from bench.engine.models.planted import PlantedDrafts, planted_tokens, uniform_routing, with_drafts
 from bench.engine.models.shapes import shape_config
+from bench.figures import markdown
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
@@ -177,19 +178,15 @@ _BY_DEFAULT = ["decode", "short", "prefill", "throughput"]
 
 
 def print_table(figures: list[Figure], references: dict[str, Reference]) -> None:
-    print(
-        f"{'case':28}{'value':>9} {'unit':7}{'median':>8}{'p99':>8}  "
-        "speed against  floor  peer  must  goal"
-    )
+    cells = []
     for figure in figures:
-        line = f"{figure.case:28}{figure.value:9.2f} {figure.unit:7}"
-        line += f"{figure.median or 0:8.2f}{figure.p99 or 0:8.2f}"
-        if (reference := references.get(figure.case)) is not None:
-            others = reference.floor, reference.peer, reference.must, reference.goal
-            line += f"{'':16}" + "".join(
-                "     -" if other is None else f"{figure.speed(other):6.2f}" for other in others
-            )
-        print(line)
+        own = references.get(figure.case, Reference())
+        speeds = [
+            other and figure.speed(other) for other in (own.floor, own.peer, own.must, own.goal)
+        ]
+        numbers = [f"{one:.2f}" if one else "" for one in (figure.median, figure.p99, *speeds)]
+        cells.append([figure.case, f"{figure.value:.2f} {figure.unit}", *numbers])
+    print(markdown("case, value, median, p99, speed of floor, of peer, of must, of goal", cells))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import parser_of
+from bench.figures import markdown
 from bench.kv.pair import Caches, Case, KVPair, llama_8b
 from bench.kv.raw_tcp import RawTcp
 from bench.record import write_result
@@ -223,12 +224,13 @@ def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]
 
 
 def print_rows(rows: list[Row], name: str) -> None:
-    names = "MB, ms, GB/s, worst, best, CPU-s/GB sent, received, of TCP, CPU of TCP, others"
-    print(f"{'':8} {name:>12}" + "".join(f"{one:>14}" for one in names.split(", ")))
+    head = "MB, ms, GB/s, worst, best, CPU-s/GB sent, received, of TCP, CPU of TCP, others"
+    cells = []
     for row in rows:
-        cells = [row["num_bytes"] / 1e6, *list(row.values())[3:-1]]
-        numbers = "".join(f"{'' if one is None else f'{one:.4g}':>14}" for one in cells)
-        print(f"{row['transport']:8} {row['point']:12}{numbers}")
+        numbers = [row["num_bytes"] / 1e6, *list(row.values())[3:-1]]
+        named = ["" if one is None else f"{one:.4g}" for one in numbers]
+        cells.append([row["transport"], str(row["point"]), *named])
+    print(markdown(f"transport, {name}, {head}", cells))
 
 
 def parse_arguments() -> argparse.Namespace:

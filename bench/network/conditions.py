@@ -26,7 +26,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,7 +37,7 @@ import aiohttp
 from bench.arguments import parser_of
 from bench.engine.models.shapes import config_json
 from bench.record import write_result
-from bench.serving.openai_stream import Outcome, stream_completion
+from bench.serving.openai_stream import Outcome, completion
 from tests.lossy_switch import Conditions, LossySwitch, opened_switch
 
 PREFILLS = ("p0", "p1")
@@ -135,13 +134,10 @@ def prompt(num_tokens: int, seed: str) -> list[int]:
 
 async def ask(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> Outcome:
     body = {
-        "model": "m", "prompt": tokens, "max_tokens": _NUM_TOKENS, "seed": 1, "stream": True,
-        "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+        "model": "m", "prompt": tokens, "max_tokens": _NUM_TOKENS, "seed": 1, "temperature": 0,
+        "ignore_eos": True,
     }  # fmt: skip
-    outcome, headers = Outcome(time.perf_counter()), {"content-type": "application/json"}
-    path = f"{url}/v1/completions"
-    await stream_completion(session, path, json.dumps(body).encode(), headers, outcome)
-    return outcome
+    return await completion(session, url, body, {})
 
 
 async def wave(url: str, num_long: int, seed: str) -> dict[str, list[Outcome]]:

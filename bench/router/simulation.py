@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -208,21 +208,13 @@ def cells(r: Result) -> list[str]:
     return [*case, f"{r['slo']:.3f}", f"{r['refused']:.3f}", hits, *seconds]
 
 
-def _last_figures() -> dict[str, Any]:
-    path = RESULTS / "routing_sim.json"
-    if not path.exists():
-        return {"decision_us": {}, "runs": []}
-    figures: dict[str, Any] = json.loads(path.read_text())["figures"]
-    return figures
-
-
-def keep(group: str, results: Sequence[Result]) -> None:
-    """Keeps runs in the result file, in place of the group's last runs. Equal code gives equal
-    runs.
-    """
-    figures = _last_figures()
+def keep(group: str, results: Sequence[Result], decision_us: Mapping[int, float]) -> None:
+    """Keeps runs in the result file, in place of the group's last runs, and what decisions took
+    where that was measured. Equal code gives equal runs."""
+    figures = json.loads((RESULTS / "routing_sim.json").read_text())["figures"]
     others = [run for run in figures["runs"] if run["group"] != group]
-    figures["runs"] = [*others, *results]
+    figures |= {"runs": [*others, *results]}
+    figures["decision_us"] |= {str(count): us for count, us in decision_us.items()}
     write_result("routing_sim", figures)
 
 
@@ -238,26 +230,17 @@ def main() -> None:
     args = parser.parse_args()
     is_whole = args.part == 1.0
     for name in args.only:
+        results, decisions = [], {}
         if name == _DECISIONS:
-            measure_decisions(is_whole)
-            continue
-        results = []
-        for case in GROUPS[name]():
+            decisions = {count: decision_us(count) for count in (16, 64, 256, 1000)}
+            print("µs of processor time for a decision, by prefill nodes:", decisions)
+        for case in GROUPS[name]() if name in GROUPS else ():
             result = run(replace(case, count=int(case.count * args.part)))
             results.append(result)
             us = f"{result['decision_p50_us']:.0f} µs"
             print(markdown(_HEAD, [cells(result)]).splitlines()[-1], us, flush=True)
         if is_whole:
-            keep(name, results)
-
-
-def measure_decisions(is_kept: bool) -> None:
-    decisions = {count: decision_us(count) for count in (16, 64, 256, 1000)}
-    print("µs of processor time for a decision, by prefill nodes:", decisions)
-    if is_kept:
-        figures = _last_figures()
-        figures["decision_us"] = {str(count): us for count, us in decisions.items()}
-        write_result("routing_sim", figures)
+            keep(name, results, decisions)
 
 
 if __name__ == "__main__":

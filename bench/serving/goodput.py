@@ -50,7 +50,6 @@ from bench.figures import Figures
 from bench.record import RESULTS, write_result
 from bench.serving.batch_beside import BatchBeside, running_batch
 from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
-from bench.serving.goodput_report import Objectives, goodput, read_rows, tables
 from bench.serving.load import LoadProcesses, LoadSpec, first_model
 from bench.serving.node_history import (
     decode_figures,
@@ -60,8 +59,8 @@ from bench.serving.node_history import (
 )
 from bench.serving.openai_stream import Outcome
 from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, running
-from bench.serving.process_load import ProcessLoad, lateness_figures
-from bench.serving.report import Slo, Span, request_row, summarize
+from bench.serving.processes import ProcessLoad, lateness_figures
+from bench.serving.report import Slo, Span, goodput, read_rows, request_row, summarize, tables
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
 from bench.serving.token_times import token_figures
 from cli.local_cluster.cluster import UpSettings
@@ -243,7 +242,7 @@ async def measure(
 
 async def run(args: argparse.Namespace, model: str) -> list[Figures]:
     rows: list[Figures] = []
-    objectives = Objectives(args.slo_ttft_ms, args.slo_itl_ms)
+    slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
     with closing(LoadProcesses(args.client_processes)) as clients:
         for nodes in args.nodes.split(","):
             one = argparse.Namespace(**{**vars(args), "nodes": nodes})
@@ -251,7 +250,7 @@ async def run(args: argparse.Namespace, model: str) -> list[Figures]:
                 async for row in rows_of(one, target, clients):
                     rows.append(row)
                     print(json.dumps(row), flush=True)
-                    write(args, rows, objectives)
+                    write(args, rows, slo)
     return rows
 
 
@@ -292,13 +291,13 @@ async def measure_beside_batch(
     return {**row, "engine": f"{target.engine}-batch", "batch": asdict(batch)}
 
 
-def write(args: argparse.Namespace, rows: list[Figures], objectives: Objectives) -> None:
+def write(args: argparse.Namespace, rows: list[Figures], slo: Slo) -> None:
     """Writes the result after each rate, so that a later failure loses nothing."""
     name = args.name or f"goodput-{rows[0]['engine']}"
     settings = {key: value for key, value in vars(args).items() if key not in ("beside", "load")}
     settings["load"] = [f"{w.n_in}/{w.n_out}@{w.rates}" for w in args.load]
     settings["batch"] = args.batch and f"{args.batch.n_in}/{args.batch.n_out}"
-    figures = {"settings": settings, "loads": rows, "goodput": goodput(rows, objectives)}
+    figures = {"settings": settings, "loads": rows, "goodput": goodput(rows, slo)}
     path = write_result(name, figures)
     print(f"written: {path.relative_to(RESULTS.parent.parent)}", file=sys.stderr)
 
@@ -309,8 +308,8 @@ def main() -> int:
     with folder as made:
         rows = uvloop.run(run(args, args.checkpoint or str(made)))
     beside = [row for path in args.beside for row in read_rows(path)]
-    objectives = Objectives(args.slo_ttft_ms, args.slo_itl_ms)
-    print("\n".join(tables(rows, objectives, beside)), file=sys.stderr)
+    slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
+    print("\n".join(tables(rows, slo, beside)), file=sys.stderr)
     return 0
 
 

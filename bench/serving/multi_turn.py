@@ -46,9 +46,10 @@ from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
 from bench.figures import distribution_ms
 from bench.record import write_result
+from bench.serving.load import first_model
 from bench.serving.node_metrics import by_label
-from bench.serving.openai_stream import Outcome, stream_completion
-from bench.serving.pd_cluster import model_folder, supervised
+from bench.serving.openai_stream import completion
+from bench.serving.pd_cluster import add_cluster, model_folder, supervised, tell_progress
 from bench.serving.soak import metrics_url, until_nothing_is_held
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Service, ServiceSpec
@@ -57,7 +58,6 @@ from tests.kv_transfer.mooncake_processes import mooncake, python_path
 MODES = ("cache", "host", "peers", "return")
 STORE = "store"
 _SOURCES = "vllm:prompt_tokens_by_source_total"
-_PROGRESS_EVERY_S = 15.0
 _KEEPERS = 4
 """Processes that lend a store memory."""
 
@@ -101,7 +101,7 @@ class Run:
 
     def __init__(self, client: aiohttp.ClientSession, url: str, args: argparse.Namespace) -> None:
         self._client = client
-        self._url = f"{url}/v1/completions"
+        self._url = url
         self._args = args
         self.ttft_s: list[list[float]] = [[] for _ in range(args.turns)]
         """Holds the times by turn."""
@@ -117,7 +117,9 @@ class Run:
             Session(number, lengths, vocab, self._args.sharing)
             for number in range(self._args.sessions)
         ]
-        telling = asyncio.create_task(self._tell())
+        total = self._args.sessions * self._args.turns
+        progress = tell_progress(lambda seconds: f"{self.num_done} of {total} turns")
+        telling = asyncio.create_task(progress)
         try:
             await asyncio.gather(*(self._session(session, model) for session in sessions))
         finally:
@@ -134,13 +136,9 @@ class Run:
                 "max_tokens": num_answer,
                 "temperature": 0.0,
                 "ignore_eos": True,
-                "stream": True,
-                "return_token_ids": True,
             }
-            outcome = Outcome(due=time.perf_counter(), wanted_tokens=num_answer)
-            headers = {"content-type": "application/json", "x-session-id": f"s{session.number}"}
-            data = json.dumps(body).encode()
-            await stream_completion(self._client, self._url, data, headers, outcome)
+            name = {"x-session-id": f"s{session.number}"}
+            outcome = await completion(self._client, self._url, body, name, num_answer)
             if not outcome.complete or len(outcome.token_ids) != num_answer:
                 self.errors[outcome.error or "an answer of another length"] += 1
                 return
@@ -150,13 +148,6 @@ class Run:
             session.tokens += outcome.token_ids
             await asyncio.sleep(pause.random() * 2 * self._args.pause_s)
         self.digests[session.number] = hashlib.sha256(repr(session.tokens).encode()).hexdigest()
-
-    async def _tell(self) -> None:
-        started, total = time.monotonic(), self._args.sessions * self._args.turns
-        while True:
-            await asyncio.sleep(_PROGRESS_EVERY_S)
-            seconds = time.monotonic() - started
-            print(f"{seconds:.0f} s: {self.num_done} of {total} turns", file=sys.stderr, flush=True)
 
 
 def specs_of(
@@ -237,8 +228,7 @@ async def measure(
     client: aiohttp.ClientSession, url: str, nodes: list[Service], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Returns the figures of one mode, from a cluster that is ready."""
-    async with client.get(f"{url}/v1/models") as response:
-        model = (await response.json())["data"][0]["id"]
+    model = await first_model(client, url)
     prefills = [node for node in nodes if node.spec.name.startswith("prefill")]
     before = await sources(client, prefills)
     run, started = Run(client, url, args), time.monotonic()
@@ -264,12 +254,9 @@ async def measure(
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, "multi_turn")
-    parser.add_argument("--model", default="", help="default: the demo checkpoint")
+    add_cluster(parser, prefill=2)
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights in its place")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--prefill", type=int, default=2)
-    parser.add_argument("--decode", type=int, default=1)
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--sharing", type=int, default=8, help="sessions with the same opening")
@@ -281,7 +268,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--host-bytes", type=int, default=16 << 30, help="of each prefill node")
     parser.add_argument("--share", default="auto", choices=["auto", "always"])
-    parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*MODES, STORE])
     return parser.parse_args()
 

@@ -129,6 +129,21 @@ async def stream_completion(
         outcome.error = f"{type(error).__name__}: {error}"[:200]
 
 
+async def completion(
+    client: aiohttp.ClientSession,
+    url: str,
+    body: Mapping[str, object],
+    headers: Mapping[str, str],
+    wanted_tokens: int = 0,
+) -> Outcome:
+    """Asks for a completion now, as a stream, and returns what came of it."""
+    outcome = Outcome(time.perf_counter(), wanted_tokens=wanted_tokens)
+    data = json.dumps({**body, "stream": True, "return_token_ids": True}).encode()
+    headers = {"content-type": "application/json", **headers}
+    await stream_completion(client, f"{url}/v1/completions", data, headers, outcome)
+    return outcome
+
+
 async def read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
     """Fills `outcome` with what a stream says. Raises as aiohttp does where it breaks off."""
     rest, done = b"", False

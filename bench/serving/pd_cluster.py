@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from cli.local_cluster.cluster import UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
 from cli.up import wait_routable
 
+_PROGRESS_EVERY_S = 15.0
 _KV_TRANSPORTS = {"auto": "auto", "stream": "stream", "cuda_ipc": "cuda_ipc,stream"}
 
 
@@ -123,6 +125,24 @@ async def running(
             [f"{probes_url(one)}/metrics" for one in services if _is_of(one, "prefill")],
             services,
         )
+
+
+async def tell_progress(line_at: Callable[[float], str]) -> None:
+    """Writes to standard error, for ever, what `line_at` says after this many seconds."""
+    started = time.monotonic()
+    while True:
+        await asyncio.sleep(_PROGRESS_EVERY_S)
+        seconds = time.monotonic() - started
+        print(f"{seconds:.0f} s: {line_at(seconds)}", file=sys.stderr, flush=True)
+
+
+def add_cluster(parser: argparse.ArgumentParser, prefill: int) -> None:
+    """Adds which model it has, and which nodes. `prefill`: of them by default."""
+    parser.add_argument("--model", default="", help="default: the demo checkpoint")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prefill", type=int, default=prefill)
+    parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
 
 
 def probes_url(service: Service) -> str:

@@ -1,19 +1,22 @@
-"""Turns single outcomes into figures."""
+"""Turns single outcomes into figures, and rows of `bench.serving.goodput` or of a peer into
+goodput: requests a second for which an objective holds."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from bench.figures import Figures, distribution_ms, percentile
+from bench.figures import Figures, distribution_ms, markdown, percentile
 from bench.serving.openai_stream import Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
     """Says what counts as good: first token within `ttft_ms`, and 99 in 100 of an answer's times
-    between tokens within `itl_ms`."""
+    between tokens within `itl_ms`; of a run, 99 in 100 first tokens."""
 
     ttft_ms: float
     itl_ms: float
@@ -21,6 +24,14 @@ class Slo:
     def met_by(self, outcome: Outcome) -> bool:
         in_time = outcome.ttft_s * 1e3 <= self.ttft_ms
         return in_time and _p99_gap_s(outcome) * 1e3 <= self.itl_ms
+
+    def met_by_run(self, row: Figures) -> bool:
+        """Returns whether a run as a whole was within them; requests that failed are not."""
+        ttft, itl = row["ttft_ms"], row["itl_ms"]
+        if ttft is None or itl is None or row.get("errors"):
+            return False
+        in_time: bool = ttft["p99"] <= self.ttft_ms and itl["p99"] <= self.itl_ms
+        return in_time
 
 
 def _p99_gap_s(outcome: Outcome) -> float:
@@ -98,3 +109,74 @@ def request_row(outcome: Outcome, start: float) -> Figures:
         "cached_tokens": outcome.cached_tokens,
         "error": outcome.error,
     }
+
+
+def workload_of(row: Figures) -> str:
+    return f"{row['n_in']}/{row['n_out']}"
+
+
+def goodput(rows: Sequence[Figures], slo: Slo) -> list[Figures]:
+    """Returns one entry for each engine and workload: the highest rate offered up to which every
+    measured one was within the objective, all together and for each GPU (None: unknown number).
+    0: not even the lowest was."""
+    groups: defaultdict[tuple[str, str], list[Figures]] = defaultdict(list)
+    for row in rows:
+        groups[row["engine"], workload_of(row)].append(row)
+    found = []
+    for (engine, workload), members in groups.items():
+        members.sort(key=lambda row: row["qps"])
+        best = 0.0
+        for row in members:
+            if not slo.met_by_run(row):
+                break
+            best = row["qps"]
+        gpus = members[0].get("gpus")
+        found.append(
+            {
+                "engine": engine,
+                "workload": workload,
+                "gpus": gpus,
+                "req_per_s": best,
+                "req_per_s_per_gpu": round(best / gpus, 3) if gpus else None,
+                "is_highest_measured": best == members[-1]["qps"],
+                "rates": [row["qps"] for row in members],
+            }
+        )
+    return found
+
+
+def read_rows(path: Path) -> list[Figures]:
+    """Reads rows of loads: JSON lines of a client, which say nothing of GPUs, or a result of
+    `bench.serving.goodput`. Their engines get the file's name, so that no two are mixed up. Raises
+    ValueError."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    else:
+        rows = json.loads(text)["figures"]["loads"]
+    rows = [row for row in rows if row.get("kind") == "load" and "ttft_ms" in row]
+    if not rows:
+        raise ValueError(f"{path} has no row of a load")
+    return [{**row, "engine": f"{row['engine']}, {path.stem}"} for row in rows]
+
+
+def tables(rows: Sequence[Figures], slo: Slo, beside: Sequence[Figures]) -> Iterator[str]:
+    """Yields a table in milliseconds at the client, and a line for each goodput."""
+    head = "engine, in/out, req/s, done, errors, TTFT p50/p99, ITL p50/p99/max, late p99, within"
+    cells = [
+        (
+            row["engine"], workload_of(row), f"{row['qps']:g}", f"{row['done']}/{row['sent']}",
+            str(sum((row["errors"] or {}).values())),
+            _cell(row["ttft_ms"], "p50", "p99"), _cell(row["itl_ms"], "p50", "p99", "max"),
+            _cell(row["late_ms"], "p99"), "yes" if slo.met_by_run(row) else "no",
+        )
+        for row in sorted([*rows, *beside], key=lambda row: (workload_of(row), row["qps"]))
+    ]  # fmt: skip
+    yield markdown(head, cells)
+    for one in goodput([*rows, *beside], slo):
+        each = "" if one["req_per_s_per_gpu"] is None else f", {one['req_per_s_per_gpu']:g} a GPU"
+        yield f"{one['engine']} {one['workload']}: {one['req_per_s']:g} req/s{each}"
+
+
+def _cell(figures: Figures | None, *names: str) -> str:
+    return "" if figures is None else "/".join(f"{figures[name]:.1f}" for name in names)

@@ -50,7 +50,7 @@ from bench.arguments import parser_of
 from bench.figures import distribution
 from bench.record import RESULTS, write_result
 from bench.serving.node_metrics import by_label, held, read_metrics
-from bench.serving.pd_cluster import supervised
+from bench.serving.pd_cluster import add_cluster, supervised, tell_progress
 from bench.serving.soak_cluster import Harm, Wanted, mortal
 from bench.serving.soak_everything import Operator
 from bench.serving.soak_load import Soak
@@ -60,7 +60,6 @@ from cli.local_cluster.supervisor import Service
 _SETTLE_S = 60.0
 _MOST_PAUSE_S = 0.5
 """Is the longest pause before a node that was killed is started again."""
-_PROGRESS_EVERY_S = 15.0
 _LOOK_EVERY_S = 10.0
 _CAUSES = ("tandem_prefill_attempt_failures_total", "tandem_prefill_nodes_passed_over_total")
 _TOLD_AT_THE_END = (
@@ -158,24 +157,17 @@ class Run:
             await self.causes.look(self.session, self.nodes)
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    async def tell_progress(self) -> None:
-        started = time.monotonic()
-        while True:
-            await asyncio.sleep(_PROGRESS_EVERY_S)
-            seconds = time.monotonic() - started
-            print(
-                f"{seconds:.0f} s: {self.soak.num_done} ({self.soak.num_done / seconds:.1f}/s), "
-                f"{dict(self.soak.outcomes)}, {self.harm.kills.total()} killed",
-                file=sys.stderr,
-                flush=True,
-            )
+    def progress(self, seconds: float) -> str:
+        done, killed = self.soak.num_done, self.harm.kills.total()
+        outcomes = dict(self.soak.outcomes)
+        return f"{done} ({done / seconds:.1f}/s), {outcomes}, {killed} killed"
 
     def beside(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Yields what goes on beside requests, for ever."""
         yield self.harm.processes_forever(self.args.kill_every_s)
         if self.args.kill_node_every_s:
             yield self.harm.nodes_forever(self.args.kill_node_every_s)
-        yield self.tell_progress()
+        yield tell_progress(self.progress)
         yield self.look_forever()
         if self.args.everything:
             yield self.operator.churn_forever()
@@ -270,12 +262,8 @@ async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, "soak")
-    parser.add_argument("--model", default="", help="default: the demo checkpoint")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--prefill", type=int, default=1)
-    parser.add_argument("--decode", type=int, default=1)
+    add_cluster(parser, prefill=1)
     parser.add_argument("--kv-transports", default="auto")
-    parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
     parser.add_argument("--all-tiers", action="store_true", help="KV from everywhere")
     parser.add_argument("--streams", action="store_true", help="all answers are streams")
     parser.add_argument("--everything", action="store_true", help="with all features, and tiers")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.serving.process_tree import below, module_of
+from bench.serving.processes import below, module_of
 from bench.serving.soak_everything import DECODE_ARGS, NODE_ARGS, SEES, write_adapters
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Service, ServiceSpec, ServiceState

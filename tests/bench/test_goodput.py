@@ -14,19 +14,19 @@ import pytest
 from bench.figures import one_queue
 from bench.router.plan_accuracy import compare, live_table
 from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
-from bench.serving.goodput_report import Objectives, goodput, read_rows
 from bench.serving.load import LoadProcesses, LoadSpec
 from bench.serving.node_history import decode_figures, gaps, prefill_figures, prompt_figures
 from bench.serving.node_metrics import histogram_quantile
 from bench.serving.openai_stream import Outcome
-from bench.serving.process_tree import cpu_seconds
+from bench.serving.processes import cpu_seconds
+from bench.serving.report import Slo, goodput, read_rows
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, overheads_s, simulated
 from engine.contracts.step_log import StepRecord
 from engine.frontend.step_history import HistoryReport, PauseReport
 from tests.bench.test_serving_bench import answer_as_asked
 from tests.router.fakes import FakeDecodeNode
 
-OBJECTIVES = Objectives(200.0, 15.0)
+OBJECTIVES = Slo(200.0, 15.0)
 PEERS = Path(__file__).parents[2] / "bench" / "results" / "goodput-2026-11-27.jsonl"
 
 

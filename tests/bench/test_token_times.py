@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.serving.openai_stream import Outcome
-from bench.serving.process_load import lateness_figures
+from bench.serving.processes import lateness_figures
 from bench.serving.token_times import TokenWays, token_figures
 from engine.contracts.step_log import StepRecord
 from engine.frontend.output_delivery import Delivered

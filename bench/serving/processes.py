@@ -1,6 +1,6 @@
-"""Measures the processes of a cluster and of its client while a load runs: the cores each uses, how
-late the event loops of services are, and times between tokens where decode nodes see them, before
-routers and clients.
+"""Measures the processes of a cluster and of its client: which there are and what each of them
+holds; and while a load runs, the cores each uses, how late the event loops of services are, and
+times between tokens where decode nodes see them, before routers and clients.
 
     1. `ProcessLoad(services, client_pids)`
     2. `begin`, then the load
@@ -11,16 +11,68 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import aiohttp
+import psutil
 
 from bench.figures import Figures
 from bench.serving.node_metrics import by_label, histogram_quantile
 from bench.serving.pd_cluster import metrics_url
-from bench.serving.process_tree import cpu_seconds
 from cli.local_cluster.supervisor import Service
 from edge.http.loop_lateness import NAME as LATENESS
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The use of one process. `private_mib`: memory that is its own, in RAM; `fds`: open files."""
+
+    private_mib: float
+    fds: int
+
+
+def below(root: int) -> Iterator[psutil.Process]:
+    """Returns `root` and all of its descendants that run now."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(root)
+        yield from (process, *process.children(recursive=True))
+
+
+def module_of(process: psutil.Process) -> str:
+    """Returns what `python -m` was asked to run, of a node's child its module; empty for another
+    program, or for none."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return ""
+    words = words[words.index("-m") + 1 :] if "-m" in words[:-1] else [""]
+    return words[1] if words[0] == "edge.program" else words[0]
+
+
+def usage(root: int) -> dict[str, Usage]:
+    """Returns usage by module and process id: one that was started again is another one."""
+    found: dict[str, Usage] = {}
+    for process in below(root):
+        with suppress(psutil.Error):
+            memory, num_fds = process.memory_info(), process.num_fds()
+            if name := module_of(process):
+                own = round((memory.rss - memory.shared) / 2**20, 3)
+                found[f"{name} {process.pid}"] = Usage(own, num_fds)
+    return found
+
+
+def cpu_seconds(root: int) -> dict[str, float]:
+    """Returns the CPU time of `root` and its descendants since their start, by module; of all of a
+    module's processes together."""
+    found: dict[str, float] = {}
+    for process in below(root):
+        with suppress(psutil.Error):
+            times, name = process.cpu_times(), module_of(process) or "others"
+            found[name] = found.get(name, 0.0) + times.user + times.system
+    return found
+
 
 _GAPS = "vllm:inter_token_latency_seconds_bucket"
 _LATENESS = f"{LATENESS}_bucket"
