@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
-from bench.arguments import names_among, parser_of
+from bench.arguments import names_among, numbers, parser_of
 from bench.engine.timing.device_time import compile_all, copy_bytes_per_us, graph_us
 from bench.engine.timing.expert_formats import FORMATS, SHAPES, ExpertWeights, LayerShape
 from bench.record import write_result
@@ -242,12 +242,8 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--tune", action="store_true", help="sweep the tunings, write the table")
-    parser.add_argument(
-        "--tokens",
-        type=lambda text: tuple(int(number) for number in text.split(",")),
-        default=_TOKENS,
-        help="of the steps to sweep, comma separated, among those of a table",
-    )
+    about = "of the steps to sweep, comma separated, among those of a table"
+    parser.add_argument("--tokens", type=numbers, default=_TOKENS, help=about)
     parser.add_argument(
         "--like", default="", help="sweep the table's tunings and those with this text: strips=2"
     )

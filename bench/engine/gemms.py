@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from triton.runtime.errors import OutOfResources
 
-from bench.arguments import names_among, parser_of
+from bench.arguments import names_among, numbers, parser_of
 from bench.engine.timing.device_time import (
     compile_all,
     copy_bytes_per_us,
@@ -33,6 +33,7 @@ from bench.engine.timing.gemm_formats import FORMATS, SHAPES, Weights
 from bench.record import write_result
 
 _LLAMA = ["qkv", "o", "gate_up", "down"]
+_ROWS = [1, 16, 32, 64, 128, 256, 2048]
 _SHOWN = 6
 
 
@@ -94,12 +95,7 @@ def main() -> None:
     parser = parser_of(__doc__, "gemms")
     parser.add_argument("--formats", type=names_among(FORMATS), default=["bf16", "fp8", "int8"])
     parser.add_argument("--shapes", type=names_among(SHAPES), default=_LLAMA)
-    parser.add_argument(
-        "--rows",
-        type=lambda text: [int(count) for count in text.split(",")],
-        default=[1, 16, 32, 64, 128, 256, 2048],
-        help="comma separated",
-    )
+    parser.add_argument("--rows", type=numbers, default=_ROWS, help="comma separated")
     parser.add_argument("--tune", action="store_true", help="sweep the tiles as well")
     given = parser.parse_args()
     torch.manual_seed(0)

@@ -192,20 +192,11 @@ def print_table(figures: list[Figure], references: dict[str, Reference]) -> None
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, "")
     add_model(parser, "llama-3.1-8b")
-    parser.add_argument(
-        "--cases",
-        type=names_among(CASES),
-        default=_BY_DEFAULT,
-        help="comma separated",
-    )
+    parser.add_argument("--cases", type=names_among(CASES), default=_BY_DEFAULT, help="by comma")
     parser.add_argument("--prompts", type=numbers, default=[], help="tokens of each, by comma")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", "bfloat16", "fp8"),
-        default="auto",
-        help="see the setting",
-    )
+    kinds = "auto", "bfloat16", "fp8"
+    parser.add_argument("--kv-cache-dtype", choices=kinds, default="auto", help="see the setting")
     parser.add_argument(
         "--uniform-routing", action="store_true", help="to experts, in one process, on one GPU"
     )

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +36,8 @@ from bench.arguments import parser_of
 from bench.engine.models.shapes import config_json
 from bench.record import write_result
 from bench.serving.openai_stream import Outcome, completion
+from host.child_process import ChildProcess, stop_all
+from host.termination import bound
 from tests.lossy_switch import Conditions, LossySwitch, opened_switch
 
 PREFILLS = ("p0", "p1")
@@ -51,6 +51,7 @@ _NUM_SHORT = 4
 _SHORT_AFTER_S = 0.5
 _PATIENCE_S = 180.0
 _READY_S = 60.0
+_STOP_S = 10.0
 _MBIT = 1e6 / 8
 _NODE_ARGS = (
     *("--load-format", "dummy", "--device", "cpu", "--allow-plaintext"),
@@ -81,50 +82,18 @@ ROWS = {
 }
 
 
-class Nodes:
-    """The processes of one row."""
-
-    def __init__(self, switch: LossySwitch, model: str, log: Path) -> None:
-        self._switch = switch
-        self._model = model
-        self._log = log
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self) -> None:
-        where = self._switch.addresses
-        for name in PREFILLS:
-            self._start(name, "prefill_node", "--host", where[name], "--port", "5000", *self._node)
-        for name in DECODES:
-            ports = ("--port", "8100", "--grpc-port", "9100")
-            self._start(name, "decode_node", "--host", where[name], *ports, *self._node)
-        self._start(
-            "r", "router", "--host", where["r"], "--port", "8000", "--allow-plaintext",
-            "--prefill", ",".join(f"{where[name]}:5000" for name in PREFILLS),
-            "--decode", ",".join(f"{where[name]}:8100/9100" for name in DECODES),
-        )  # fmt: skip
-
-    @property
-    def _node(self) -> tuple[str, ...]:
-        return ("--model", self._model, "--served-model-name", "m", *_NODE_ARGS)
-
-    def _start(self, host: str, module: str, *args: str) -> None:
-        with self._switch.on(host), self._log.open("ab") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, *args],
-                    stdout=log, stderr=log, start_new_session=True,
-                )
-            )  # fmt: skip
-
-    def stop(self) -> None:
-        for process in reversed(self._processes):
-            process.send_signal(signal.SIGTERM)
-        for process in reversed(self._processes):
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def commands(where: Mapping[str, str], model: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields each host, and the module and flags of what runs there. `where`: addresses."""
+    node = ["--model", model, "--served-model-name", "m", *_NODE_ARGS]
+    for name in PREFILLS:
+        yield name, ["prefill_node", "--host", where[name], "--port", "5000", *node]
+    for name in DECODES:
+        ports = ["--port", "8100", "--grpc-port", "9100"]
+        yield name, ["decode_node", "--host", where[name], *ports, *node]
+    prefills = ",".join(f"{where[name]}:5000" for name in PREFILLS)
+    decodes = ",".join(f"{where[name]}:8100/9100" for name in DECODES)
+    nodes = ["--prefill", prefills, "--decode", decodes]
+    yield "r", ["router", "--host", where["r"], "--port", "8000", "--allow-plaintext", *nodes]
 
 
 def prompt(num_tokens: int, seed: str) -> list[int]:
@@ -200,16 +169,21 @@ async def until_ready(url: str) -> None:
 
 @contextmanager
 def running(switch: LossySwitch, model: str) -> Iterator[None]:
-    with tempfile.NamedTemporaryFile(suffix=".log") as log:
-        nodes = Nodes(switch, model, Path(log.name))
+    children: list[ChildProcess] = []
+    with tempfile.TemporaryFile() as log:
         try:
-            nodes.start()
+            for host, words in commands(switch.addresses, model):
+                argv = bound([sys.executable, "-m", *words])
+                with switch.on(host):
+                    process = subprocess.Popen(argv, stdout=log, stderr=log)
+                children.append(ChildProcess(process, host))
             yield
         except BaseException:
-            print(Path(log.name).read_text()[-4000:], file=sys.stderr)
+            log.seek(0)
+            print(log.read().decode(errors="replace")[-4000:], file=sys.stderr)
             raise
         finally:
-            nodes.stop()
+            stop_all(children[::-1], _STOP_S)
 
 
 def main() -> None:
