@@ -149,7 +149,7 @@ PLANNER_ORDER = [
     {"errors"},
     {"simulation"},
     {"traffic"},
-    {"evaluation", "live_metrics", "kv_store"},
+    {"evaluation", "live_metrics", "kv_store", "shipped_profiles"},
     {"search"},
     {"report"},
     {"plot"},
