@@ -52,6 +52,8 @@ class KVLayers:
             those that keep rows of tokens.
         compress_ratio, window_align: See `KVGroup`. A layer may be in several groups.
         dtype: Of numbers in the planes; None: the model's.
+        narrow_planes: What a layer keeps in an FP8 cache, if each number of `planes` in a byte
+            would not do: exponents are beside the numbers, and some of these stay as they are.
     """
 
     layers: tuple[int, ...]
@@ -61,6 +63,7 @@ class KVLayers:
     compress_ratio: int = 1
     window_align: int = 1
     dtype: Dtype | None = None
+    narrow_planes: tuple[Plane, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,11 +378,9 @@ class EngineConfig:
     def kv_layout(self) -> KVLayout:
         """Returns the layout that peers compare and that divides one pool of blocks."""
         model, tp_size = self.model, self.parallel.tensor_parallel_size
-        groups = kv_groups(model, self.cache.block_size)
+        groups = kv_groups(model, self.cache)
         if (draft := self.draft) is not None:
-            groups = with_draft_layers(groups, kv_groups(draft.model, self.cache.block_size))
-        if (scales := self.cache.kv_scales) is not None:
-            groups = [in_fp8(group, scales.digest) for group in groups]
+            groups = with_draft_layers(groups, kv_groups(draft.model, self.cache))
         return KVLayout(
             groups=share_page_size(groups, tp_size),
             tp_size=tp_size,
@@ -390,27 +391,30 @@ class EngineConfig:
         )
 
 
-def kv_groups(model: ModelConfig, block_size: int) -> list[KVGroup]:
-    """Returns the groups of the model's layers, with blocks of `block_size` rows or a state."""
+def kv_groups(model: ModelConfig, cache: CacheConfig) -> list[KVGroup]:
+    """Returns the groups of the model's layers, with blocks of `cache.block_size` rows or a
+    state."""
+    scales = None if cache.kv_scales is None else cache.kv_scales.digest
     if not model.kv_layers:
-        return [
-            attention_group(
-                layers=range(model.num_layers),
-                heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                dtype=model.dtype,
-                block_size=block_size,
-            )
-        ]
-    return [
-        KVGroup(
-            layers=kv.layers,
-            planes=kv.planes,
-            block_size=STATE_SPAN if kv.is_state else block_size * kv.compress_ratio,
-            dtype=kv.dtype or model.dtype,
-            window=kv.window,
-            compress_ratio=kv.compress_ratio,
-            window_align=kv.window_align,
+        group = attention_group(
+            layers=range(model.num_layers),
+            heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=model.dtype,
+            block_size=cache.block_size,
         )
-        for kv in model.kv_layers
-    ]
+        return [group if scales is None else in_fp8(group, scales)]
+    return [_group_of(kv, model, cache.block_size, scales) for kv in model.kv_layers]
+
+
+def _group_of(kv: KVLayers, model: ModelConfig, block_size: int, scales: str | None) -> KVGroup:
+    group = KVGroup(
+        layers=kv.layers,
+        planes=kv.planes,
+        block_size=STATE_SPAN if kv.is_state else block_size * kv.compress_ratio,
+        dtype=kv.dtype or model.dtype,
+        window=kv.window,
+        compress_ratio=kv.compress_ratio,
+        window_align=kv.window_align,
+    )
+    return group if scales is None else in_fp8(group, scales, kv.narrow_planes)

@@ -22,11 +22,13 @@ class KVScaleTable:
     Attributes:
         k, v: Numbers that float32 has; empty: all are 1.
         source: Says for the log where they come from.
+        beside: The cache has them beside its numbers: there are none here.
     """
 
     k: tuple[HeadScales, ...] = ()
     v: tuple[HeadScales, ...] = ()
     source: str = "1.0"
+    beside: bool = False
 
     def of_layer(self, layer: int, num_heads: int) -> tuple[HeadScales, HeadScales]:
         """Returns a number for each of all `num_heads` heads, for keys and for values."""
@@ -41,6 +43,8 @@ class KVScaleTable:
     @property
     def digest(self) -> str:
         """Returns a text that is equal exactly for tables of equal numbers."""
+        if self.beside:
+            return "exponents"
         layers = [_shortest(scales) for scales in (*self.k, *self.v)]
         if all(scales == (1.0,) for scales in layers):
             return "1.0"

@@ -9,10 +9,15 @@ from math import lcm
 import msgspec
 
 from kv_transfer.layout import FP8, STATE_SPAN, KVGroup
+from kv_transfer.planes import Plane
 
 INDEX_PLANE, INDEX_SCALE_PLANE = "index", "index_scale"
 """Planes of index keys and of their scales, whose numbers have a type of their own, whatever the
 `dtype` of their group."""
+
+NARROW_PLANE, EXPONENT_PLANE = "narrow", "exponent"
+"""Planes of vectors whose numbers are partly in e4m3, beside exponents of their own. What is left
+of a vector lies in the plane between them."""
 
 LONGEST = 8
 """Blocks of rows that stand for many tokens have at most this many times the tokens of others, if
@@ -20,11 +25,14 @@ they are not in the blocks of those. A prefix is found where every group has a w
 would be rare if a page were filled with rows of 128 tokens."""
 
 
-def in_fp8(group: KVGroup, scales: str) -> KVGroup:
+def in_fp8(group: KVGroup, scales: str, narrow: tuple[Plane, ...] = ()) -> KVGroup:
     """Returns the group with numbers of one byte, where it keeps what is attended; states stay, and
-    so do rows that are still open, and index keys."""
+    so do rows that are still open, and index keys. `narrow`: planes that it has instead, where not
+    every number takes a byte."""
     if group.is_state or group.is_open:
         return group
+    if narrow:
+        return msgspec.structs.replace(group, planes=narrow, scales=scales)
     size = group.number_bytes
     planes = tuple(
         plane

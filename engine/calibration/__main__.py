@@ -87,7 +87,12 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     model = load_model_config(
         resolve_model(arguments.model), dtype=arguments.dtype, quantization=arguments.quantization
     )
-    choose_kv_scales(model, "fp8")  # Refuses what cannot have such a cache.
+    beside = choose_kv_scales(model, "fp8")  # Refuses what cannot have such a cache.
+    if beside is not None and beside.beside:
+        raise KVCacheDtypeError(
+            f"an FP8 cache of {arguments.model} has scales beside its numbers; nodes need no file, "
+            "start them with --kv-cache-dtype fp8"
+        )
     texts = list(BEGINNINGS)
     if arguments.prompts is not None:
         texts = [line for line in arguments.prompts.read_text("utf-8").splitlines() if line.strip()]

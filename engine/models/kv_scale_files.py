@@ -82,16 +82,30 @@ def choose_kv_scales(
                 "--kv-cache-scales are for an FP8 cache; choose --kv-cache-dtype fp8"
             )
         return None
-    if any(kv.compress_ratio > 1 for kv in model.kv_layers):
-        raise KVCacheDtypeError(
-            f"an FP8 KV cache, but {model.path} keeps rows that stand for several tokens, which "
-            "tandem has in the model's dtype alone; choose --kv-cache-dtype bfloat16"
-        )
+    if any(kv.narrow_planes for kv in model.kv_layers):
+        _check_widths(model)
+        if file is not None:
+            raise KVCacheDtypeError(
+                f"a file of scales, but an FP8 cache of {model.path} has an exponent beside each "
+                "64 numbers; leave --kv-cache-scales away"
+            )
+        return KVScaleTable(source="of each 64 numbers, beside them", beside=True)
     if file is not None:
         return _from_file(model, file)
     if model.load_format == "dummy":
         return KVScaleTable(source="1.0, as weights are random")
     return _from_checkpoint(model)
+
+
+def _check_widths(model: ModelConfig) -> None:
+    """Raises `KVCacheDtypeError` where exponents would lie askew behind numbers."""
+    for kv in model.kv_layers:
+        if kv.narrow_planes and kv.narrow_planes[0].row_bytes % 8:
+            raise KVCacheDtypeError(
+                f"an FP8 KV cache, but {model.path} has {kv.narrow_planes[0].row_bytes} numbers of "
+                "a vector that do not rotate, which is no multiple of 8; choose --kv-cache-dtype "
+                "bfloat16"
+            )
 
 
 def is_kv_scale(name: str) -> bool:

@@ -21,7 +21,7 @@ from engine.kv_cache.capacity import num_blocks_for, tokens_that_fit
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile
-from kv_transfer.group_sizes import INDEX_PLANE
+from kv_transfer.group_sizes import INDEX_PLANE, NARROW_PLANE
 from kv_transfer.layout import DTYPE_BYTES, KVGroup, KVLayout
 from kv_transfer.planes import PageShape, PlaneShape
 from tandem_kernels.attention.index_pages import (
@@ -35,6 +35,7 @@ from tandem_kernels.attention.index_pages import (
 )
 from tandem_kernels.attention.kv_pages import KVPages, PagedKV
 from tandem_kernels.attention.kv_scales import E4M3
+from tandem_kernels.attention.token_rows import NarrowRows
 
 
 class KVCacheMemoryError(CannotStartError):
@@ -144,17 +145,40 @@ def _view_of(pages: torch.Tensor, page: PageShape, group: KVGroup) -> GroupCache
     if group.is_state:
         return pages[:, : page.num_bytes]
     if group.is_open:
-        return OpenRows(tuple(_rows(pages, plane, group) for plane in page.planes))
+        dtype = getattr(torch, group.dtype)
+        return OpenRows(tuple(_rows(pages, plane, dtype) for plane in page.planes))
+    if group.planes[0].name == NARROW_PLANE:
+        return _narrow(pages, page, group)
     if any(plane.name == INDEX_PLANE for plane in group.planes):
         return _indexed(pages, page, group)
     alike = all((o.heads, o.row_bytes) == (first.heads, first.row_bytes) for o in others)
     return _pages(pages, page.planes, group, alike=alike)
 
 
-def _rows(pages: torch.Tensor, plane: PlaneShape, group: KVGroup) -> torch.Tensor:
+def _rows(pages: torch.Tensor, plane: PlaneShape, dtype: torch.dtype) -> torch.Tensor:
     """Returns a plane of one head, [num_blocks, block_size, numbers of a row]."""
     own = pages[:, plane.offset : plane.offset + plane.num_bytes]
-    return own.view(getattr(torch, group.dtype)).view(len(pages), plane.block_size, -1)
+    return own.view(dtype).view(len(pages), plane.block_size, -1)
+
+
+def _narrow(
+    pages: torch.Tensor, page: PageShape, group: KVGroup
+) -> NarrowRows | IndexedLatents:
+    """Returns vectors whose numbers are partly in e4m3, and index keys where there are any."""
+    kinds = E4M3, getattr(torch, group.dtype), torch.uint8
+    own = zip(page.planes, kinds, strict=False)
+    rows = NarrowRows(*(_rows(pages, plane, kind) for plane, kind in own))
+    index = page.planes[len(kinds) :]
+    return IndexedLatents(rows, _index_of(pages, index)) if index else rows
+
+
+def _index_of(pages: torch.Tensor, planes: Sequence[PlaneShape]) -> IndexPages:
+    """Returns index keys, which are in float32 where they have no scales."""
+    keys, *scales = planes
+    if not scales:
+        return IndexPages(_rows(pages, keys, torch.float32))
+    scale = _rows(pages, scales[0], torch.float32)[:, :, 0]
+    return IndexPages(_rows(pages, keys, E4M3), scale)
 
 
 def _pages(
@@ -175,24 +199,13 @@ def _pages(
 def _indexed(pages: torch.Tensor, page: PageShape, group: KVGroup) -> IndexedLatents | IndexedKV:
     """Returns latents, or keys and values, and index keys in pages [num_blocks, bytes of a
     page]."""
-
-    def rows(plane: PlaneShape, dtype: torch.dtype) -> torch.Tensor:
-        own = pages[:, plane.offset : plane.offset + plane.num_bytes]
-        numbers = own.view(dtype)
-        return numbers.view(len(pages), page.block_size, -1)
-
     place = next(i for i, plane in enumerate(group.planes) if plane.name == INDEX_PLANE)
-    keys, *scales = page.planes[place:]
     if place > 1:
         alike = group.planes[0].row_bytes == group.planes[1].row_bytes
         kv = _pages(pages, page.planes[:place], group, alike=alike)
-        return IndexedKV(kv, rows(keys, torch.uint8))
-    plain = not scales
-    index = IndexPages(
-        rows(keys, torch.float32 if plain else E4M3),
-        None if plain else rows(scales[0], torch.float32)[:, :, 0],
-    )
-    return IndexedLatents(rows(page.planes[0], getattr(torch, group.dtype)), index)
+        return IndexedKV(kv, _rows(pages, page.planes[place], torch.uint8))
+    latents = _rows(pages, page.planes[0], getattr(torch, group.dtype))
+    return IndexedLatents(latents, _index_of(pages, page.planes[place:]))
 
 
 class KVCache:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from bench.engine.models.shapes import SHAPES, config_json
-from engine.config import kv_groups
+from engine.config import CacheConfig, kv_groups
 from engine.models.checkpoint import load_model_config
 from kv_transfer.layout import KVGroup, KVLayout
 from tests.helm.helm_engine import CHART, ROOT, HelmSdk, load_values
@@ -84,7 +84,7 @@ def groups_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         finally:
             del SHAPES[model]
         (Path(folder) / "config.json").write_text(text, encoding="utf-8")
-        return kv_groups(load_model_config(folder, load_format="dummy"), block_size=32)
+        return kv_groups(load_model_config(folder, load_format="dummy"), CacheConfig(block_size=32))
 
     return found
 

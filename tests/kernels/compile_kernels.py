@@ -1696,8 +1696,21 @@ def token_row_cases(capability: int) -> Iterator[Case]:
         **named("fp32", "eps", "scale"),
     }
     turn = {"NUM_HEADS": 64, "ROWS": 8, "D": 512, "ROPE": 64}
+    plain = {"NARROW_ROPE": 0, "EXPONENTS": 0, "rotated": None, "exponents": None}
+    narrow = {"NARROW_ROPE": 64, "EXPONENTS": 8}
+    in_bytes = {**types, **named("*u8", "pages", "numbers", "exponents"), "rotated": "*bf16"}
+    for label, kinds, how in (("", types, plain), ("narrow", in_bytes, narrow)):
+        yield Case(
+            shared_rope_and_cache.shared_rope_and_cache_kernel,
+            label,
+            kinds,
+            {**turn, **how, "BLOCK_SIZE": 64},
+        )
     yield Case(
-        shared_rope_and_cache.shared_rope_and_cache_kernel, "", types, {**turn, "BLOCK_SIZE": 64}
+        row_cache.cache_narrow_rows_kernel,
+        "",
+        {**in_bytes, "x": "*fp32"},
+        {"DIM": 512, "ROPE": 64, "EXPONENTS": 8, "BLOCK_SIZE": 64},
     )
     back = shared_rope_and_cache.rotate_back_kernel
     yield Case(back, "", {**types, "x": "*bf16"}, {**turn, "ROWS": 32})
@@ -1727,13 +1740,23 @@ def token_row_cases(capability: int) -> Iterator[Case]:
                 "NORM": 128**-0.5, "FP8": rounds,
             },
         )  # fmt: skip
-    for heads, splits, tokens, top_k in ((64, 1, 4, 512), (8, 8, 128, 0), (64, 4, 0, 0)):
+    plain |= {"row_rotated": None, "row_exponents": None, "NARROW_SPAN": 0}
+    narrow |= {"NARROW_SPAN": 64}
+    of_narrow = {
+        **types, **named("*fp8e4nv", "pages", "row_pages"),
+        **named("*bf16", "rotated", "row_rotated"), **named("*u8", "exponents", "row_exponents"),
+    }  # fmt: skip
+    cases = [(types, plain, *case) for case in ((64, 1, 4, 512), (8, 8, 128, 0), (64, 4, 0, 0))]
+    if capability >= 89:
+        cases += [(of_narrow, narrow, 64, 1, 4, 512), (of_narrow, narrow, 8, 8, 128, 0)]
+    for kinds, how, heads, splits, tokens, top_k in cases:
         tuning = sparse_latent_attention.sparse_tuning(heads, 2)
         yield Case(
             window_rows_attention.window_rows_kernel,
-            f"heads={heads} splits={splits} tokens={tokens}",
-            {**types, "out": "*fp32" if splits > 1 else "*bf16"},
+            f"heads={heads} splits={splits} tokens={tokens} narrow={how is narrow}",
+            {**kinds, "out": "*fp32" if splits > 1 else "*bf16"},
             {
+                **how,
                 "WINDOW": 128, "TOKENS": tokens, "TOP_K": top_k, "QUERY_LEN": 1,
                 "NUM_HEADS": heads, "ROWS": tuning.rows, "LATENT": 512, "BLOCK_LATENT": 512,
                 "BLOCK_SIZE": 64, "ROW_BLOCK_SIZE": 64, "TILE": tuning.tile, "SPLITS": splits,

@@ -36,6 +36,7 @@ def test_rows_that_are_closed(
 def test_rows_that_are_written() -> None:
     check.keep_open_tokens(ops.keep_open_tokens.kernel)
     check.cache_rows(ops.cache_rows.kernel, torch.float16)
+    check.narrow_rows(ops.cache_rows.kernel, 8, 128, torch.float16)
 
 
 @pytest.mark.parametrize(("dtype", "fp8"), [(torch.float32, False), (torch.float16, True)])
@@ -53,6 +54,17 @@ def test_attention_to_window_and_rows(
     check.window_rows_attention(
         ops.window_rows_attention.kernel, lengths, (5, 32), torch.float32,
         window=window, tokens=tokens, top_k=top_k, num_decodes=num_decodes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("lengths", "num_decodes"), [(RAGGED, 0), (DECODES, 4)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(4, 5), (16, 0)])
+def test_attention_to_narrow_rows(
+    lengths: sparse_checks.Lengths, num_decodes: int, tokens: int, top_k: int
+) -> None:
+    check.window_rows_attention(
+        ops.window_rows_attention.kernel, lengths, (5, 128), torch.float32,
+        window=17, tokens=tokens, top_k=top_k, num_decodes=num_decodes, narrow_rope=8,
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ def test_rows_that_are_closed(lengths: sparse_checks.Lengths, form: TokenRowForm
 @halves
 def test_rows_that_are_written(dtype: torch.dtype) -> None:
     check.cache_rows(ops.cache_rows, dtype, device="cuda")
+    check.narrow_rows(ops.cache_rows, 64, 512, dtype, device="cuda")
     check.keep_open_tokens(ops.keep_open_tokens, device="cuda")
 
 
@@ -55,13 +56,20 @@ def test_queries_and_keys_of_rows(dtype: torch.dtype, fp8: bool) -> None:
 @pytest.mark.parametrize("num_heads", [8, 64, 128])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("tokens", "top_k"), [(0, 0), (4, 64), (4, 0), (128, 0)])
+@pytest.mark.parametrize("narrow_rope", [0, 64])
 def test_attention_to_window_and_rows(
-    lengths: sparse_checks.Lengths, num_heads: int, dtype: torch.dtype, tokens: int, top_k: int
+    lengths: sparse_checks.Lengths,
+    num_heads: int,
+    dtype: torch.dtype,
+    tokens: int,
+    top_k: int,
+    narrow_rope: int,
 ) -> None:
     decodes = len(lengths[0]) if max(lengths[1]) == 1 else 0
     check.window_rows_attention(
         ops.window_rows_attention, lengths, (num_heads, 512), dtype,
-        window=128, tokens=tokens, top_k=top_k, num_decodes=decodes, device="cuda",
+        window=128, tokens=tokens, top_k=top_k, num_decodes=decodes, narrow_rope=narrow_rope,
+        device="cuda",
     )  # fmt: skip
 
 

@@ -10,10 +10,19 @@ import kernel_oracle as oracle
 import torch
 from kernel_checks import ATTENTION
 from sparse_checks import Lengths, index_pages
+from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.token_rows import OpenTokens, SeenRows, TokenRowForm
+from tandem_kernels.attention.kv_scales import E4M3
+from tandem_kernels.attention.token_rows import (
+    NarrowRows,
+    OpenTokens,
+    RowPages,
+    SeenRows,
+    TokenRowForm,
+)
 from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.narrow_form import num_exponents
 from tandem_kernels.reference import elementwise as plain_elementwise
 from tandem_kernels.reference import experts as plain_experts
 from tandem_kernels.reference import streams as plain_streams
@@ -47,7 +56,7 @@ def _batch(
     )
 
 
-def _filled(metadata: AttentionMetadata, block: int, width: int, counts: list[int]) -> torch.Tensor:
+def _filled(metadata: AttentionMetadata, block: int, width: int, counts: list[int]) -> Tensor:
     """Returns pages in which requests have the first `counts` rows, and all else is NaN."""
     tables = metadata.block_tables.cpu()
     pages = torch.full((int(tables.max()) + 1, block, width), NAN)
@@ -57,7 +66,49 @@ def _filled(metadata: AttentionMetadata, block: int, width: int, counts: list[in
     return pages.to(metadata.block_tables.device)
 
 
-def _table(rope: int, device: str, length: int = 256) -> torch.Tensor:
+def _narrow(pages: Tensor, rope: int) -> NarrowRows:
+    """Returns the vectors of `pages` [N, B, D] in narrow ones; NaN stays NaN."""
+    blocks, size, dim = pages.shape
+    count = num_exponents(dim - rope)
+    widths = dim - rope, rope * pages.itemsize, count
+    memory = torch.full((blocks, size * sum(widths)), 255, dtype=torch.uint8, device=pages.device)
+    planes = memory.split([size * width for width in widths], dim=1)
+    rows = NarrowRows(
+        *(
+            plane.view(kind).view(blocks, size, -1)
+            for plane, kind in zip(planes, (E4M3, pages.dtype, torch.uint8), strict=True)
+        )
+    )
+    real = torch.arange(blocks * size, device=pages.device)
+    real[pages.flatten(0, 1).isnan().any(1)] = -1
+    plain.cache_rows(pages.flatten(0, 1), rows, real)
+    return rows
+
+
+def _same_bytes(found: NarrowRows, expected: NarrowRows) -> bool:
+    pairs = zip(_bytes_in(found), _bytes_in(expected), strict=True)
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def _bytes_in(rows: NarrowRows) -> list[Tensor]:
+    return [part.contiguous().view(torch.uint8) for part in
+            (rows.numbers, rows.rotated, rows.exponents)]  # fmt: skip
+
+
+def narrow_rows(op: Op, rope: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Rows of every size of numbers, zeros, and those beside a power of two are written alike."""
+    sizes = torch.tensor([1e-6, 0.0, 1.0, 90.0, 2e3, 1.0], device=device)
+    x = torch.randn(6, dim, device=device) * sizes[:, None]
+    x[5, : dim // 2] = torch.tensor([448.0, 448.1, 3.5, 3.51], device=device).repeat(dim // 8)
+    slots = torch.tensor([9, 1, -1, 0, 3, 6], device=device)
+    blank = torch.full((3, 4, dim), NAN, device=device, dtype=dtype)
+    found, expected = _narrow(blank, rope), _narrow(blank, rope)
+    op(x, found, slots)
+    plain.cache_rows(x, expected, slots)
+    assert _same_bytes(found, expected) and not _same_bytes(found, _narrow(blank, rope))
+
+
+def _table(rope: int, device: str, length: int = 256) -> Tensor:
     angles = torch.randn(length, rope // 2, device=device)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
@@ -82,6 +133,9 @@ def shared_rope_and_cache(
     assert oracle.relative_error(found[0], expected[0]) < ATTENTION[dtype]
     assert oracle.relative_error(flat[written], wide[written]) < ATTENTION[dtype]
     assert torch.equal(flat.isnan(), wide.isnan())
+    blank, kept = _narrow(pages, rope), _narrow(found[1], rope)
+    op(q.clone(), kv, *rest, blank, slots, 1e-6)
+    assert _same_bytes(blank, kept), "what narrow pages keep is made of the same vectors"
     back(found[0], positions, table)
     plain.rotate_back(expected[0], positions, table)
     assert oracle.relative_error(found[0], expected[0]) < ATTENTION[dtype]
@@ -173,19 +227,25 @@ def window_rows_attention(
     tokens: int = 0,
     top_k: int = 0,
     num_decodes: int = 0,
+    narrow_rope: int = 0,
     device: str = "cpu",
 ) -> None:
-    """`sizes` is (H, D). `tokens`: of a row; 0: there are none. `top_k`: 0: all rows are seen."""
+    """`sizes` is (H, D). `tokens`: of a row; 0: there are none. `top_k`: 0: all rows are seen.
+    `narrow_rope`: numbers of a vector that are not in e4m3; 0: none is."""
     (contexts, queries), (num_heads, dim) = lengths, sizes
     metadata = _batch(lengths, 8, num_decodes, device, window)
-    pages = _filled(metadata, 8, dim, contexts).to(dtype)
+
+    def in_pages(vectors: Tensor) -> RowPages:
+        return _narrow(vectors, narrow_rope) if narrow_rope else vectors
+
+    pages = in_pages(_filled(metadata, 8, dim, contexts).to(dtype))
     num_tokens = sum(queries)
     q = torch.randn(num_tokens, num_heads, dim, device=device).to(dtype)
     sinks = torch.randn(num_heads, device=device)
     rows = None
     if tokens:
         of_rows = _batch(([-(-n // tokens) for n in contexts], queries), 2, 0, device)
-        kept = _filled(of_rows, 2, dim, [n // tokens for n in contexts]).to(dtype)
+        kept = in_pages(_filled(of_rows, 2, dim, [n // tokens for n in contexts]).to(dtype))
         chosen = _chosen(lengths, tokens, top_k).to(device) if top_k else None
         rows = SeenRows(kept, of_rows.block_tables, tokens, chosen)
     found = op(q, pages, metadata, dim**-0.5, sinks, rows)
@@ -194,7 +254,7 @@ def window_rows_attention(
     assert oracle.relative_error(found, expected) < 2 * ATTENTION[dtype]
 
 
-def _chosen(lengths: Lengths, tokens: int, top_k: int) -> torch.Tensor:
+def _chosen(lengths: Lengths, tokens: int, top_k: int) -> Tensor:
     found = []
     for length, count in zip(*lengths, strict=True):
         for place in range(length - count, length):

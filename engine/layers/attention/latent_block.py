@@ -144,6 +144,7 @@ class LatentAttentionBlock(nn.Module):
         sizes = self.sizes
         pages = None
         if isinstance(kv_cache, IndexedLatents):
+            assert isinstance(kv_cache.latents, Tensor)
             cache, pages = kv_cache.latents, kv_cache.index
         else:
             cache = kv_cache[:, 0, 0]

@@ -30,7 +30,13 @@ from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import CachesByGroup, IndexedLatents, LayerCache, OpenRows
-from tandem_kernels.attention.token_rows import OpenTokens, SeenRows, TokenRowForm
+from tandem_kernels.attention.token_rows import (
+    NarrowRows,
+    OpenTokens,
+    RowPages,
+    SeenRows,
+    TokenRowForm,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +73,14 @@ class WindowRowsSizes:
             return (("compressor", own),)
         keys = TokenRowForm(self.tokens, self.overlap, self.indexer.dim, first=2 * own.width)
         return (("compressor", own), ("indexer.compressor", keys))
+
+
+def _vectors_in(cache: LayerCache) -> RowPages:
+    """Returns the vectors that a layer keeps in one group."""
+    if isinstance(cache, NarrowRows):
+        return cache
+    assert isinstance(cache, Tensor)
+    return cache[:, 0, 0]
 
 
 class WindowRowsBlock(nn.Module):
@@ -121,9 +135,7 @@ class WindowRowsBlock(nn.Module):
     ) -> None:
         """Attends for the normed `x`: [T, H]."""
         caches = kv_cache.caches if isinstance(kv_cache, CachesByGroup) else (kv_cache,)
-        window = caches[0]
-        assert isinstance(window, Tensor)
-        pages, sizes = window[:, 0, 0], self.sizes
+        pages, sizes = _vectors_in(caches[0]), self.sizes
         latents, kv = self.inputs(x).split((sizes.q_rank, sizes.head_dim), dim=1)
         latents = self.q_norm(latents.contiguous())
         heads = self.wq_b(latents).view(len(x), self.num_heads, sizes.head_dim)
@@ -163,8 +175,7 @@ class WindowRowsBlock(nn.Module):
             pages = closed.latents
             chosen = self.indexer(x, latents, found[1], closed.index, inputs, of_rows)
         else:
-            assert isinstance(closed, Tensor)
-            pages = closed[:, 0, 0]
+            pages = _vectors_in(closed)
         ops.cache_rows(found[0], pages, of_rows.slot_mapping)
         return SeenRows(pages, of_rows.metadata.block_tables, self.sizes.tokens, chosen)
 

@@ -46,7 +46,8 @@ def create_draft(
     assert speculative is not None and draft is not None
     method, model = speculative.method, draft.model
     own = config_of_draft(config)
-    if draft.num_layers > 0 and config.cache.kv_scales is not None:
+    has_own = model.kv_layers and all(kv.narrow_planes for kv in model.kv_layers)
+    if draft.num_layers > 0 and config.cache.kv_scales is not None and not has_own:
         raise CheckpointError(
             model.path,
             f"{method} keeps keys and values for which an FP8 cache has no scales",

@@ -91,7 +91,7 @@ class DeepseekV4Spec(DenseSpec, frozen=True, kw_only=True):
         return self.rows.kv_layers(model, self.sliding_window)
 
     def kv_layers_ahead(self, model: ModelConfig) -> tuple[KVLayers, ...]:
-        return (self.rows.windows(range(model.num_layers), model.dtype, self.sliding_window),)
+        return (self.rows.windows(range(model.num_layers), model, self.sliding_window),)
 
     @property
     def rare_attention(self) -> str:

@@ -8,8 +8,10 @@ import msgspec
 
 from engine.config import KVLayers, ModelConfig
 from engine.models.specs.indexer import IndexerSpec
+from kv_transfer.group_sizes import EXPONENT_PLANE, NARROW_PLANE
 from kv_transfer.layout import DTYPE_BYTES
 from kv_transfer.planes import Plane
+from tandem_kernels.narrow_form import num_exponents
 
 ROW_DTYPE = "float32"
 """Is the type in which what tokens leave for the row that is still open is kept."""
@@ -58,25 +60,43 @@ class TokenRowsSpec(msgspec.Struct, frozen=True, kw_only=True):
         windows = {kind: list(layers) for kind, layers in of_kind.items()} or {0: []}
         fewest = min(windows, key=lambda kind: len(windows[kind]))
         windows[fewest] = sorted(windows[fewest] + rest)
-        groups = [self.windows(layers, model.dtype, window) for layers in windows.values()]
-        kept = groups[0].planes[0]
+        groups = [self.windows(layers, model, window) for layers in windows.values()]
         for kind, layers in of_kind.items():
             width = self.left_by_token(layers[0]) * DTYPE_BYTES[ROW_DTYPE]
-            left = Plane("open", 1, width, replicated=True)
+            left = _plane("open", width)
             # A token is needed until its row, or the row behind it, is closed.
             seen = kind + 1 if kind == self.chosen_ratio else 1
             groups.append(_group(layers, (left,), window=seen, window_align=kind, dtype=ROW_DTYPE))
         for kind, layers in of_kind.items():
-            planes: tuple[Plane, ...] = (kept,)
-            if kind == self.chosen_ratio:
-                planes = (kept, *self.indexer.planes(model.dtype))
-            groups.append(_group(layers, planes, compress_ratio=kind))
+            index = self.indexer.planes(model.dtype) if kind == self.chosen_ratio else ()
+            groups.append(self._vectors(layers, model, index, compress_ratio=kind))
         return tuple(groups)
 
-    def windows(self, layers: Sequence[int], dtype: str, window: int | None) -> KVLayers:
+    def windows(self, layers: Sequence[int], model: ModelConfig, window: int | None) -> KVLayers:
         """Returns the windows of some layers."""
-        kept = Plane("kv", 1, self.head_dim * DTYPE_BYTES[dtype], replicated=True)
-        return _group(layers, (kept,), window=window)
+        return self._vectors(layers, model, window=window)
+
+    def _vectors(
+        self,
+        layers: Sequence[int],
+        model: ModelConfig,
+        index: tuple[Plane, ...] = (),
+        **how: object,
+    ) -> KVLayers:
+        """Returns layers that keep a vector of each token or row, whose last `model.head_dim`
+        numbers rotate, and `index` beside it."""
+        size, rest = DTYPE_BYTES[model.dtype], self.head_dim - model.head_dim
+        narrow = (
+            _plane(NARROW_PLANE, rest),
+            _plane("kv", model.head_dim * size),
+            _plane(EXPONENT_PLANE, num_exponents(rest)),
+        )
+        planes = (_plane("kv", self.head_dim * size), *index)
+        return _group(layers, planes, narrow_planes=(*narrow, *index), **how)
+
+
+def _plane(name: str, row_bytes: int) -> Plane:
+    return Plane(name, 1, row_bytes, replicated=True)
 
 
 def _group(

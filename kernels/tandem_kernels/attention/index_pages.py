@@ -17,6 +17,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from tandem_kernels.attention.kv_pages import PagedKV
+from tandem_kernels.attention.token_rows import NarrowRows, RowPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,11 @@ class IndexedLatents:
     """The cache of a layer that has an indexer.
 
     Attributes:
-        latents: [N, B, L + R].
+        latents: [N, B, L + R]; only rows of several tokens may be narrow.
         index: In the same pages.
     """
 
-    latents: Tensor
+    latents: RowPages
     index: IndexPages
 
 
@@ -81,7 +82,7 @@ class CachesByGroup:
     caches: tuple[GroupCache, ...]
 
 
-GroupCache: TypeAlias = PagedKV | IndexedLatents | IndexedKV | OpenRows
+GroupCache: TypeAlias = PagedKV | IndexedLatents | IndexedKV | OpenRows | NarrowRows
 """Names what a layer has in one group."""
 LayerCache: TypeAlias = GroupCache | CachesByGroup
 """Names what layers have as their caches."""

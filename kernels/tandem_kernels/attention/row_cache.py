@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.attention.token_rows import OpenTokens
+from tandem_kernels.attention.narrow_vectors import store_narrow
+from tandem_kernels.attention.token_rows import NarrowRows, OpenTokens, RowPages
 
 _BLOCK = 1024
 
@@ -33,10 +35,40 @@ def cache_rows_kernel(
         tl.store(to, row.to(pages.dtype.element_ty), mask=inside)
 
 
-def cache_rows(x: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+@triton.jit
+def cache_narrow_rows_kernel(
+    x: tl.tensor,
+    numbers: tl.tensor,
+    rotated: tl.tensor,
+    exponents: tl.tensor,
+    slot_mapping: tl.tensor,
+    x_stride: tl.tensor,
+    block_stride: tl.tensor,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    """Writes, in program t, the row of token t."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        row = tl.load(x + token * x_stride + tl.arange(0, DIM)).to(tl.float32)[None, :]
+        block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        real = tl.full((1, 1), 1, tl.int1)
+        store_narrow(
+            row, numbers, rotated, exponents, block, place, real, block_stride, 1, DIM, ROPE,
+            EXPONENTS,
+        )  # fmt: skip
+
+
+def cache_rows(x: Tensor, pages: RowPages, slot_mapping: Tensor) -> None:
     """See `reference.token_rows.cache_rows`."""
     num_tokens, width = x.shape
     if num_tokens == 0:
+        return
+    if isinstance(pages, NarrowRows):
+        _cache_narrow_rows(x, pages, slot_mapping)
         return
     block = min(_BLOCK, triton.next_power_of_2(width))
     cache_rows_kernel[(num_tokens, triton.cdiv(width, block))](
@@ -48,6 +80,23 @@ def cache_rows(x: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
         WIDTH=width,
         BLOCK_SIZE=pages.shape[1],
         BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _cache_narrow_rows(x: Tensor, pages: NarrowRows, slot_mapping: Tensor) -> None:
+    cache_narrow_rows_kernel[(len(x),)](
+        x,
+        pages.numbers.view(torch.uint8),
+        pages.rotated,
+        pages.exponents,
+        slot_mapping,
+        x.stride(0),
+        pages.numbers.stride(0),
+        DIM=x.shape[1],
+        ROPE=pages.rotated.shape[2],
+        EXPONENTS=pages.exponents.shape[2],
+        BLOCK_SIZE=pages.shape[1],
         num_warps=4,
     )
 

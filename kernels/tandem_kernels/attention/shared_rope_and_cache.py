@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.attention.narrow_vectors import page_pointers, page_widths, store_narrow
+from tandem_kernels.attention.token_rows import RowPages
 from tandem_kernels.attention.turned_pairs import pair_angles, turned_pairs
 
 _ROWS = 8
@@ -21,6 +23,8 @@ def shared_rope_and_cache_kernel(
     positions: tl.tensor,
     cos_sin_cache: tl.tensor,
     pages: tl.tensor,
+    rotated: tl.tensor,
+    exponents: tl.tensor,
     slot_mapping: tl.tensor,
     q_token_stride: tl.tensor,
     kv_stride: tl.tensor,
@@ -31,8 +35,13 @@ def shared_rope_and_cache_kernel(
     D: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    NARROW_ROPE: tl.constexpr,
+    EXPONENTS: tl.constexpr,
 ) -> None:
-    """Handles, in program (t, i), tile i of the heads of token t; behind them its vector."""
+    """Handles, in program (t, i), tile i of the heads of token t; behind them its vector.
+
+    NARROW_ROPE: Numbers of a narrow vector that are not in e4m3; 0: vectors are not narrow.
+    """
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     dim = tl.arange(0, D)
@@ -55,9 +64,16 @@ def shared_rope_and_cache_kernel(
             x = tl.load(place, mask=first, other=0.0).to(tl.float32)
             x = x / tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps)[:, None]
             x = (x * tl.load(weight + dim)[None, :]).to(kind).to(tl.float32)
-            x = turned_pairs(x, cos, sin, ROWS, D).to(pages.dtype.element_ty)
-            to = pages + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * D
-            tl.store(to + row[:, None] * 0 + dim[None, :], x, mask=first)
+            x = turned_pairs(x, cos, sin, ROWS, D)
+            block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+            if NARROW_ROPE > 0:
+                store_narrow(
+                    x, pages, rotated, exponents, block, offset, first, block_stride, ROWS, D,
+                    NARROW_ROPE, EXPONENTS,
+                )  # fmt: skip
+            else:
+                to = pages + block * block_stride + offset * D + row[:, None] * 0 + dim[None, :]
+                tl.store(to, x.to(pages.dtype.element_ty), mask=first)
 
 
 @triton.jit
@@ -88,7 +104,7 @@ def shared_rope_and_cache(
     weight: Tensor,
     positions: Tensor,
     cos_sin_cache: Tensor,
-    pages: Tensor,
+    pages: RowPages,
     slot_mapping: Tensor,
     eps: float,
 ) -> None:
@@ -96,23 +112,25 @@ def shared_rope_and_cache(
     num_tokens, num_heads, dim = q.shape
     if num_tokens == 0:
         return
+    vectors = page_pointers(pages, written=True)
     shared_rope_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, _ROWS) + 1)](
         q,
         kv,
         weight,
         positions,
         cos_sin_cache,
-        pages,
+        *vectors,
         slot_mapping,
         q.stride(0),
         kv.stride(0),
-        pages.stride(0),
+        vectors[0].stride(0),
         eps,
         NUM_HEADS=num_heads,
         ROWS=_ROWS,
         D=dim,
         ROPE=cos_sin_cache.shape[1],
         BLOCK_SIZE=pages.shape[1],
+        **page_widths(pages),
         num_warps=4,
     )
 

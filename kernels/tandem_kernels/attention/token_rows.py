@@ -11,7 +11,9 @@ Source: DeepSeek-V4, 2026, as transformers 5.24 computes it (`DeepseekV4CSACompr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
@@ -45,6 +47,36 @@ class TokenRowForm:
 
 
 @dataclass(frozen=True, slots=True)
+class NarrowRows:
+    """Pages of vectors most of whose numbers take a byte, as those are that DeepSeek trains with:
+
+        numbers that do not rotate, e4m3 | those that do, as they are | exponents
+
+    All are views of the same pages.
+
+    Attributes:
+        numbers: [N, B, D - R] e4m3.
+        rotated: [N, B, R] of a wider type.
+        exponents: [N, B, S] uint8, of `narrow_form.NARROW_GROUP` numbers each: they are multiplied by two to
+            the power of it minus 127. There may be more than are needed.
+    """
+
+    numbers: Tensor
+    rotated: Tensor
+    exponents: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Returns [N, B, D], as a tensor of vectors has it."""
+        blocks, size, dim = self.numbers.shape
+        return torch.Size((blocks, size, dim + self.rotated.shape[2]))
+
+
+RowPages: TypeAlias = Tensor | NarrowRows
+"""Names pages of vectors, [N, B, D]."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpenTokens:
     """Holds what tokens of rows that are not closed yet have left for them, in pages.
 
@@ -64,13 +96,13 @@ class SeenRows:
     """Closed rows that a step's tokens attend to beside the tokens of a window.
 
     Attributes:
-        pages: [N, B, D], a key that is the value, too.
+        pages: A key that is the value, too.
         block_tables: [R, max_blocks] int32.
         tokens: That a row stands for: the token at position p sees the first (p + 1) // tokens.
         chosen: [T, K] int32, numbers of rows, ascending, -1 behind the last; None: all are seen.
     """
 
-    pages: Tensor
+    pages: RowPages
     block_tables: Tensor
     tokens: int
     chosen: Tensor | None = None

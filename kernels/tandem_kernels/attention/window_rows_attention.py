@@ -17,13 +17,14 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.latent_decode import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import store_attended
+from tandem_kernels.attention.narrow_vectors import load_narrow, page_pointers, page_widths
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.attention.sparse_latent_attention import (
     SparseTuning,
     request_of_token,
     sparse_tuning,
 )
-from tandem_kernels.attention.token_rows import SeenRows
+from tandem_kernels.attention.token_rows import RowPages, SeenRows
 from tandem_kernels.device import num_programs
 
 
@@ -53,8 +54,12 @@ def _attend(
 def window_rows_kernel(
     q: tl.tensor,
     pages: tl.tensor,
+    rotated: tl.tensor,
+    exponents: tl.tensor,
     block_tables: tl.tensor,
     row_pages: tl.tensor,
+    row_rotated: tl.tensor,
+    row_exponents: tl.tensor,
     row_tables: tl.tensor,
     chosen: tl.tensor,
     query_start_loc: tl.tensor,
@@ -82,6 +87,9 @@ def window_rows_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    NARROW_ROPE: tl.constexpr,
+    NARROW_SPAN: tl.constexpr,
+    EXPONENTS: tl.constexpr,
 ) -> None:
     """Walks, in program (t, i, s), part s of what token t attends to, for its i-th tile of heads.
     Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
@@ -89,6 +97,7 @@ def window_rows_kernel(
     WINDOW: 0: a token sees all before it.
     TOKENS: That a row stands for; 0: there are no rows.
     TOP_K: Rows that are chosen; 0: all that a token sees.
+    NARROW_ROPE: Numbers of a narrow vector that are not in e4m3; 0: vectors are not narrow.
     """
     token = tl.program_id(0)
     split = tl.program_id(2)
@@ -128,8 +137,15 @@ def window_rows_kernel(
         position = begin + tile * TILE + lane
         inside = position < context
         block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        line = pages + block * block_stride + position % BLOCK_SIZE * LATENT
-        vectors = tl.load(line[:, None] + dim[None, :], mask=inside[:, None] & is_dim, other=0.0)
+        if NARROW_ROPE > 0:
+            vectors = load_narrow(
+                pages, rotated, exponents, block, position % BLOCK_SIZE, inside, block_stride,
+                TILE, LATENT, NARROW_ROPE, NARROW_SPAN, EXPONENTS,
+            )  # fmt: skip
+        else:
+            line = pages + block * block_stride + position % BLOCK_SIZE * LATENT
+            mask = inside[:, None] & is_dim
+            vectors = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
         peak, total, acc = _attend(query, vectors, inside, scale, peak, total, acc, PRECISION)
     if TOKENS > 0:
         table = row_tables + r.to(tl.int64) * row_table_stride
@@ -139,9 +155,15 @@ def window_rows_kernel(
             if TOP_K > 0:
                 number = tl.load(chosen + at * TOP_K + number, mask=inside, other=0)
             block = tl.load(table + number // ROW_BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            line = row_pages + block * row_block_stride + number % ROW_BLOCK_SIZE * LATENT
-            mask = inside[:, None] & is_dim
-            vectors = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
+            if NARROW_ROPE > 0:
+                vectors = load_narrow(
+                    row_pages, row_rotated, row_exponents, block, number % ROW_BLOCK_SIZE, inside,
+                    row_block_stride, TILE, LATENT, NARROW_ROPE, NARROW_SPAN, EXPONENTS,
+                )  # fmt: skip
+            else:
+                line = row_pages + block * row_block_stride + number % ROW_BLOCK_SIZE * LATENT
+                mask = inside[:, None] & is_dim
+                vectors = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
             peak, total, acc = _attend(query, vectors, inside, scale, peak, total, acc, PRECISION)
     index = at * NUM_HEADS + head
     store_attended(out, state, index, split, real, peak, total, acc, LATENT, BLOCK_LATENT, SPLITS)
@@ -149,7 +171,7 @@ def window_rows_kernel(
 
 def window_rows_attention(
     q: Tensor,
-    pages: Tensor,
+    pages: RowPages,
     metadata: AttentionMetadata,
     scale: float,
     sinks: Tensor,
@@ -171,12 +193,14 @@ def window_rows_attention(
         target, state = (q.new_empty(*parts, n, dtype=torch.float32) for n in (dim, 2))
     shape = {"LATENT": dim, "BLOCK_LATENT": triton.next_power_of_2(dim), "SPLITS": splits}
     of_rows = (pages, metadata.block_tables) if rows is None else (rows.pages, rows.block_tables)
+    own, others, widths = page_pointers(pages), page_pointers(of_rows[0]), page_widths(pages)
     chosen = None if rows is None else rows.chosen
     window_rows_kernel[(num_tokens, head_tiles, splits)](
         q,
-        pages,
+        *own,
         metadata.block_tables,
-        *of_rows,
+        *others,
+        of_rows[1],
         chosen,
         metadata.query_start_loc,
         metadata.seq_lens,
@@ -185,9 +209,9 @@ def window_rows_attention(
         state,
         len(metadata.seq_lens),
         q.stride(0),
-        pages.stride(0),
+        own[0].stride(0),
         metadata.block_tables.stride(0),
-        of_rows[0].stride(0),
+        others[0].stride(0),
         of_rows[1].stride(0),
         scale * LOG2_E,
         WINDOW=metadata.window or 0,
@@ -202,6 +226,8 @@ def window_rows_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        NARROW_SPAN=triton.next_power_of_2(widths["NARROW_ROPE"]),
+        **widths,
         **shape,
     )
     if state is not None:

@@ -9,11 +9,20 @@ transformers 5.24 computes it (`DeepseekV4Attention`).
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import IndexPages
-from tandem_kernels.attention.token_rows import OpenTokens, SeenRows, TokenRowForm
+from tandem_kernels.attention.kv_scales import E4M3
+from tandem_kernels.attention.token_rows import (
+    NarrowRows,
+    OpenTokens,
+    RowPages,
+    SeenRows,
+    TokenRowForm,
+)
+from tandem_kernels.narrow_form import NARROW_GROUP
 from tandem_kernels.reference.index import rounded
 
 
@@ -33,7 +42,7 @@ def shared_rope_and_cache(
     weight: Tensor,
     positions: Tensor,
     cos_sin_cache: Tensor,
-    pages: Tensor,
+    pages: RowPages,
     slot_mapping: Tensor,
     eps: float,
 ) -> None:
@@ -46,7 +55,7 @@ def shared_rope_and_cache(
         weight: [D] float32, of the norm of `kv`.
         positions: [T] int64.
         cos_sin_cache: [M, R] float32.
-        pages: [N, B, D], written at `slot_mapping`.
+        pages: Of vectors, written at `slot_mapping`.
         slot_mapping: [T] int64, `block * B + offset`; -1 writes nothing.
         eps: Of both norms.
     """
@@ -61,13 +70,43 @@ def _normed(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _write(rows: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+def _write(rows: Tensor, pages: RowPages, slot_mapping: Tensor) -> None:
     written = slot_mapping >= 0
-    place = _place(slot_mapping[written], pages)
-    pages.index_put_(place, rows[written].to(pages.dtype))
+    place, rows = _place(slot_mapping[written], pages), rows[written]
+    if not isinstance(pages, NarrowRows):
+        pages.index_put_(place, rows.to(pages.dtype))
+        return
+    size = pages.numbers.shape[2]
+    numbers, exponents = narrowed(rows[:, :size].float())
+    pages.numbers.view(torch.uint8).index_put_(place, numbers.view(torch.uint8))
+    pages.rotated.index_put_(place, rows[:, size:].to(pages.rotated.dtype))
+    pages.exponents[..., : exponents.shape[1]].index_put_(place, exponents)
 
 
-def _place(slots: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+def narrowed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `x` [T, n] float32 as e4m3 numbers, and [T, S] uint8, the least powers of two, biased
+    by 127, by which they stay in bounds. Numbers below 1e-4 count as that, as in DeepSeek's code.
+    """
+    size = x.shape[1]
+    groups = F.pad(x, (0, -size % NARROW_GROUP)).unflatten(1, (-1, NARROW_GROUP))
+    largest = groups.abs().amax(2).clamp(min=1e-4).contiguous()
+    # The largest number of e4m3 is 1.75 * 2^8: above a mantissa of 1.75 it takes a power more.
+    powers = ((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8
+    scaled = (groups / _two_to(powers)[:, :, None]).clamp(-448.0, 448.0)
+    return scaled.flatten(1)[:, :size].to(E4M3), powers.to(torch.uint8)
+
+
+def widened(numbers: Tensor, exponents: Tensor) -> Tensor:
+    """Returns what `narrowed` was given, as far as it was kept, [T, n] float32."""
+    scales = _two_to(exponents.int()).repeat_interleave(NARROW_GROUP, dim=1)
+    return numbers.float() * scales[:, : numbers.shape[1]]
+
+
+def _two_to(powers: Tensor) -> Tensor:
+    return (powers << 23).view(torch.float32)
+
+
+def _place(slots: Tensor, pages: RowPages) -> tuple[Tensor, Tensor]:
     blocks = torch.div(slots, pages.shape[1], rounding_mode="floor")
     return blocks, slots - blocks * pages.shape[1]
 
@@ -146,8 +185,8 @@ def _closed(kept: Tensor, last: Tensor, form: TokenRowForm, bias: Tensor) -> Ten
     return (taken * gate.softmax(1)).sum(1)
 
 
-def cache_rows(x: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
-    """Writes rows [T, D] of any precision into the cache [N, B, D] where a token closes one."""
+def cache_rows(x: Tensor, pages: RowPages, slot_mapping: Tensor) -> None:
+    """Writes rows [T, D] of any precision into the cache where a token closes one."""
     _write(x, pages, slot_mapping)
 
 
@@ -185,7 +224,7 @@ def index_rows(
 
 def window_rows_attention(
     q: Tensor,
-    pages: Tensor,
+    pages: RowPages,
     metadata: AttentionMetadata,
     scale: float,
     sinks: Tensor,
@@ -196,7 +235,7 @@ def window_rows_attention(
 
     Args:
         q: [T, H, D], rotated.
-        pages: [N, B, D]; the step's own vectors are already written.
+        pages: In which the step's own vectors are already written.
         metadata: The ragged batch, with the window.
         scale: Multiplies the scores.
         sinks: [H] float32, scores without a value, which the softmax counts.
@@ -225,7 +264,7 @@ def window_rows_attention(
 
 
 def _attended_to(
-    pages: Tensor,
+    pages: RowPages,
     metadata: AttentionMetadata,
     request: int,
     own: slice,
@@ -234,11 +273,12 @@ def _attended_to(
 ) -> tuple[Tensor, Tensor]:
     """Returns what any of a request's tokens `own` attends to, whose last one ends a context of
     `seq_len`, [S, D] float32, and which of it each of them does, [T, S]."""
-    last = torch.arange(seq_len - (own.stop - own.start), seq_len, device=pages.device)[:, None]
+    device = metadata.block_tables.device
+    last = torch.arange(seq_len - (own.stop - own.start), seq_len, device=device)[:, None]
     window = metadata.window or seq_len
     begin = max(int(last[0]) - window + 1, 0)
     keys = [_gathered(pages, metadata.block_tables[request], begin, seq_len)]
-    position = torch.arange(begin, seq_len, device=pages.device)
+    position = torch.arange(begin, seq_len, device=device)
     masks = [(position <= last) & (position > last - window)]
     if rows is not None and seq_len >= rows.tokens:
         count = seq_len // rows.tokens
@@ -247,10 +287,14 @@ def _attended_to(
     return torch.cat(keys).float(), torch.cat(masks, dim=1)
 
 
-def _gathered(pages: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:
-    places = torch.arange(first, end, device=pages.device)
-    blocks = block_table.long()[places // pages.shape[1]]
-    return pages[blocks, places % pages.shape[1]]
+def _gathered(pages: RowPages, block_table: Tensor, first: int, end: int) -> Tensor:
+    places = torch.arange(first, end, device=block_table.device)
+    at = block_table.long()[places // pages.shape[1]], places % pages.shape[1]
+    if not isinstance(pages, NarrowRows):
+        return pages[at]
+    rotated = pages.rotated[at]
+    numbers = widened(pages.numbers.view(torch.uint8)[at].view(E4M3), pages.exponents[at])
+    return torch.cat((numbers.to(rotated.dtype), rotated), dim=1)
 
 
 def _seen(rows: SeenRows, own: slice, last: Tensor, count: int) -> Tensor:

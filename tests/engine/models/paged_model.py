@@ -25,6 +25,7 @@ from tandem_kernels.attention.index_pages import (
     OpenRows,
 )
 from tandem_kernels.attention.kv_pages import KVPages
+from tandem_kernels.attention.token_rows import NarrowRows
 from tandem_kernels.batch.state_metadata import StateMetadata
 
 BLOCK_SIZE = 16
@@ -167,7 +168,9 @@ def _planes(layer: LayerCache) -> list[torch.Tensor]:
         return list(layer.planes)
     if isinstance(layer, IndexedLatents):
         index = layer.index
-        return [layer.latents, index.keys, *([] if index.scales is None else [index.scales])]
+        return [*_planes(layer.latents), index.keys, *([] if index.scales is None else [index.scales])]
+    if isinstance(layer, NarrowRows):
+        return [layer.numbers, layer.rotated, layer.exponents]
     if isinstance(layer, IndexedKV):
         return [*_planes(layer.kv), layer.index]
     return [layer.k, layer.v] if isinstance(layer, KVPages) else [layer]

@@ -8,6 +8,7 @@ Writes OUT/rank-RANK.safetensors with the logits that `compute_all` describes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,7 +27,11 @@ WHOLE, CHUNK = 1000, 13
 
 
 def make_paged_model(
-    folder: Path, group: ParallelGroup, dtype: Dtype | None = None, device: str = "cpu"
+    folder: Path,
+    group: ParallelGroup,
+    dtype: Dtype | None = None,
+    device: str = "cpu",
+    adapt: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> PagedModel:
     config = EngineConfig(
         engine_id="parity",
@@ -35,6 +40,7 @@ def make_paged_model(
         cache=CacheConfig(block_size=BLOCK_SIZE),
         parallel=ParallelConfig(tensor_parallel_size=group.size),
     )
+    config = adapt(config)
     place = ParallelPlace(range(config.model.num_layers), group)
     model = create_model(config, place, device)
     load_weights(model, config, lambda fraction: None)
