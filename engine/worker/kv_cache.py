@@ -161,9 +161,7 @@ def _rows(pages: torch.Tensor, plane: PlaneShape, dtype: torch.dtype) -> torch.T
     return own.view(dtype).view(len(pages), plane.block_size, -1)
 
 
-def _narrow(
-    pages: torch.Tensor, page: PageShape, group: KVGroup
-) -> NarrowRows | IndexedLatents:
+def _narrow(pages: torch.Tensor, page: PageShape, group: KVGroup) -> NarrowRows | IndexedLatents:
     """Returns vectors whose numbers are partly in e4m3, and index keys where there are any."""
     kinds = E4M3, getattr(torch, group.dtype), torch.uint8
     own = zip(page.planes, kinds, strict=False)

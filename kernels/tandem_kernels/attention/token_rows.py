@@ -57,8 +57,8 @@ class NarrowRows:
     Attributes:
         numbers: [N, B, D - R] e4m3.
         rotated: [N, B, R] of a wider type.
-        exponents: [N, B, S] uint8, of `narrow_form.NARROW_GROUP` numbers each: they are multiplied by two to
-            the power of it minus 127. There may be more than are needed.
+        exponents: [N, B, S] uint8, of `narrow_form.NARROW_GROUP` numbers each: these are
+            multiplied by two to the power of it minus 127. There may be more than are needed.
     """
 
     numbers: Tensor

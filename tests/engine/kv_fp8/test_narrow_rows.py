@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
 from engine.config import EngineConfig
+from engine.kv_cache.capacity import blocks_a_token
 from engine.models.checkpoint import load_model_config
 from engine.models.kv_scale_files import KVCacheDtypeError, choose_kv_scales
 from engine.parallel.distributed import ParallelGroup
 from kv_transfer.config import KVRole, KVTransferConfig
+from kv_transfer.control.sizing import pull_bytes_per_token
 from kv_transfer.errors import HandshakeMismatch
 from tests.engine.kv_fp8.quantised_reference import stored
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
@@ -116,14 +118,15 @@ def test_bytes_of_a_token_in_fp8(tmp_path: Path) -> None:
     for group in rows:
         own = [plane.row_bytes for plane in group.planes]
         assert own[:3] == [448, 128, 8] and own[3:] == ([128, 4] if group is rows[2] else [])
+    kept = 21 * (584 + 132) / 4 + 20 * 584 / 128
+    assert pull_bytes_per_token(layout) == pytest.approx(kept, abs=1)
+    assert kept < blocks_a_token(layout.groups) * layout.block_bytes < 1.035 * kept
     plain = EngineConfig(engine_id="flash", epoch=1, model=model).kv_layout
     with pytest.raises(HandshakeMismatch, match=r"groups\[0\]\.scales"):
         layout.check_compatible(plain)
 
 
-def test_files_of_scales_and_vectors_that_lie_askew_are_refused(
-    tmp_path: Path, wide: Path
-) -> None:
+def test_files_of_scales_and_vectors_that_lie_askew_are_refused(tmp_path: Path, wide: Path) -> None:
     with pytest.raises(KVCacheDtypeError, match="kv-cache-scales"):
         choose_kv_scales(load_model_config(wide), "fp8", tmp_path / "scales.json")
     folder = flash(tmp_path / "askew", head_dim=64, qk_rope_head_dim=60)

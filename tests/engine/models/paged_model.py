@@ -168,7 +168,11 @@ def _planes(layer: LayerCache) -> list[torch.Tensor]:
         return list(layer.planes)
     if isinstance(layer, IndexedLatents):
         index = layer.index
-        return [*_planes(layer.latents), index.keys, *([] if index.scales is None else [index.scales])]
+        return [
+            *_planes(layer.latents),
+            index.keys,
+            *([] if index.scales is None else [index.scales]),
+        ]
     if isinstance(layer, NarrowRows):
         return [layer.numbers, layer.rotated, layer.exponents]
     if isinstance(layer, IndexedKV):

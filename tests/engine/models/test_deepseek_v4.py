@@ -40,7 +40,6 @@ from engine.executor.uniproc_executor import UniprocExecutor
 from engine.kv_cache.capacity import blocks_a_token
 from engine.models.checkpoint import CheckpointError, check_parallel, load_model_config
 from engine.models.draft_checkpoint import read_draft
-from engine.models.kv_scale_files import KVCacheDtypeError, choose_kv_scales
 from engine.parallel.distributed import ParallelGroup
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
@@ -364,12 +363,6 @@ def test_ranks_share_groups_of_the_output(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=fault):
             check_parallel(model, parallel)
-
-
-def test_rows_in_fp8_are_refused(long: Path) -> None:
-    model = load_model_config(long)
-    with pytest.raises(KVCacheDtypeError, match="FP8"):
-        choose_kv_scales(model, "fp8")
 
 
 def test_drafters_that_read_one_stream_are_refused(long: Path) -> None:
