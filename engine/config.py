@@ -52,8 +52,7 @@ class KVLayers:
             those that keep rows of tokens.
         compress_ratio, window_align: See `KVGroup`. A layer may be in several groups.
         dtype: Of numbers in the planes; None: the model's.
-        narrow_planes: What a layer keeps in an FP8 cache, if each number of `planes` in a byte
-            would not do: exponents are beside the numbers, and some of these stay as they are.
+        narrow_planes: Instead of `planes` in an FP8 cache, if not every number becomes a byte.
     """
 
     layers: tuple[int, ...]
@@ -381,10 +380,11 @@ class EngineConfig:
         groups = kv_groups(model, self.cache)
         if (draft := self.draft) is not None:
             groups = with_draft_layers(groups, kv_groups(draft.model, self.cache))
+        starts = stage_starts(model.num_layers, self.parallel.pipeline_parallel_size)
         return KVLayout(
-            groups=share_page_size(groups, tp_size),
+            groups=share_page_size(groups, tp_size, shares_blocks=not starts),
             tp_size=tp_size,
-            stage_starts=stage_starts(model.num_layers, self.parallel.pipeline_parallel_size),
+            stage_starts=starts,
             model_hash=model.model_hash,
             num_draft_layers=0 if draft is None else draft.num_layers,
             draft_hash=self.draft_hash,
@@ -392,8 +392,7 @@ class EngineConfig:
 
 
 def kv_groups(model: ModelConfig, cache: CacheConfig) -> list[KVGroup]:
-    """Returns the groups of the model's layers, with blocks of `cache.block_size` rows or a
-    state."""
+    """Returns the groups of the model's layers; blocks hold rows, or a state."""
     scales = None if cache.kv_scales is None else cache.kv_scales.digest
     if not model.kv_layers:
         group = attention_group(

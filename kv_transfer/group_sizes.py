@@ -43,14 +43,16 @@ def in_fp8(group: KVGroup, scales: str, narrow: tuple[Plane, ...] = ()) -> KVGro
     return msgspec.structs.replace(group, planes=planes, dtype=FP8, scales=scales)
 
 
-def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, ...]:
+def share_page_size(
+    groups: Sequence[KVGroup], tp_size: int, *, shares_blocks: bool = True
+) -> tuple[KVGroup, ...]:
     """Returns the groups with block sizes at which they share pages best: a group that needs less
     than the largest gets 2, 4, ... times its block size, as long as that fits. What is left of its
     pages is unused. A state is of one size, often larger than others are to begin with; of rows
     that are still open a token takes as much as many that are closed, so their blocks may be
     halved, too. Rows that stand for most tokens lie in the blocks of those that stand for fewest,
-    if these have slots for them."""
-    host, last = _host_of(groups), len(groups) - 1
+    if these have slots for them and `shares_blocks`."""
+    host, last = _host_of(groups) if shares_blocks else None, len(groups) - 1
     if host is not None:
         longer = list(groups)
         size = lcm(groups[host].block_size, groups[last].compress_ratio)

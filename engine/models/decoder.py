@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
@@ -57,12 +56,11 @@ class Decoder(CausalLM):
         self.streams = Streams(spec, shard)
         self.inputs = layer_inputs(model, spec, shard)
         self.kinds = LayerKinds(config, spec, self.layer_indices, shard.device)
-        self.like = torch.empty(0, spec.hidden_size, dtype=shard.dtype, device=shard.device)
 
     def forward(self, step: ForwardInputs) -> Tensor:
         inputs, ids, link = self.kinds.inputs(step), step.input_ids, self.link
-        rows = self.embedded(ids) if link.is_first else link.receive(len(ids), self.like)
-        stream = self.streams.begin(rows)
+        rows = self.embedded(ids) if link.is_first else link.receive(len(ids), self.streams.like)
+        stream = self.streams.begin(rows) if link.is_first else self.streams.resumed(rows)
         if (images := step.images) is not None and self.link.is_first:
             ids = images.begin(stream, ids)
         given = inputs_by_layer(self.inputs, ids, stream.sum, len(self.layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from engine.layers.alternating import (
@@ -25,7 +26,11 @@ _HEAD = "hc_head"
 
 
 class Streams(nn.Module):
-    """Begins the stream of a pass and ends it; `spec` says how many there are."""
+    """Begins the stream of a pass and ends it; `spec` says how many there are.
+
+    Attributes:
+        like: [0, n H], what stages of a pipeline give each other.
+    """
 
     head: HyperHead | None
     ends: AltEnds | None
@@ -34,6 +39,8 @@ class Streams(nn.Module):
         super().__init__()
         self.streams, self.norm_factor = spec.residual_streams, spec.norm_factor
         self.head = self.ends = None
+        width = spec.hidden_size * (1 if self.streams is None else self.streams.count)
+        self.like = torch.empty(0, width, dtype=shard.dtype, device=shard.device)
         if (alternating := spec.alternating_streams) is not None:
             self.ends = AltEnds(spec.hidden_size, alternating.count, shard.at("model"))
         if self.streams is not None:
@@ -53,7 +60,7 @@ class Streams(nn.Module):
         """Returns the stream that goes on from its `value` [T, n H], whose memory becomes the
         stream's."""
         if self.streams is None:
-            return ResidualStream(value)
+            return self.begin(value)
         return HyperStream(value.view(len(value), self.streams.count, -1))
 
     def normed(self, stream: ResidualStream, norm: RMSNorm) -> Tensor:

@@ -72,7 +72,7 @@ def _narrow(pages: Tensor, rope: int) -> NarrowRows:
     count = num_exponents(dim - rope)
     widths = dim - rope, rope * pages.itemsize, count
     memory = torch.full((blocks, size * sum(widths)), 255, dtype=torch.uint8, device=pages.device)
-    planes = memory.split([size * width for width in widths], dim=1)
+    planes = torch.split(memory, [size * width for width in widths], dim=1)
     rows = NarrowRows(
         *(
             plane.view(kind).view(blocks, size, -1)
@@ -272,7 +272,7 @@ def route_tokens(op: Op, *, listed: bool, device: str = "cpu") -> None:
     ids[3] = -1
     bias = None if listed else 0.3 * torch.randn(60, device=device)
     table = torch.rand(40, 60, device=device).argsort(1)[:, :6].int() if listed else None
-    how = {"root_softplus": True, "table": table, "scaling": 1.5}
+    how: dict[str, Any] = {"root_softplus": True, "table": table, "scaling": 1.5}
     weights, chosen = op(logits, ids, bias, 6, **how)
     expected, experts = plain_experts.route_tokens(logits, ids, bias, 6, **how)
     assert torch.equal(chosen, experts) and (chosen[3] == -1).all()

@@ -14,7 +14,7 @@ from engine.models.specs.deepseek_v4_layers import CHOSEN, rates_of, ratios_of, 
 from engine.models.specs.dense import DenseSpec, NormNames
 from engine.models.specs.experts import number_of
 from engine.models.specs.indexer import IndexerSpec
-from engine.models.specs.parallel_checks import check_counts, check_one_stage
+from engine.models.specs.parallel_checks import check_counts
 from engine.models.specs.rope import read_rotary
 from engine.models.specs.token_rows import StreamsSpec, TokenRowsSpec
 from engine.rope import Rotary
@@ -91,7 +91,7 @@ class DeepseekV4Spec(DenseSpec, frozen=True, kw_only=True):
         return self.rows.kv_layers(model, self.sliding_window)
 
     def kv_layers_ahead(self, model: ModelConfig) -> tuple[KVLayers, ...]:
-        return (self.rows.windows(range(model.num_layers), model, self.sliding_window),)
+        return (self.rows.vectors(range(model.num_layers), model, window=self.sliding_window),)
 
     @property
     def rare_attention(self) -> str:
@@ -107,7 +107,6 @@ class DeepseekV4Spec(DenseSpec, frozen=True, kw_only=True):
 
     def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         super().check_parallel(model, parallel)
-        check_one_stage(model, parallel, "several residual streams")
         check_counts(model, parallel, ((self.rows.groups, "groups of the attention's output"),))
 
     def _rare_facts(self, model: ModelConfig) -> tuple[Any, ...]:

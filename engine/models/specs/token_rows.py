@@ -60,7 +60,7 @@ class TokenRowsSpec(msgspec.Struct, frozen=True, kw_only=True):
         windows = {kind: list(layers) for kind, layers in of_kind.items()} or {0: []}
         fewest = min(windows, key=lambda kind: len(windows[kind]))
         windows[fewest] = sorted(windows[fewest] + rest)
-        groups = [self.windows(layers, model, window) for layers in windows.values()]
+        groups = [self.vectors(layers, model, window=window) for layers in windows.values()]
         for kind, layers in of_kind.items():
             width = self.left_by_token(layers[0]) * DTYPE_BYTES[ROW_DTYPE]
             left = _plane("open", width)
@@ -69,14 +69,10 @@ class TokenRowsSpec(msgspec.Struct, frozen=True, kw_only=True):
             groups.append(_group(layers, (left,), window=seen, window_align=kind, dtype=ROW_DTYPE))
         for kind, layers in of_kind.items():
             index = self.indexer.planes(model.dtype) if kind == self.chosen_ratio else ()
-            groups.append(self._vectors(layers, model, index, compress_ratio=kind))
+            groups.append(self.vectors(layers, model, index, compress_ratio=kind))
         return tuple(groups)
 
-    def windows(self, layers: Sequence[int], model: ModelConfig, window: int | None) -> KVLayers:
-        """Returns the windows of some layers."""
-        return self._vectors(layers, model, window=window)
-
-    def _vectors(
+    def vectors(
         self,
         layers: Sequence[int],
         model: ModelConfig,
@@ -99,14 +95,8 @@ def _plane(name: str, row_bytes: int) -> Plane:
     return Plane(name, 1, row_bytes, replicated=True)
 
 
-def _group(
-    layers: Sequence[int],
-    planes: tuple[Plane, ...],
-    *,
-    window: int | None = None,
-    **how: object,
-) -> KVLayers:
-    return KVLayers(layers=tuple(layers), planes=planes, window=window, **how)  # type: ignore[arg-type]
+def _group(layers: Sequence[int], planes: tuple[Plane, ...], **how: object) -> KVLayers:
+    return KVLayers(layers=tuple(layers), planes=planes, **how)  # type: ignore[arg-type]
 
 
 class AltSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -184,16 +184,12 @@ def window_rows_attention(
         return out
     tuning = sparse_tuning(num_heads, q.element_size())
     head_tiles = triton.cdiv(num_heads, tuning.rows)
-    splits = 1
-    if not metadata.fixed_order:
-        splits = _num_splits(q.device, tuning, num_tokens * head_tiles, metadata, rows)
-    target, state = out, None
-    if splits > 1:
-        parts = num_tokens, num_heads, splits
-        target, state = (q.new_empty(*parts, n, dtype=torch.float32) for n in (dim, 2))
+    splits = _num_splits(q.device, tuning, num_tokens * head_tiles, metadata, rows)
+    target, state = _results(q, splits, out)
     shape = {"LATENT": dim, "BLOCK_LATENT": triton.next_power_of_2(dim), "SPLITS": splits}
     of_rows = (pages, metadata.block_tables) if rows is None else (rows.pages, rows.block_tables)
     own, others, widths = page_pointers(pages), page_pointers(of_rows[0]), page_widths(pages)
+    span = triton.next_power_of_2(widths["NARROW_ROPE"])
     chosen = None if rows is None else rows.chosen
     window_rows_kernel[(num_tokens, head_tiles, splits)](
         q,
@@ -226,7 +222,7 @@ def window_rows_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        NARROW_SPAN=triton.next_power_of_2(widths["NARROW_ROPE"]),
+        NARROW_SPAN=span,
         **widths,
         **shape,
     )
@@ -234,6 +230,16 @@ def window_rows_attention(
         grid = (num_tokens * num_heads,)
         latent_merge_kernel[grid](target, state, out, OVERLAP=False, num_warps=4, **shape)
     return out
+
+
+def _results(q: Tensor, splits: int, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns where attended vectors go, and their softmax states if they come in parts."""
+    if splits == 1:
+        return out, None
+    num_tokens, num_heads, dim = q.shape
+    parts = num_tokens, num_heads, splits
+    vectors, states = (q.new_empty(*parts, n, dtype=torch.float32) for n in (dim, 2))
+    return vectors, states
 
 
 def _num_splits(
@@ -244,7 +250,9 @@ def _num_splits(
     rows: SeenRows | None,
 ) -> int:
     """Returns into how many parts a token's tiles are cut when there are this many tiles of heads:
-    by shapes alone."""
+    by shapes alone; in fixed order into none."""
+    if metadata.fixed_order:
+        return 1
     most = metadata.window or metadata.max_seq_len
     if rows is not None:
         room = rows.block_tables.shape[1] * rows.pages.shape[1]

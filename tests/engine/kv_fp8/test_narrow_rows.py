@@ -41,7 +41,7 @@ def rounded(x: Tensor) -> Tensor:
     """Returns what an FP8 cache gives back of vectors, [..., D]."""
     flat = x[..., :-ROPE].reshape(-1, x.shape[-1] - ROPE)
     parts = []
-    for part in flat.split(64, dim=1):
+    for part in torch.split(flat, 64, dim=1):
         least = part.abs().amax(1).clamp(min=1e-4) / 448
         scales = torch.exp2(torch.ceil(torch.log2(least)))
         parts.append(stored(part[None, :, None], scales)[0, :, 0])
@@ -93,7 +93,7 @@ def test_logits_equal_those_over_the_same_rounded_vectors(
 @pytest.mark.usefixtures("over_fp8")
 def test_nodes_hand_over_vectors_in_fp8(wide: Path) -> None:
     """Blocks of other sizes, ranks of other numbers, and a drafter's window, in FP8 as well."""
-    edges = {name: asked()[name] for name in ("3", "128", "129", "515")}
+    edges = {name: asked()[name] for name in ("3", "129", "256")}
     roles: tuple[KVRole, KVRole] = "kv_producer", "kv_consumer"
     with ExitStack() as stack:
         nodes = []

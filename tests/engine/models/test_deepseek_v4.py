@@ -41,7 +41,7 @@ from engine.kv_cache.capacity import blocks_a_token
 from engine.models.checkpoint import CheckpointError, check_parallel, load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.parallel.distributed import ParallelGroup
-from kv_transfer.config import KVTransferConfig
+from kv_transfer.config import KVRole, KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
 from tests.engine.models.engine_rank import EngineRank
 from tests.engine.models.family import Family
@@ -56,6 +56,7 @@ from tests.engine.models.reference_models import (
     save_checkpoint,
 )
 from tests.engine.models.sparse_families import V4
+from tests.engine.stages.test_stages import running, stage_config
 from tests.engine.worker.one_engine import OneEngine
 from tests.engine.worker.stream_drafts import v4_mtp_reference, write_v4_with_mtp
 from tests.engine.worker.test_network_drafters import engine_config as drafting_config
@@ -154,6 +155,21 @@ def test_nodes_of_other_sizes_hand_over_windows_and_rows(
     drafter = v4_mtp_reference(reference(long), long)
     for known, proposed, count in (*behind, *found[::9]):
         assert proposed[:count] == drafter.drafts(known, count), len(known)
+
+
+def test_stages_hand_over_their_windows_and_rows(long: Path, oracle: GreedyAnswers) -> None:
+    """Two stages, whose rows of 128 tokens have blocks of their own, to a node of one, where they
+    lie in those of others. What goes from stage to stage are all four residual streams."""
+    edges = {name: asked()[name] for name in ("3", "129")}
+    model = load_model_config(long)
+    roles: tuple[KVRole, KVRole] = "kv_producer", "kv_consumer"
+    with ExitStack() as stack:
+        nodes = []
+        for stages, role in zip((2, 1), roles, strict=True):
+            config = stage_config(stages, role=role, block_size=64, num_blocks=1000)
+            nodes.append(stack.enter_context(running(replace(config, model=model))))
+        hand_over(nodes[0], nodes[1], edges, oracle)
+        assert nodes[1].core.stats().prompt_tokens_computed == 0
 
 
 def test_bfloat16_is_as_exact_as_transformers(tmp_path: Path) -> None:
@@ -357,12 +373,8 @@ def test_what_is_not_here_is_refused_by_name(
 def test_ranks_share_groups_of_the_output(tmp_path: Path) -> None:
     model = load_model_config(flash(tmp_path / "flash"), load_format="dummy")
     check_parallel(model, ParallelConfig(tensor_parallel_size=8))
-    for parallel, fault in (
-        (ParallelConfig(tensor_parallel_size=16), "8 groups of the attention's output"),
-        (ParallelConfig(pipeline_parallel_size=2), "residual streams"),
-    ):
-        with pytest.raises(CheckpointError, match=fault):
-            check_parallel(model, parallel)
+    with pytest.raises(CheckpointError, match="8 groups of the attention's output"):
+        check_parallel(model, ParallelConfig(tensor_parallel_size=16))
 
 
 def test_drafters_that_read_one_stream_are_refused(long: Path) -> None:
