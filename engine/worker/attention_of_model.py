@@ -20,6 +20,7 @@ from tandem_kernels.attention.index_pages import (
     LayerCache,
     OpenRows,
 )
+from tandem_kernels.attention.token_rows import NarrowRows
 
 
 def attention_of(
@@ -53,8 +54,8 @@ def prepare_attention(
     match attended:
         case IndexedLatents(latents=kept) | IndexedKV(kv=kept):
             attended = kept
-        case OpenRows() | CachesByGroup():
-            return
+    if isinstance(attended, OpenRows | CachesByGroup | NarrowRows):
+        return
     attention.prepare(num_heads, attended, getattr(torch, config.model.dtype), longest)
 
 
