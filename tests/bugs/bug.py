@@ -23,3 +23,7 @@ HAND_OVER = (
     "tests/engine/models/test_hybrid_node.py", "-k", "conversations_from_prefill and lfm2-",
 )  # fmt: skip
 """The tests of a state that goes from a prefill to a decode node."""
+ROWS_HAND_OVER = (
+    "tests/engine/models/test_deepseek_v4.py", "-k", "other_sizes and True",
+)  # fmt: skip
+"""The test of windows, open and closed rows and a drafter's window that go to a decode node."""

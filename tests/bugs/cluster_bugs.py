@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from tests.bugs.bug import HAND_OVER, Bug
+from tests.bugs.bug import HAND_OVER, ROWS_HAND_OVER, Bug
 
 CLUSTER_BUGS = (
     Bug(
         "state-left-behind", "of a pulled request the state stays on the prefill node",
         "kv_transfer/layout.py", "return range(min(1, len(tokens)))", "return range(0)",
         HAND_OVER,
+    ),
+    Bug(
+        "one-page-a-slot", "layers that share a slot are sent, and kept, as if each had it alone",
+        "kv_transfer/memory/cache_view.py",
+        "slot * self.slot_bytes + block_id * self.page_bytes + inside",
+        "slot * self.slot_bytes + block_id * self.page_bytes",
+        ROWS_HAND_OVER,
+    ),
+    Bug(
+        "open-row-left-behind", "tokens of a row that is not closed stay on the prefill node",
+        "kv_transfer/layout.py",
+        "return range(max(first_token, self.first_token_seen(num_tokens)), num_tokens)",
+        "return range(0 if self.is_open else max(first_token, self.first_token_seen(num_tokens)),\n"
+        "                     0 if self.is_open else num_tokens)",
+        ROWS_HAND_OVER,
+    ),
+    Bug(
+        "drafts-left-behind", "a drafter's window stays on the prefill node",
+        "kv_transfer/layout.py", "        if self.has_same_drafts(peer):\n", "        if False:\n",
+        ROWS_HAND_OVER,
     ),
     Bug(
         "no-checksum", "a corrupt chunk of KV is used",

@@ -87,8 +87,8 @@ def narrowed(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `x` [T, n] float32 as e4m3 numbers, and [T, S] uint8, the least powers of two, biased
     by 127, by which they stay in bounds. Numbers below 1e-4 count as that, as in DeepSeek's code.
     """
-    size = x.shape[1]
-    groups = F.pad(x, (0, -size % NARROW_GROUP)).view(len(x), -1, NARROW_GROUP)
+    size, count = x.shape[1], -(-x.shape[1] // NARROW_GROUP)
+    groups = F.pad(x, (0, -size % NARROW_GROUP)).view(len(x), count, NARROW_GROUP)
     largest = groups.abs().amax(2).clamp(min=1e-4).contiguous()
     # The largest number of e4m3 is 1.75 * 2^8: above a mantissa of 1.75 it takes a power more.
     powers = ((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.control.sizing import pull_bytes_per_token
 from kv_transfer.errors import HandshakeMismatch
 from tests.engine.kv_fp8.quantised_reference import stored
-from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
+from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
 from tests.engine.models.family import Family
 from tests.engine.models.rank_process import make_paged_model
 from tests.engine.models.reference_models import GreedyAnswers, reference, reference_logits
@@ -108,6 +109,31 @@ def test_nodes_hand_over_vectors_in_fp8(wide: Path) -> None:
             stack.callback(nodes[-1].shutdown)
         hand_over(nodes[0], nodes[1], edges, GreedyAnswers(reference(wide)))
         assert nodes[1].core.stats().prompt_tokens_computed == 0
+
+
+@pytest.mark.usefixtures("over_fp8")
+def test_vectors_in_fp8_come_back_from_behind_the_cache(wide: Path, tmp_path: Path) -> None:
+    """The cache has room for one prompt, host memory for a part of what they leave, the disk for
+    the rest."""
+    model, oracle = load_model_config(wide, max_model_len=310), GreedyAnswers(reference(wide))
+    plain = in_fp8(engine_config(model, block_size=1, num_blocks=205, chunk=64))
+    block_bytes = plain.kv_layout.block_bytes
+    tiers = KVTransferConfig(
+        kv_role="kv_producer", host_tier_bytes=60 * block_bytes, disk_tier_bytes=600 * block_bytes,
+        disk_tier_path=str(tmp_path),
+    )  # fmt: skip
+    prompts = {str(i): [i, *asked()["381"][i : i + 300]] for i in range(1, 5)}
+    with ExitStack() as stack:
+        node = GroupedNode.start(replace(plain, kv_transfer=tiers))
+        stack.callback(node.shutdown)
+        for turn, (name, prompt) in product(range(2), prompts.items()):
+            own = f"{turn}-{name}"
+            node.add(own, prompt, 4)
+            run_until([node], lambda: own in node.ended)  # noqa: B023
+            assert node.tokens[own] == oracle.tokens(prompt, 4), own
+            run_until([node], lambda: not node.core.scheduler.check_empty())
+        stats = node.core.stats()
+        assert stats.prompt_tokens_loaded >= 3 * 256 and stats.prompt_tokens_from_disk > 0
 
 
 def test_bytes_of_a_token_in_fp8(tmp_path: Path) -> None:
