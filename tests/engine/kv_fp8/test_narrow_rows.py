@@ -112,16 +112,12 @@ def test_nodes_hand_over_vectors_in_fp8(wide: Path) -> None:
 
 
 @pytest.mark.usefixtures("over_fp8")
-def test_vectors_in_fp8_come_back_from_behind_the_cache(wide: Path, tmp_path: Path) -> None:
-    """The cache has room for one prompt, host memory for a part of what they leave, the disk for
-    the rest."""
+def test_vectors_in_fp8_come_back_from_behind_the_cache(wide: Path) -> None:
+    """The cache has room for one prompt, host memory for what all leave."""
     model, oracle = load_model_config(wide, max_model_len=310), GreedyAnswers(reference(wide))
     plain = in_fp8(engine_config(model, block_size=1, num_blocks=205, chunk=64))
     block_bytes = plain.kv_layout.block_bytes
-    tiers = KVTransferConfig(
-        kv_role="kv_producer", host_tier_bytes=60 * block_bytes, disk_tier_bytes=600 * block_bytes,
-        disk_tier_path=str(tmp_path),
-    )  # fmt: skip
+    tiers = KVTransferConfig(kv_role="kv_producer", host_tier_bytes=260 * block_bytes)
     prompts = {str(i): [i, *asked()["381"][i : i + 300]] for i in range(1, 5)}
     with ExitStack() as stack:
         node = GroupedNode.start(replace(plain, kv_transfer=tiers))
@@ -132,8 +128,7 @@ def test_vectors_in_fp8_come_back_from_behind_the_cache(wide: Path, tmp_path: Pa
             run_until([node], lambda: own in node.ended)  # noqa: B023
             assert node.tokens[own] == oracle.tokens(prompt, 4), own
             run_until([node], lambda: not node.core.scheduler.check_empty())
-        stats = node.core.stats()
-        assert stats.prompt_tokens_loaded >= 3 * 256 and stats.prompt_tokens_from_disk > 0
+        assert node.core.stats().prompt_tokens_loaded >= 256
 
 
 def test_bytes_of_a_token_in_fp8(tmp_path: Path) -> None:
