@@ -29,6 +29,7 @@ from engine.batch.buffer_utils import upload
 from engine.batch.places import Int32Array as Int32Array
 from engine.batch.places import Places
 from engine.batch.row_states import RowStates
+from engine.contracts.step_launches import StepParts
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs
@@ -58,6 +59,19 @@ class BatchOrder:
     @property
     def num_decode_tokens(self) -> int:
         return self.num_decodes * self.decode_query_len
+
+    def parts(self, *, samples: bool = True) -> StepParts:
+        """Returns what its launch depends on. `samples`: no request needs more than a draw for its
+        token. A chunk that leaves a rest of its prompt gets logits in vain, and no token."""
+        num_prompts = len(self.rows) - self.num_decodes
+        return StepParts(
+            num_decodes=self.num_decodes,
+            num_prompts=num_prompts,
+            prompt_tokens=int(self.query_lens[self.num_decodes :].sum()),
+            query_len=self.decode_query_len,
+            longest_decode=int(self.seq_lens[: self.num_decodes].max(initial=0)),
+            samples=samples and self.num_sampled == len(self.rows),
+        )
 
 
 def order_batch(

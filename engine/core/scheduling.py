@@ -10,6 +10,7 @@ from engine.contracts.step_log import StepLog
 from engine.contracts.step_shapes import FULL_TOKENS
 from engine.executor.abstract import KVCaches
 from engine.heartbeat_slots import first_transfer_place
+from engine.models.recorded_steps import launches_of
 from engine.models.step_costs import cost_of
 from engine.sched.groups.group_scheduler import GroupScheduler
 from engine.sched.prompts.even_chunks import COST_BY_TOKENS, EvenChunks, whole_tiles
@@ -33,8 +34,9 @@ def create_scheduling(
     connectors = [_connector(config, group, caches, signs) for group in range(num_groups)]
     # Steps of several groups are no single line of a log: the report tells of the first group's.
     logs = [step_log, *[None] * (num_groups - 1)]
+    launches = launches_of(config)
     schedulers = [
-        Scheduler(config, caches.num_blocks, connector, log, prompt_order(config, caches))
+        Scheduler(config, caches.num_blocks, connector, log, prompt_order(config, caches), launches)
         for connector, log in zip(connectors, logs, strict=True)
     ]
     if num_groups == 1:

@@ -76,7 +76,8 @@ def _explained(arguments: argparse.Namespace) -> list[Explanation]:
         ),
     )
     batches = [Batch(count, arguments.context) for count in arguments.batch]
-    batches += [Batch(prompts=(length,)) for length in arguments.tokens]
+    beside = arguments.beside
+    batches += [Batch(beside, arguments.context, (length,)) for length in arguments.tokens]
     return explain(config, gpu, batches, has_flash=not arguments.no_flash_attention)
 
 
@@ -99,6 +100,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=_positive, nargs="*", default=[1, 16, 128], help="decodes")
     parser.add_argument("--context", type=_positive, default=1024, help="tokens of each decode")
     parser.add_argument("--tokens", type=_positive, nargs="*", default=[2048], help="of a prompt")
+    parser.add_argument("--beside", type=int, default=0, help="decodes in the step of a prompt")
     parser.add_argument("--dtype", choices=("auto", *get_args(Dtype)), default="auto")
     parser.add_argument("--quantization", choices=get_args(QuantizationName))
     parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")

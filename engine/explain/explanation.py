@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import bisect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,16 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.batch.input_batch import BatchOrder, InputBatch
 from engine.config import EngineConfig
+from engine.contracts.step_launches import StepLaunches
 from engine.explain.launches import LIBRARY, Launch, Launches
 from engine.explain.reasons import reason
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.gemm_policy import GemmPolicy
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.factory import create_model
+from engine.models.recorded_steps import launches_of
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from engine.worker.attention_of_model import attention_of, group_inputs
-from engine.worker.cudagraph_utils import capture_sizes, longest_prompt, recorded_prompts
 from engine.worker.kv_cache import layer_views
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from kv_transfer.layout import own_groups
@@ -191,7 +191,7 @@ def _recorded_tokens(config: EngineConfig, gpu: GpuFacts | None) -> int:
     """Returns the tokens of the largest step with prompts that is a CUDA graph; 0: none is."""
     if gpu is None:
         return 0
-    return longest_prompt(recorded_prompts(config))
+    return launches_of(config).most_prompt_tokens
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def _explained(
     name = type(attention).__name__
     if dense := getattr(attention, "dense", None):
         name += f": {dense.name} for prompts from {dense.min_tokens} tokens on, else paged"
-    graph = _graph(config, gpu, batch, attention, _recorded_tokens(config, gpu))
+    graph = _graph(config, gpu, batch, attention)
     choices = tuple((tuple(layers), rows) for rows, layers in kinds.items())
     return Explanation(str(batch), name, graph, choices)
 
@@ -245,25 +245,18 @@ def _row(launch: Launch, policy: GemmPolicy, gpu: GpuFacts | None) -> KernelChoi
 
 
 def _graph(
-    config: EngineConfig,
-    gpu: GpuFacts | None,
-    batch: Batch,
-    attention: AttentionBackend,
-    longest: int,
+    config: EngineConfig, gpu: GpuFacts | None, batch: Batch, attention: AttentionBackend
 ) -> str:
-    if gpu is None or config.device.enforce_eager:
-        return "none: " + ("a CPU has no graphs" if gpu is None else "enforce_eager")
-    if batch.prompts:
-        if batch.num_tokens > longest:
-            return f"none: {batch.num_tokens} tokens with prompts, recorded up to {longest}"
-        if not attention.graph_ok(_order(batch)):
-            return "none: the attention backend attends this step apart"
-        return f"of a step with prompts, which are recorded up to {longest} tokens"
-    sizes = capture_sizes(config, config.scheduler.max_num_seqs)
-    index = bisect.bisect_left(sizes, batch.num_decodes)
-    if index == len(sizes):
-        return f"none: {batch.num_decodes} decodes, recorded up to {sizes[-1]}"
-    return f"of {sizes[index]} decodes"
+    order = _order(batch)
+    launches = StepLaunches(none="a CPU has no graphs") if gpu is None else launches_of(config)
+    found = launches.find(order.parts())
+    if isinstance(found, str):
+        return f"none: {found}"
+    if found.decodes:
+        return f"of {found.num_reqs} decodes"
+    if not attention.graph_ok(order):
+        return "none: the attention backend attends this step apart"
+    return f"of {found.num_tokens} tokens with prompts of {found.num_reqs} requests"
 
 
 def _order(batch: Batch) -> BatchOrder:

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.contracts.step_launches import GraphKey
 from engine.explain.explanation import Batch, asked_model
 from engine.explain.launched_kernels import KernelKey, keeping
 from engine.explain.launches import Launches
-from engine.worker.cudagraph_utils import capture_sizes, recorded_prompts
+from engine.models.recorded_steps import recorded_steps
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from tandem_kernels import ops
 from tandem_kernels.device import GpuFacts
@@ -60,10 +61,7 @@ def launching_model(
 def warm_up_batches(config: EngineConfig) -> list[Batch]:
     """Returns what runs before anything waits: steps, and those that graphs record."""
     steps = [_batch_of(step) for step in steps_before_ready(config)]
-    most = config.scheduler.max_num_seqs
-    steps += [Batch(size, config.model.max_model_len) for size in capture_sizes(config, most)]
-    keys = recorded_prompts(config)
-    steps += [Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs) for key in keys]
+    steps += [_batch_of_graph(key, config) for key in recorded_steps(config).keys]
     return list(dict.fromkeys(steps))
 
 
@@ -72,6 +70,12 @@ def steps_before_ready(config: EngineConfig) -> list[DummyStep]:
     limits = config.scheduler
     sizes = limits.max_num_batched_tokens, limits.max_num_seqs, config.model
     return [*largest_steps(*sizes, expands_contexts=True), *warm_up_steps(config)]
+
+
+def _batch_of_graph(key: GraphKey, config: EngineConfig) -> Batch:
+    if key.decodes:
+        return Batch(key.num_reqs, config.model.max_model_len)
+    return Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs)
 
 
 def _batch_of(step: DummyStep) -> Batch:

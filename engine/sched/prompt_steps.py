@@ -17,7 +17,7 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.admission import Admission
 from engine.sched.arrivals.arrivals import Arrivals
 from engine.sched.counters import PrefillRate
-from engine.sched.prompts.prompt_order import Line, PromptOrder, StepRoom
+from engine.sched.prompts.prompt_order import MANY_PROMPTS, Line, PromptOrder, StepRoom
 from engine.sched.prompts.prompt_queue import PromptQueue
 from engine.sched.request_queue import RequestQueue, SortKey
 from engine.sched.rows.row import Row
@@ -66,19 +66,28 @@ class PromptSteps:
         return self._order.chunks.worth(num_cached, request.num_tokens - num_cached)
 
     def fill(
-        self, running: RunningRows, admission: Admission, tokens: int, *, may_admit: bool
+        self,
+        running: RunningRows,
+        admission: Admission,
+        tokens: int,
+        most_prompts: int = MANY_PROMPTS,
+        *,
+        may_admit: bool,
     ) -> None:
-        """Adds the next step's parts of prompts, of `tokens` together at most."""
+        """Adds the next step's parts of prompts, of `tokens` together at most. `most_prompts`: see
+        `StepRoom.prompts_left`."""
         queue, longest_part = self._queue, admission.longest_part
         num_prompts = running.num_prefills + len(self.waiting)
         if self._order is None or queue is None or not num_prompts:
             room = StepRoom(tokens, longest_part, running.even_chunks)
+            room.prompts_left = most_prompts
             running.continue_prefills(running.prefills_in_order(), room)
             if may_admit:
                 admission.admit(room)
             return
         now = self._clock()
         room = self._order.room(now, tokens, longest_part, num_prompts, queue.shortest)
+        room.prompts_left = most_prompts
         rows = running.prefills_in_order(self._take_turn(running, admission, queue, now))
         if may_admit:
             admission.admit_prepared(room)

@@ -27,6 +27,7 @@ from engine.contracts.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.contracts.outputs import ModelRunnerOutput, SchedulerStats, TokenLogprobs
 from engine.contracts.request import Request, RequestStatus
 from engine.contracts.scheduler_output import SchedulerOutput
+from engine.contracts.step_launches import StepLaunches
 from engine.contracts.step_log import NoStepLog, StepLog
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.admission import Admission
@@ -35,7 +36,7 @@ from engine.sched.choices.forks import Forks
 from engine.sched.counters import SchedulerCounters
 from engine.sched.prompt_steps import PromptSteps
 from engine.sched.prompts.even_chunks import EvenChunks
-from engine.sched.prompts.prompt_order import PromptOrder
+from engine.sched.prompts.prompt_order import MANY_PROMPTS, PromptOrder
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
 from engine.sched.request_table import RequestTable
@@ -63,13 +64,14 @@ class Scheduler:
         connector: KVConnectorScheduler,
         step_log: StepLog | NoStepLog | None = None,
         order: PromptOrder | None = None,
+        launches: StepLaunches | None = None,
     ) -> None:
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._limits = RequestLimits(config, num_blocks)
         self._counters = SchedulerCounters()
         self._kv_cache = KVCacheManager.of(config, num_blocks)
         self._fence = StepFence(self._kv_cache)
-        slack = StepSlack(config.scheduler.itl_objective_ms / 1000)
+        slack = StepSlack(config.scheduler.itl_objective_ms / 1000, launches)
         log, chunks = step_log or NoStepLog(), None if order is None else order.chunks
         self._steps = StepsInFlight(self._fence, self._counters, log, slack, chunks)
         rate, kv_cache = self._steps.prefill_rate, self._kv_cache
@@ -248,8 +250,12 @@ class Scheduler:
         # The row that was preempted last may come back: no result of a step would call us again.
         may_admit = running.grow_decodes(step_id, slack) or not running.table.num_live
         budget = self._max_num_batched_tokens - running.calendar.num_tokens
-        budget = slack.limit(budget, running.calendar.size, running.calendar.num_idle)
-        self._prompts.fill(running, self.admission, budget, may_admit=may_admit)
+        most_prompts = MANY_PROMPTS
+        if slack.objective_s:
+            decodes = running.calendar.parts()
+            budget = slack.limit(budget, decodes, running.calendar.num_idle)
+            most_prompts = slack.most_prompts(decodes)
+        self._prompts.fill(running, self.admission, budget, most_prompts, may_admit=may_admit)
         if not (running.has_work or running.resume_idle(step_id)):
             return None
         kv = self._remote.build_meta(step_id, running.builder.exported_chunks)

@@ -26,11 +26,11 @@ from engine.batch.input_batch import InputBatch, Int32Array
 from engine.batch.row_states import RowError
 from engine.config import EngineConfig
 from engine.contracts.scheduler_output import NewRequestData
+from engine.contracts.step_launches import GraphKey
 from engine.layers.methods.lora import AdapterForm
 from engine.models.adapter_files import AdapterError, read_adapter
 from engine.models.base import CausalLM
 from engine.models.lora_weights import LoRAWeights
-from engine.worker.cudagraph_utils import GraphKey
 from tandem_kernels import ops
 
 NO_SLOT = -1

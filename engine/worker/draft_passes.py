@@ -30,12 +30,13 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import BatchOrder, InputBatch, Int32Array
 from engine.config import EngineConfig
+from engine.contracts.step_launches import GraphKey
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.layer import ChosenTokens
 from engine.models.base import ForwardInputs, GroupInputs
 from engine.models.drafts.base import DraftNetwork
 from engine.models.drafts.medusa import MedusaHeads
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
+from engine.worker.cudagraph_utils import CudaGraphManager
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import LayerCache
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs
@@ -167,7 +168,9 @@ class DraftPasses:
         self._graphs.replay(key)
 
     def _graph_of(self, num_rows: int, num_drafts: int) -> GraphKey | None:
-        return None if self._graphs is None else self._graphs.dispatch_drafts(num_rows, num_drafts)
+        if self._graphs is None:
+            return None
+        return self._graphs.launches.of_drafts(num_rows, num_drafts)
 
     def _networks_of_passes(self, num_drafts: int) -> list[Sequence[DraftNetwork]]:
         """Returns the networks that run in each pass. Those whose drafts nothing asks for have

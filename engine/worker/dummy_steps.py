@@ -22,9 +22,9 @@ from engine.contracts.sampling_params import (
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.contracts.step_shapes import lengths_up_to
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
+from engine.models.recorded_steps import FP8_PROMPT_TOKENS
 from engine.models.registry import spec_of
 from engine.sample.siblings import DRAWS_AT_ONCE
-from engine.worker.cudagraph_utils import FP8_PROMPT_TOKENS
 from kv_transfer.layout import KVGroup, own_groups
 from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS

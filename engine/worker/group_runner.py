@@ -22,13 +22,13 @@ import torch
 from engine.batch.input_batch import BatchOrder
 from engine.config import EngineConfig
 from engine.contracts.group_step import GroupStep
+from engine.contracts.step_launches import GraphKey
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM
 from engine.parallel.place import ParallelPlace
 from engine.parallel.token_exchange import GatherScatter
 from engine.sample.sampler import SamplerOutput
 from engine.worker.async_output import AsyncOutput
-from engine.worker.cudagraph_utils import GraphKey
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 
@@ -94,7 +94,7 @@ class GroupRunner(ModelRunner):
     def _graph_of(self, num_decodes: int, query_len: int, samples: bool) -> GraphKey | None:
         if self._graphs is None or num_decodes == 0:
             return None
-        return self._graphs.dispatch(num_decodes, query_len, samples)
+        return self._graphs.launches.of_decodes(num_decodes, query_len, samples)
 
     @torch.inference_mode()
     def _take_part(self, num_decodes: int, query_len: int) -> None:

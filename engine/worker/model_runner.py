@@ -37,9 +37,11 @@ from engine.batch.places import NO_TOKEN
 from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
+from engine.contracts.step_launches import GraphKey
 from engine.layers.vocab_part import VocabPart
 from engine.models.base import CausalLM, ForwardInputs, Taps
 from engine.models.drafts.base import DraftNetwork
+from engine.models.recorded_steps import PROMPT_TOKENS, recorded_steps
 from engine.models.vision.tower import VisionTower
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
@@ -47,15 +49,7 @@ from engine.worker.adapters import Adapters, NoAdapters
 from engine.worker.async_output import AsyncOutput, ResultCopier
 from engine.worker.attention_of_model import attention_of, group_inputs, prepare_attention
 from engine.worker.beam_rows import BeamRows
-from engine.worker.cudagraph_utils import (
-    PROMPT_TOKENS,
-    CudaGraphManager,
-    GraphKey,
-    capture_sizes,
-    longest_prompt,
-    recorded_prompts,
-    shorter_sizes,
-)
+from engine.worker.cudagraph_utils import CudaGraphManager
 from engine.worker.drafter import Drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from engine.worker.image_rows import create_image_rows
@@ -119,8 +113,8 @@ class ModelRunner:
             [group.window for group in own_groups(self._groups)],
         )
         self._result_copier = ResultCopier(device)
-        self._prompt_keys = recorded_prompts(config)
-        self._recorded_tokens = longest_prompt(self._prompt_keys)
+        self._launches = recorded_steps(config)
+        self._recorded_tokens = self._launches.most_prompt_tokens
         self._attention = attention_of(config, device, self._recorded_tokens)
         self._graphs: CudaGraphManager | None = None
         self._graph_tokens: dict[GraphKey, torch.Tensor] = {}
@@ -218,11 +212,8 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_model(self, report: Callable[[float], None]) -> None:
         """Records CUDA graphs. `kv_caches` must be in their final place."""
-        width = self._decode_query_len
-        sizes = capture_sizes(self._config, self.states.max_num_reqs)
-        shorter = shorter_sizes(self._config, self.states.max_num_reqs)
         kinds = self.adapters.kinds, self._network is not None
-        graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,), shorter, *kinds)
+        graphs = CudaGraphManager(self._launches, self._device, *kinds)
         self._logits.allocate(graphs.most_places, self._device)
         graphs.capture(with_drafts(self._network, graphs, self._record_step), report)
         self._graphs = graphs
@@ -313,8 +304,16 @@ class ModelRunner:
     def _graph_key(self, order: BatchOrder) -> GraphKey | None:
         if self._graphs is None or self._images.needed_by(order, self.states):
             return None
-        samples, eager = self.sampler.only_draws(order.rows), self._prompt_logprobs.needed_by
-        return self._graphs.key_of(order, samples, self._attention.graph_ok, eager)
+        if order.num_decodes < len(order.rows) and self._is_unlike_recorded(order):
+            return None
+        key = self._graphs.launches.find(order.parts(samples=self.sampler.only_draws(order.rows)))
+        return key if isinstance(key, GraphKey) else None
+
+    def _is_unlike_recorded(self, order: BatchOrder) -> bool:
+        """Returns whether a step with prompts computes anything else than recorded ones do. To
+        these all requests are prompts, whose states have all tokens before."""
+        is_recordable = not order.has_pending and self._attention.graph_ok(order)
+        return not is_recordable or self._prompt_logprobs.needed_by(order)
 
     def _run_eagerly(
         self, order: BatchOrder, on_layer: OnLayer

@@ -23,11 +23,12 @@ from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import InputBatch
 from engine.config import EngineConfig
 from engine.contracts.scheduler_output import NewRequestData
+from engine.contracts.step_launches import GraphKey
 from engine.layers.attention.backend import AttentionBackend
 from engine.models.base import ForwardInputs, GroupInputs
 from engine.models.drafts.base import DraftNetwork
 from engine.models.drafts.factory import config_of_draft
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
+from engine.worker.cudagraph_utils import CudaGraphManager
 from engine.worker.draft_features import DraftFeatures, ends_of
 from engine.worker.draft_passes import DraftGroup, DraftPasses, Draw
 from tandem_kernels import ops

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.contracts.step_launches import StepParts
 from engine.sched.rows.step_slack import StepSlack
 from planner.simulation.jobs import Job
 from planner.simulation.step_filling import InOrderOfArrival, StepFilling
@@ -186,7 +187,8 @@ class SimEngine:
             return
         budget = self.max_batched_tokens - len(self._running)
         num_idle = _num_idle([job for _, _, job in self._running])
-        budget = self.slack.limit(budget, len(self._running), num_idle)
+        decodes = StepParts(len(self._running))
+        budget = self.slack.limit(budget, decodes, num_idle)
         there = [*self.computing, *self.waiting]
         if self._holds_idle:
             there = [job for job in there if not job.request.info.is_idle_class]

@@ -23,10 +23,6 @@ PagedKernel = Callable[..., Tensor]
 """See `tandem_kernels.reference.attention.paged_attention`; not all have its soft bound, its
 sinks and its FP8 caches."""
 
-_LONGEST_DECODE_BESIDE_PROMPTS = 4096
-"""A recorded step with prompts attends decodes without cutting their contexts: one program walks
-each."""
-
 
 @dataclass(frozen=True, slots=True)
 class PagedBackend(AttentionBackend):
@@ -48,10 +44,7 @@ class PagedBackend(AttentionBackend):
     recorded_context: int = 0
 
     def graph_ok(self, order: StepOrder) -> bool:
-        if not 0 < order.num_decodes < len(order.query_lens):
-            return True
-        longest = int(order.seq_lens[: order.num_decodes].max())
-        return longest <= _LONGEST_DECODE_BESIDE_PROMPTS
+        return True
 
     def metadata(self, batch: StepBatch) -> AttentionMetadata:
         return AttentionMetadata(

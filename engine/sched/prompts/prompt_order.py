@@ -45,6 +45,10 @@ _MEMORY_S = 60.0
 """Prompts that met so recently may meet again."""
 
 
+MANY_PROMPTS = 1 << 30
+"""More than a step computes parts of."""
+
+
 class Line(IntEnum):
     """An order of prompts."""
 
@@ -57,7 +61,10 @@ class StepRoom:
 
     `left` counts tokens of the step's budget. What a token costs behind a long context is counted
     beside it, in tokens at the beginning of a prompt: a step is full when either is used up.
+    `prompts_left` counts the prompts of which it may compute parts.
     """
+
+    prompts_left = MANY_PROMPTS
 
     def __init__(
         self,
@@ -90,7 +97,7 @@ class StepRoom:
 
     @property
     def is_full(self) -> bool:
-        return self.left <= 0 or 0 < self._full <= self._used
+        return min(self.left, self.prompts_left) <= 0 or 0 < self._full <= self._used
 
     def part(self, context: int, remaining: int) -> int:
         """Returns how many of a prompt's `remaining` tokens behind `context` the step computes; 0:
@@ -104,7 +111,7 @@ class StepRoom:
             elif not self._shares_parts and worth > _VERY_LONG * self._full:
                 room = self._finest
         limit = min(room, self._longest_part, self.left)
-        if limit <= 0:
+        if limit <= 0 or self.prompts_left <= 0:
             return 0
         count = limit
         if self._chunks is not None:
@@ -116,6 +123,7 @@ class StepRoom:
     def take(self, context: int, count: int) -> None:
         """Counts a part that the step computes."""
         self.left -= count
+        self.prompts_left -= 1
         self._used += count if self._chunks is None else self._chunks.charge(context, count)
 
 

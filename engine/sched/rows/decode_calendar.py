@@ -17,6 +17,7 @@ results.
 
 from __future__ import annotations
 
+from engine.contracts.step_launches import StepParts
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.rows.row import Row, RowPhase
 
@@ -43,6 +44,11 @@ class DecodeCalendar:
     @property
     def num_idle(self) -> int:
         return len(self.idle_rows)
+
+    def parts(self) -> StepParts:
+        """Returns what decodes in a step, by the tokens that are confirmed."""
+        longest = max((len(row.tokens) for row in self.rows), default=0)
+        return StepParts(self.size, query_len=self.query_len, longest_decode=longest)
 
     @property
     def num_tokens(self) -> int:

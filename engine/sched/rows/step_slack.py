@@ -14,18 +14,23 @@ without them.
               once and falls slowly, since a step that is too long is seen by every running answer
 3. alone      nothing decodes: there is nothing to protect, steps are filled
 
+A step is as many tokens as the CUDA graph that it will be has room for (`StepLaunches`), and no
+more than any has: launched one by one, 64 take the host 44 ms and 256 take it 50.
+
 Where that leaves no room, what was measured is halved in `_HALVES_IN` steps without prompts: one
 step that something held up would else say so for ever, since no prompt comes that could measure it
 again.
 
 What must be computed here (no prefill node is left) goes on whatever the objective. Where no number
 of tokens has room, a step takes as many as cost little more than the fewest that were measured:
-what is launched one by one costs the host 44 ms for 64 tokens and 50 for 256, and of 2000 tokens,
-64 a step, all answers would see 31 such steps. Who chooses whether to compute prompts here asks
-`tokens_per_s`.
+of 2000 tokens, 64 a step, all answers would see 31 long steps. Who chooses whether to compute
+prompts here asks `tokens_per_s`.
 """
 
 from __future__ import annotations
+
+from engine.contracts.step_launches import StepLaunches, StepParts
+from engine.sched.prompts.prompt_order import MANY_PROMPTS
 
 _PART = 0.9
 """Steps aim at this much of the objective: half of them take longer than estimated."""
@@ -47,10 +52,12 @@ _SIZES = tuple(_UNIT << power for power in range(8))
 
 
 class StepSlack:
-    """Measures the steps of one engine. With an objective of 0 s nothing is bounded."""
+    """Measures the steps of one engine. With an objective of 0 s nothing is bounded. `launches`:
+    what the steps will be."""
 
-    def __init__(self, objective_s: float) -> None:
+    def __init__(self, objective_s: float, launches: StepLaunches | None = None) -> None:
         self.objective_s = objective_s
+        self._launches = launches or StepLaunches(none="steps are not known")
         self._decode_s = 0.0
         """Steps without rows of the idle class take this long."""
         self._mixed_s = 0.0
@@ -75,12 +82,19 @@ class StepSlack:
         self._num_held = self._num_held + 1 if is_wanted else 0
         return self._num_held % _FOR_ALL > 0
 
-    def limit(self, budget: int, num_decodes: int, num_idle: int = 0) -> int:
-        """Returns what of `budget` prompts may take of a step in which this many rows decode, some
-        of them of the idle class."""
-        if not self.objective_s or not num_decodes:
+    def limit(self, budget: int, decodes: StepParts, num_idle: int = 0) -> int:
+        """Returns what of `budget` prompts may take of a step in which these rows decode, some of
+        them of the idle class."""
+        if not self.objective_s or not decodes.num_decodes:
             return budget
-        return min(budget, self._tokens(self._decode_beside(num_idle)) or self._least())
+        tokens = self._tokens(self._decode_beside(num_idle)) or self._least()
+        return min(budget, self._launches.beside(decodes, tokens) or tokens)
+
+    def most_prompts(self, decodes: StepParts) -> int:
+        """Returns of how many prompts such a step may compute parts so that it is a graph; any, if
+        it is none with one."""
+        most = self._launches.most_requests - decodes.num_decodes
+        return most if self.objective_s and decodes.num_decodes and most > 0 else MANY_PROMPTS
 
     def tokens_per_s(self, usage: float) -> float:
         """Returns the prompt tokens a second that steps have room for beside what decodes, but the

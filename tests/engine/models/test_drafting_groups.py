@@ -14,11 +14,11 @@ import pytest
 
 from engine.config import DeviceConfig, DrafterName, ParallelConfig, SpeculativeConfig
 from engine.contracts.group_step import GroupStep
+from engine.contracts.step_launches import GraphKey
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.parallel.token_exchange import GatherScatter
 from engine.sched.rows.draft_length import DraftLength
-from engine.worker.cudagraph_utils import GraphKey
 from engine.worker.group_runner import GroupRunner
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.config import KVTransferConfig

@@ -19,8 +19,8 @@ from engine.layers.attention.context_passes import PASS_TOKENS, context_ranges
 from engine.layers.attention.flash_attention import FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend
 from engine.layers.attention.selection import choose_attention
+from engine.models.recorded_steps import PROMPT_TOKENS
 from engine.models.specs.latent import LatentSpec
-from engine.worker.cudagraph_utils import PROMPT_TOKENS
 from engine.worker.dummy_steps import largest_steps
 from tests.engine.worker.conftest import tiny_config
 

@@ -20,10 +20,11 @@ from engine.layers.attention.flash_attention import FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
 from engine.layers.attention.latent_forms import LatentForms
 from engine.layers.attention.layer import AttentionInputs
+from engine.models import recorded_steps
 from engine.models.checkpoint import load_model_config
 from engine.models.specs.latent import LatentSpec
 from engine.parallel.distributed import ParallelGroup
-from engine.worker import cudagraph_utils, model_runner
+from engine.worker import model_runner
 from tandem_kernels.reference.ragged import ragged_attention
 from tests.engine.models.engine_rank import MODES, EngineRank, greedy
 from tests.engine.models.parity_cases import NUM_GREEDY, prompts
@@ -172,9 +173,9 @@ def test_graphs_of_whole_prompts(
 ) -> None:
     """Runs by hand what a graph holds, with nothing of the step known but on the device."""
     model = reference(checkpoints / family)
-    monkeypatch.setattr(cudagraph_utils, "PROMPT_TOKENS", (8,))
-    monkeypatch.setattr(cudagraph_utils, "LONG_PROMPT_TOKENS", (16, 40, 80))
-    monkeypatch.setattr(cudagraph_utils, "LONGEST_PROMPT_TOKENS", (80,))
+    monkeypatch.setattr(recorded_steps, "PROMPT_TOKENS", (8,))
+    monkeypatch.setattr(recorded_steps, "LONG_PROMPT_TOKENS", (16, 40, 80))
+    monkeypatch.setattr(recorded_steps, "LONGEST_PROMPT_TOKENS", (80,))
     monkeypatch.setattr(model_runner, "CudaGraphManager", GraphsByHand)
     backend = replace(tiny_backend(1000), fewest_of_step=9, recorded_tokens=80)
     monkeypatch.setattr(selection, "_latent_backend", lambda *choice: backend)

@@ -28,8 +28,8 @@ from engine.layers.attention.uncached_prefill import (
     UncachedPrefillMetadata,
 )
 from engine.layers.rotary import cos_sin_cache
+from engine.models.recorded_steps import PROMPT_TOKENS
 from engine.rope import Rotary
-from engine.worker.cudagraph_utils import PROMPT_TOKENS
 from tandem_kernels import ops
 from tandem_kernels.attention.kv_scales import E4M3, KVScales
 
@@ -327,18 +327,6 @@ def test_steps_that_may_be_recorded_are_paged() -> None:
         backend = UncachedPrefillBackend(CudnnPrefill(min_tokens=1000), recorded_tokens=2000)
         assert (not any(backend._apart(order))) == is_paged
         assert backend.graph_ok(order) == is_paged
-
-
-def test_graphs_hold_decodes_beside_prompts_up_to_a_length() -> None:
-    def graph_ok(num_decodes: int, *lengths: tuple[int, int]) -> bool:
-        query_lens, seq_lens = (np.array(part, np.int32) for part in zip(*lengths, strict=True))
-        order = BatchOrder(query_lens, query_lens, seq_lens, num_decodes, len(lengths))
-        return PagedBackend().graph_ok(order)
-
-    assert graph_ok(1, (1, 4096), (16, 16))
-    assert not graph_ok(1, (1, 4097), (16, 16))
-    assert graph_ok(1, (1, 4096), (16, 9000))
-    assert graph_ok(1, (1, 9000)) and graph_ok(0, (16, 9000))
 
 
 def test_no_graph_is_long_enough_for_uncached_prefill() -> None:

@@ -22,6 +22,7 @@ from engine.contracts.messages import (
 from engine.contracts.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
+from engine.contracts.step_launches import StepLaunches
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.sched.arrivals.arrival import WITH_BLOCKS, ArrivalState, TransferArrival
 from engine.sched.prompts.prompt_order import PromptOrder
@@ -73,6 +74,7 @@ class StepMachine:
         num_files: int = 0,
         store: Store | None = None,
         order: PromptOrder | None = None,
+        launches: StepLaunches | None = None,
     ) -> None:
         self.config = config
         self.depth = depth
@@ -88,7 +90,9 @@ class StepMachine:
             else None
         )
         self.connector = MemoryConnector(self.memory, self.rng, self.host)
-        self.scheduler = Scheduler(config, num_blocks, self.connector, order=order)
+        self.scheduler = Scheduler(
+            config, num_blocks, self.connector, order=order, launches=launches
+        )
         self.peer_blocks: Callable[[PrefixAsk], int] = lambda ask: 0
         """How many of the blocks that a peer is asked for it says to have."""
         self.num_asked = 0

@@ -16,9 +16,10 @@ from engine.config import DeviceConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
+from engine.contracts.step_launches import GraphKey
+from engine.models.recorded_steps import capture_sizes
 from engine.sched.rows.draft_length import DraftLength
 from engine.worker import model_runner
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, capture_sizes
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 from tests.engine.worker.one_engine import OneEngine, check_empty
 from tests.engine.worker.test_network_drafters import (
@@ -33,14 +34,14 @@ from tests.engine.worker.test_speculation import plain_requests, with_ngrams
 
 
 class DecodeGraphsByHand(GraphsByHand):
+    has_decodes = True
+
     def capture(self, run: Any, report: Any) -> None:
         super().capture(run, report)
         for key in self.keys:
             if key.decodes or key.num_drafts:
                 run(key)
                 self._graphs[key] = None  # type: ignore[assignment]
-
-    dispatch = CudaGraphManager.dispatch
 
 
 class ThreadGraphsByHand(DecodeGraphsByHand):

@@ -11,9 +11,10 @@ import pytest
 
 from engine.config import DrafterName, EngineConfig
 from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.step_launches import GraphKey
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
+from engine.worker.cudagraph_utils import CudaGraphManager
 from engine.worker.draft_passes import DraftPasses
 from engine.worker.drafter import Drafter
 from tests.engine.worker.drafters import KnowingDrafter, RepeatingDrafter

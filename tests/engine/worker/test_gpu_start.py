@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, SchedulerConfig
+from engine.contracts.step_launches import StepLaunches
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphCaptureError
 from engine.worker.kv_cache import KVCacheMemoryError
 from engine.worker.out_of_memory import DeviceMemoryError
@@ -71,7 +72,7 @@ def test_more_blocks_than_the_device_has_room_for(small_weights: Path) -> None:
 def test_a_step_that_cannot_be_recorded_is_named() -> None:
     """The device works afterwards."""
     counter = torch.zeros(1, device="cuda")
-    manager = CudaGraphManager((1, 2), torch.device("cuda"))
+    manager = CudaGraphManager(StepLaunches({1: (1, 2)}), torch.device("cuda"))
     runs = 0
 
     def run(key: object) -> None:

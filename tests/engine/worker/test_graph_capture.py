@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.contracts.step_launches import GraphKey, StepLaunches
 from engine.worker import cudagraph_utils
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphCaptureError, GraphKey
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphCaptureError
 
 NOT_ALLOWED = RuntimeError("operation not permitted when stream is capturing")
 
@@ -53,7 +54,8 @@ def capture(fails_at: GraphKey, error: Exception, is_warm_up: bool = False) -> N
             FakeGraph.broken = True
             raise error
 
-    manager = CudaGraphManager((1, 2), torch.device("cuda"), [GraphKey(2, 16, True)])
+    launches = StepLaunches({1: (1, 2)}, (GraphKey(2, 16, True),))
+    manager = CudaGraphManager(launches, torch.device("cuda"))
     manager.capture(run, lambda fraction: None)
 
 

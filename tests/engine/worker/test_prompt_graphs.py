@@ -8,22 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.batch.input_batch import InputBuffers
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
+from engine.contracts.step_launches import GraphKey, StepLaunches, StepParts
 from engine.fast_paths import FastPath
 from engine.models.quantization.fp8 import ONLINE
+from engine.models.recorded_steps import prompt_keys, prompts_to_record
 from engine.quantization import Quantization
 from engine.worker import model_runner
-from engine.worker.cudagraph_utils import (
-    CudaGraphManager,
-    GraphKey,
-    prompt_keys,
-    prompts_to_record,
-)
+from engine.worker.cudagraph_utils import CudaGraphManager
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
@@ -45,14 +41,15 @@ PENALISED = SamplingParams(seed=6, repetition_penalty=1.3)
 class GraphsByHand(CudaGraphManager):
     """`replayed` lists the keys."""
 
+    has_decodes = False
+
     def capture(self, run, report) -> None:
         self._run = run
         self.replayed: list[GraphKey] = []
-        for key in self._prompts:
+        if not self.has_decodes:
+            self.launches = replace(self.launches, decodes={})
+        for key in self.launches.prompts:
             run(key)
-
-    def dispatch(self, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey | None:
-        return None
 
     def replay(self, key: GraphKey) -> None:
         self.replayed.append(key)
@@ -227,11 +224,15 @@ def test_steps_that_wait_for_the_host_are_recorded(make_config) -> None:
 
 
 def test_the_smallest_that_holds_a_step_is_taken() -> None:
-    manager = CudaGraphManager((1,), torch.device("cpu"), prompt_keys(256, 512))
-    assert manager.dispatch_prompts(1, 100, True) == GraphKey(8, 128, True)
-    assert manager.dispatch_prompts(9, 100, True) == GraphKey(64, 128, True)
-    assert manager.dispatch_prompts(9, 20, True) == GraphKey(64, 128, True)
-    assert manager.dispatch_prompts(65, 100, True) is None
-    assert manager.dispatch_prompts(1, 513, True) is None
-    assert manager.dispatch_prompts(1, 100, False) == GraphKey(64, 128, False)
-    assert manager.dispatch_prompts(1, 20, False) == GraphKey(8, 32, False)
+    launches = StepLaunches(prompts=tuple(prompt_keys(256, 512)))
+
+    def found(num_prompts: int, tokens: int, samples: bool) -> GraphKey | str:
+        return launches.find(StepParts(0, num_prompts, tokens, samples=samples))
+
+    assert found(1, 100, True) == GraphKey(8, 128, True)
+    assert found(9, 100, True) == GraphKey(64, 128, True)
+    assert found(9, 20, True) == GraphKey(64, 128, True)
+    assert found(65, 100, True) == "65 requests with prompts, recorded up to 64"
+    assert found(1, 513, True) == "513 tokens with prompts, recorded up to 512"
+    assert found(1, 100, False) == GraphKey(64, 128, False)
+    assert found(1, 20, False) == GraphKey(8, 32, False)

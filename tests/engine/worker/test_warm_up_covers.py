@@ -18,7 +18,7 @@ from engine.layers.attention.backend import AttentionBackend, AttentionSpec, Pre
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
-from engine.worker.cudagraph_utils import PROMPT_TOKENS
+from engine.models.recorded_steps import PROMPT_TOKENS
 from engine.worker.dummy_steps import warm_up_steps
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.experts.expert_rows import MAX_SEARCHED_PAIRS, ExpertRows

@@ -10,8 +10,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.contracts.request import RequestStatus
+from engine.models.recorded_steps import PROMPT_TOKENS
 from engine.sched.arrivals import host_source
-from engine.worker.cudagraph_utils import PROMPT_TOKENS
 from kv_transfer.metadata import KVTransferParams
 from kv_transfer.tier import (
     HostTierEvent,

@@ -8,6 +8,7 @@ import pytest
 
 from engine.contracts.request_spec import IDLE_PRIORITY
 from engine.contracts.scheduler_output import SchedulerOutput
+from engine.contracts.step_launches import GraphKey, StepLaunches, StepParts
 from engine.sched.rows.step_slack import StepSlack
 from tests.engine.sched.factories import make_config, make_order, make_request
 from tests.engine.sched.step_machine import StepMachine
@@ -22,48 +23,48 @@ def measured(objective_s: float, decode_s: float, each_s: float) -> StepSlack:
 
 def test_without_an_objective_nothing_is_bounded() -> None:
     slack = measured(0.0, 0.010, 1e-5)
-    assert slack.limit(8192, 100) == 8192
+    assert slack.limit(8192, StepParts(100)) == 8192
     assert slack.tokens_per_s(0.0) == 0.0
 
 
 def test_where_nobody_decodes_steps_are_filled() -> None:
-    assert measured(0.020, 0.010, 1e-5).limit(8192, 0) == 8192
+    assert measured(0.020, 0.010, 1e-5).limit(8192, StepParts(0)) == 8192
 
 
 def test_the_room_is_what_steps_have_left() -> None:
     """Steps aim at 18 of 20 ms, and 10 of them decode: 8 ms, at 10 us a token, in tiles of 64."""
     slack = measured(0.020, 0.010, 1e-5)
-    assert slack.limit(8192, 4) == 768
-    assert slack.limit(500, 4) == 500, "never more than the budget"
+    assert slack.limit(8192, StepParts(4)) == 768
+    assert slack.limit(500, StepParts(4)) == 500, "never more than the budget"
     assert slack.tokens_per_s(0.0) == pytest.approx(768 / 0.020)
 
 
 def test_before_anything_was_measured_a_step_takes_little() -> None:
     slack = StepSlack(0.020)
-    assert slack.limit(8192, 4) == 256
+    assert slack.limit(8192, StepParts(4)) == 256
     slack.observe(0.030, 4, 0)
-    assert slack.limit(8192, 4) == 64, "decoding alone takes longer, and prompts go on"
+    assert slack.limit(8192, StepParts(4)) == 64, "decoding alone takes longer, and prompts go on"
     assert slack.tokens_per_s(0.0) == 0.0, "but nobody should send more of them"
 
 
 def test_a_step_that_was_too_long_counts_at_once_and_a_short_one_slowly() -> None:
     slack = measured(0.020, 0.010, 1e-5)
     slack.observe(0.010 + 256 * 4e-5, 4, 256)
-    assert slack.limit(8192, 4) == 192
+    assert slack.limit(8192, StepParts(4)) == 192
     for _ in range(40):
         slack.observe(0.010 + 256 * 1e-5, 4, 256)
-    assert slack.limit(8192, 4) == 768
+    assert slack.limit(8192, StepParts(4)) == 768
 
 
 def test_a_small_part_of_a_prompt_says_little_of_a_large_one() -> None:
     """A part of 64 tokens takes 6 ms, one of 512 takes 7.7: steps must not stay at 64."""
     slack = measured(0.020, 0.010, 3e-5)
     slack.observe(0.016, 4, 64)
-    assert slack.limit(8192, 4) == 256
+    assert slack.limit(8192, StepParts(4)) == 256
     slack.observe(0.010 + 512 * 1.5e-5, 4, 512)
-    assert slack.limit(8192, 4) == 512
+    assert slack.limit(8192, StepParts(4)) == 512
     slack.observe(0.018, 4, 64)
-    assert slack.limit(8192, 4) == 512
+    assert slack.limit(8192, StepParts(4)) == 512
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_steps_that_are_too_long_anyway_are_few(
     slack.observe(0.008, 12, 0)
     found = []
     for _ in sizes:
-        found.append(slack.limit(8192, 12))
+        found.append(slack.limit(8192, StepParts(12)))
         slack.observe(0.008 + max(launches_s, found[-1] * each_s + 0.006), 12, found[-1])
     assert found == sizes
 
@@ -136,11 +137,13 @@ def test_others_have_the_room_of_steps_without_the_idle_class() -> None:
     """Beside the idle class decoding takes 14 ms, without it 10: 8 of 18 ms are others' room."""
     slack = measured(0.020, 0.010, 1e-5)
     slack.observe(0.014, 8, 0, 4)
-    assert slack.limit(8192, 8, 4) == 384
-    assert slack.limit(8192, 4, 0) == 768
+    assert slack.limit(8192, StepParts(8), 4) == 384
+    assert slack.limit(8192, StepParts(4), 0) == 768
     assert slack.tokens_per_s(0.0) == pytest.approx(768 / 0.020)
     slack.observe(0.014 + 384 * 1e-5, 8, 384, 4)
-    assert slack.limit(8192, 4, 0) == 768, "what a token costs does not depend on who decodes"
+    assert slack.limit(8192, StepParts(4), 0) == 768, (
+        "what a token costs does not depend on who decodes"
+    )
 
 
 def test_a_step_is_wanted_that_shows_what_others_take() -> None:
@@ -167,7 +170,10 @@ def test_one_of_many_steps_is_for_all() -> None:
     assert not measured(0.0, 0.010, 1e-5).holds_idle(True, 8, 4), "there is no objective"
 
 
-def test_the_idle_class_sits_out_while_a_prompt_of_others_is_computed() -> None:
+def test_the_idle_class_sits_out_while_a_prompt_of_others_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StepSlack, "limit", lambda self, budget, *step: min(budget, 64))
     config = make_config(max_num_batched_tokens=512, max_model_len=1024, itl_objective_ms=1e-6)
     machine = StepMachine(config, num_blocks=400)
     others = machine.add(make_request("others", [1, 2, 3], max_tokens=60))
@@ -211,3 +217,61 @@ def test_where_others_take_all_blocks_the_idle_class_goes_on_behind_them() -> No
     machine.add(make_request("prompt", [9] * 60, max_tokens=3))
     machine.finish()
     machine.check_all_done()
+
+
+RECORDED = StepLaunches(
+    decodes={1: (1, 2, 4, 8, 12)},
+    prompts=tuple(
+        GraphKey(num_reqs, num_tokens, samples)
+        for num_reqs, num_tokens in ((4, 8), (6, 16), (10, 32))
+        for samples in (True, False)
+    ),
+)
+
+
+def test_a_step_is_what_its_graph_has_room_for() -> None:
+    """All of 768 tokens beside 4 answers have room in the objective. A graph of 512 is the largest,
+    and one of 192 computes 128 tokens beside 4 in the time of 188."""
+    keys = [GraphKey(64, size, samples) for size in (128, 192, 512) for samples in (True, False)]
+    slack = StepSlack(0.020, StepLaunches(prompts=tuple(keys)))
+    slack.observe(0.010, 4, 0)
+    slack.observe(0.010 + 256 * 1e-5, 4, 256)
+    assert slack.limit(8192, StepParts(4)) == 508
+    assert slack.limit(8192, StepParts(64)) == 768, "beside that many no step is a graph"
+    assert slack.most_prompts(StepParts(4)) == 60 < slack.most_prompts(StepParts(64))
+    slack.observe(0.010 + 256 * 5e-5, 4, 256)
+    assert slack.limit(8192, StepParts(4)) == 188
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_beside_answers_are_graphs_wherever_one_has_room(seed: int) -> None:
+    config = make_config(
+        max_num_seqs=12, max_num_batched_tokens=64, max_model_len=256, itl_objective_ms=1e-6
+    )
+    order = make_order(32, 64) if seed else None
+    machine = StepMachine(config, num_blocks=400, seed=seed, order=order, launches=RECORDED)
+    scheduler, rng = machine.scheduler, random.Random(seed)
+    planned: list[StepParts] = []
+    schedule = scheduler.schedule
+
+    def noting() -> SchedulerOutput | None:
+        step = schedule()
+        if step is not None:
+            # Without drafts a prompt's last token alone decodes.
+            counts = [count for _, count in step.prefill_chunks]
+            prompts = [count for count in counts if count > 1]
+            decodes = scheduler.running.calendar.size + len(counts) - len(prompts)
+            planned.append(StepParts(decodes, len(prompts), sum(prompts), samples=False))
+        return step
+
+    scheduler.schedule = noting  # type: ignore[method-assign]
+    for index in range(40):
+        prompt = [rng.randrange(1, 60) for _ in range(rng.choice((2, 5, 30, 120)))]
+        machine.add(make_request(str(index), prompt, max_tokens=rng.randrange(5, 60)))
+        machine.step()
+    machine.finish()
+    machine.check_all_done()
+    mixed = [parts for parts in planned if parts.num_decodes and parts.num_prompts]
+    fit = [parts for parts in mixed if parts.num_decodes < RECORDED.most_requests]
+    assert len(fit) > 10
+    assert [found for one in fit if isinstance(found := RECORDED.find(one), str)] == []

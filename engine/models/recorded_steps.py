@@ -1,0 +1,138 @@
+"""Lists the steps that an engine records as CUDA graphs, by its settings. Torch-free."""
+
+from __future__ import annotations
+
+from engine.config import SHORT_PROMPT_TOKENS, EngineConfig
+from engine.contracts.step_launches import GraphKey, StepLaunches
+from engine.contracts.step_shapes import lengths_up_to
+from engine.models.registry import spec_of
+from engine.quantization import Fp8Scheme
+
+PROMPT_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, SHORT_PROMPT_TOKENS)
+"""Sizes of steps with short prompts. GEMMs compute 64 or 128 rows at a time, so a size that is the
+next multiple of that costs little more than the prompt itself; of 448 rows the library's take
+longer than of 512."""
+LONG_PROMPT_TOKENS = (640, 768, 832, 896, 1024)
+"""More sizes. Launched one by one, steps of these take as long at best."""
+LONGEST_PROMPT_TOKENS = (1152, 1280, 1408, 1536, 1792, 2048)
+"""Still more, where launches take the host longer than such steps take the GPU: in models of many
+launches, where ranks share the work of each, and where quantised weights are multiplied sooner."""
+MOST_PROMPT_TOKENS = (2560, 3072, 3584, 4096)
+"""Larger ones, of models of many launches alone: their launches take as long as 4000 tokens do."""
+FP8_PROMPT_TOKENS = (4608, 5120, 5632, 6144)
+"""The largest, of such models with FP8 weights: 48 layers take the host 105 ms to launch, and the
+GPU computes 6000 tokens in about 80."""
+PROMPT_REQUESTS = (8, 64)
+"""Requests of such a step: few or many."""
+MOST_DRAFTED_PLACES = 512
+"""Places of a recorded step with drafts: float32 logits of 128k tokens take 262 MB. Larger batches
+launch their kernels one by one; they take the GPU so long that this costs little."""
+_SMALL_SIZES = (1, 2, 4)
+_STEPS = ((64, 8), (256, 16), (512, 32), (1 << 30, 64))
+"""Pairs (sizes up to, distance between them)."""
+
+
+LONGEST_DECODE = 4096
+"""A recorded step with prompts attends decodes without cutting their contexts: one program walks
+each."""
+
+
+def launches_of(config: EngineConfig) -> StepLaunches:
+    """Returns what the steps of an engine launch where it runs."""
+    if config.device.device == "cpu":
+        return StepLaunches(none="a CPU has no graphs")
+    if config.device.enforce_eager:
+        return StepLaunches(none="enforce_eager")
+    if config.parallel.pipeline_parallel_size > 1:
+        return StepLaunches(none="stages record no graphs")
+    return recorded_steps(config)
+
+
+def recorded_steps(config: EngineConfig) -> StepLaunches:
+    """Returns what an engine records on a GPU."""
+    most = config.scheduler.max_num_seqs
+    many_launches = spec_of(config.model).has_many_launches
+    return StepLaunches(
+        decodes={
+            config.decode_query_len: capture_sizes(config, most),
+            **shorter_sizes(config, most),
+        },
+        prompts=tuple(prompts_to_record(config, many_launches=many_launches)),
+        longest_decode=LONGEST_DECODE,
+    )
+
+
+def prompts_to_record(config: EngineConfig, *, many_launches: bool) -> list[GraphKey]:
+    """Returns the graphs of steps with prompts of a model, smallest first. `many_launches`: the
+    host is the limit for longer prompts."""
+    device, limits = config.device, config.scheduler
+    if device.enforce_eager or not device.allows("prompt-graphs"):
+        return []
+    if config.parallel.data_parallel_size > 1:
+        return []  # Other groups may have other steps at the same time.
+    has_state = any(group.is_state for group in config.kv_layout.groups)
+    is_quick = config.parallel.tensor_parallel_size > 1 or config.model.quantization is not None
+    if has_state:
+        longest = PROMPT_TOKENS[-1]
+    elif many_launches:
+        longest = (FP8_PROMPT_TOKENS if _multiplies_fp8(config) else MOST_PROMPT_TOKENS)[-1]
+    else:
+        longest = LONGEST_PROMPT_TOKENS[-1] if is_quick else LONG_PROMPT_TOKENS[-1]
+    return prompt_keys(limits.max_num_seqs, min(longest, limits.max_num_batched_tokens))
+
+
+def _multiplies_fp8(config: EngineConfig) -> bool:
+    quantization = config.model.quantization
+    rules = () if quantization is None else quantization.rules
+    return any(isinstance(rule.scheme, Fp8Scheme) for rule in rules)
+
+
+def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
+    """Returns graphs of steps with prompts, smallest first. Those that end with logits, and all
+    long ones, are of as many requests as there may be: a few rows of logits more cost less than a
+    graph."""
+    sizes = sorted({min(num_reqs, max_num_reqs) for num_reqs in PROMPT_REQUESTS})
+    keys: list[GraphKey] = []
+    common = PROMPT_TOKENS + LONG_PROMPT_TOKENS + LONGEST_PROMPT_TOKENS
+    every = common + MOST_PROMPT_TOKENS + FP8_PROMPT_TOKENS
+    for num_tokens in every:
+        fitting = [num_reqs for num_reqs in sizes if num_reqs < num_tokens <= max_num_tokens]
+        drawing = fitting if num_tokens <= PROMPT_TOKENS[-1] else fitting[-1:]
+        keys += [GraphKey(num_reqs, num_tokens, True) for num_reqs in drawing]
+        keys += [GraphKey(num_reqs, num_tokens, False) for num_reqs in fitting[-1:]]
+    return keys
+
+
+def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
+    """Returns sizes that are dense where requests are few and a padded one costs most of a step's
+    time; rising, and always with the largest batch.
+    """
+    sizes = {*_SMALL_SIZES, max_num_reqs}
+    size = 0
+    for up_to, distance in _STEPS:
+        while size + distance <= min(up_to, max_num_reqs):
+            size += distance
+            sizes.add(size)
+    return tuple(sorted(size for size in sizes if size <= max_num_reqs))
+
+
+def capture_sizes(
+    config: EngineConfig, max_num_reqs: int, query_len: int | None = None
+) -> tuple[int, ...]:
+    """Returns the requests of decode batches that an engine records, rising: of decodes with
+    `query_len` tokens; None: with as many as there may be."""
+    width = config.decode_query_len if query_len is None else query_len
+    most = max_num_reqs
+    if width > 1:
+        budget = config.scheduler.max_num_batched_tokens
+        most = max(1, min(most, min(MOST_DRAFTED_PLACES, budget) // width))
+    wanted = config.device.cudagraph_capture_sizes
+    return tuple(sorted({size for size in wanted if size <= most})) or default_capture_sizes(most)
+
+
+def shorter_sizes(config: EngineConfig, max_num_reqs: int) -> dict[int, tuple[int, ...]]:
+    """Returns the same of decodes with fewer tokens, by their number, where steps differ in it."""
+    if not config.is_adaptive:
+        return {}
+    lengths = lengths_up_to(config.decode_query_len)[:-1]
+    return {length: capture_sizes(config, max_num_reqs, length) for length in lengths}

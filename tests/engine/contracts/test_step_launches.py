@@ -1,0 +1,51 @@
+"""One table says what a step launches, and how much of a prompt is a graph beside answers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contracts.step_launches import GraphKey, StepLaunches, StepParts
+from engine.models.recorded_steps import prompt_keys
+
+RECORDED = StepLaunches({1: (1, 2, 8)}, tuple(prompt_keys(100, 600)), longest_decode=4096)
+
+
+def test_decodes_take_the_smallest_batch_that_holds_them() -> None:
+    assert RECORDED.find(StepParts(3)) == GraphKey.of_decodes(8, 1, True)
+    assert RECORDED.find(StepParts(9)) == "9 decodes, recorded up to 8"
+    assert "2 tokens" in str(RECORDED.find(StepParts(1, query_len=2)))
+    assert RECORDED.of_drafts(3, 1) is None
+    assert RECORDED.of_drafts(3, 0) == GraphKey.of_drafts(8, 0)
+
+
+def test_decodes_beside_prompts_have_a_longest_context() -> None:
+    near = StepParts(1, 1, 16, longest_decode=4096)
+    assert RECORDED.find(near) == GraphKey(8, 32, True)
+    far = near._replace(longest_decode=4097)
+    assert "4097 tokens beside prompts, recorded up to 4096" in str(RECORDED.find(far))
+    assert RECORDED.beside(far, 64) == 0
+    assert isinstance(RECORDED.find(far._replace(num_decodes=0)), GraphKey)
+    assert isinstance(RECORDED.find(StepParts(1, longest_decode=9000)), GraphKey)
+
+
+def test_where_nothing_is_recorded_the_reason_is_told() -> None:
+    launches = StepLaunches(none="enforce_eager")
+    assert launches.find(StepParts(1)) == launches.find(StepParts(0, 1, 5)) == "enforce_eager"
+    assert launches.beside(StepParts(1), 64) == 0 and launches.of_decodes(1, 1, True) is None
+
+
+@given(decodes=st.integers(1, 80), tokens=st.integers(1, 2000), samples=st.booleans())
+def test_what_fits_beside_decodes_is_a_graph_and_fills_it(
+    decodes: int, tokens: int, samples: bool
+) -> None:
+    beside = RECORDED.beside(StepParts(decodes), tokens)
+    if decodes >= RECORDED.most_requests:
+        assert beside == 0
+        return
+    step = StepParts(decodes, 1, beside, samples=samples)
+    key = RECORDED.find(step)
+    assert isinstance(key, GraphKey) and key.num_tokens == step.num_tokens
+    assert beside >= tokens or key.num_tokens == RECORDED.most_prompt_tokens
+    fewer = RECORDED.find(step._replace(prompt_tokens=min(tokens, beside)))
+    assert isinstance(fewer, GraphKey) and fewer.num_tokens == key.num_tokens
