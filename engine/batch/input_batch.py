@@ -29,7 +29,7 @@ from engine.batch.buffer_utils import upload
 from engine.batch.places import Int32Array as Int32Array
 from engine.batch.places import Places
 from engine.batch.row_states import RowStates
-from engine.contracts.step_launches import StepParts
+from engine.contracts.step_launches import GraphKey, StepParts
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs
@@ -55,6 +55,25 @@ class BatchOrder:
     """Whether states of decodes have not taken in all tokens before: see `state_metadata`."""
     has_exact_lens: bool = True
     """Whether `seq_lens` are exact; upper bounds, if rows may have had drafts in earlier steps."""
+    hides_decodes: bool = False
+    """Whether the step is recorded, and replayed with decodes that have contexts of any length."""
+
+    @classmethod
+    def of_graph(cls, key: GraphKey) -> BatchOrder:
+        """Returns the order of the requests of none with which a graph is recorded. Of prompts, any
+        may have nearly all tokens."""
+        count, query_len = key.num_reqs, max(key.decode_query_len, 1)
+        query_lens = np.full(count, query_len, np.int32)
+        query_lens[-1] += key.num_tokens - int(query_lens.sum())
+        return cls(
+            rows=np.full(count, _NO_ROW, np.int32),
+            query_lens=query_lens,
+            seq_lens=query_lens,
+            num_decodes=count if key.decodes else 0,
+            num_sampled=count,
+            decode_query_len=query_len,
+            hides_decodes=key.any_context,
+        )
 
     @property
     def num_decode_tokens(self) -> int:
@@ -308,23 +327,10 @@ class InputBuffers:
         """Returns the batch that was loaded last, whose order is `order`."""
         return self._batch(order, len(order.rows), int(order.query_lens.sum()))
 
-    def load_padding(self, num_reqs: int, num_tokens: int, decode_query_len: int = 0) -> InputBatch:
-        """Loads padding requests only, with which a graph is recorded. `decode_query_len`: tokens
-        of each, which decode; 0: prompts, any of which may have nearly all tokens.
-        """
-        self._upload(np.zeros(0, np.int32), np.zeros(num_reqs + 1, np.int32))
-        no_rows = np.full(num_reqs, _NO_ROW, np.int32)
-        query_lens = np.full(num_reqs, max(decode_query_len, 1), np.int32)
-        query_lens[-1] += num_tokens - int(query_lens.sum())
-        order = BatchOrder(
-            no_rows,
-            query_lens,
-            query_lens,
-            num_decodes=num_reqs if decode_query_len else 0,
-            num_sampled=num_reqs,
-            decode_query_len=max(decode_query_len, 1),
-        )
-        return self._batch(order, num_reqs, num_tokens)
+    def load_padding(self, key: GraphKey) -> InputBatch:
+        """Loads padding requests only, with which a graph is recorded."""
+        self._upload(np.zeros(0, np.int32), np.zeros(key.num_reqs + 1, np.int32))
+        return self._batch(BatchOrder.of_graph(key), key.num_reqs, key.num_tokens)
 
     def gather(self, num_reqs: int, tables: Sequence[RowTables]) -> None:
         """Fills the inputs of what was loaded. `tables`: by KV group."""

@@ -19,13 +19,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+LONGEST_DECODE = 4096
+"""Longer contexts take one program that walks them longer than the rest of a step's attention."""
+
 
 class GraphKey(NamedTuple):
     """Names the work of one graph: a step of `num_reqs` requests with `num_tokens` tokens in all.
     `decode_query_len`: all of them decode, with this many tokens each; 0: some are prompts, or
     chunks of them. `samples`: also their next tokens and the advance of their rows; without, it
     ends with their logits. `adapters`: some of the requests may have one. `num_drafts`: the work is
-    no step, but that of a drafter which guesses this many tokens of each request."""
+    no step, but that of a drafter which guesses this many tokens of each request. `any_context`:
+    beside its prompts decodes may have contexts of any length; without, they are attended like
+    prompts, one program walking the context of each."""
 
     num_reqs: int
     num_tokens: int
@@ -33,6 +38,7 @@ class GraphKey(NamedTuple):
     decode_query_len: int = 0
     adapters: bool = False
     num_drafts: int = 0
+    any_context: bool = False
 
     @classmethod
     def of_decodes(cls, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey:
@@ -97,13 +103,13 @@ class StepLaunches:
     Attributes:
         decodes: Requests of recorded batches of decodes, rising, by the tokens that each computes.
         prompts: Steps with prompts, smallest first.
-        longest_decode: Longer contexts of decodes have no graph beside prompts; 0: all have.
+        longest_decode: Longer contexts of decodes need a graph of `any_context` beside prompts.
         none: Why there are no graphs at all; empty: there are.
     """
 
     decodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     prompts: tuple[GraphKey, ...] = ()
-    longest_decode: int = 0
+    longest_decode: int = LONGEST_DECODE
     none: str = ""
 
     @property
@@ -136,15 +142,13 @@ class StepLaunches:
             return key or self._too_many_decodes(step)
         if step.num_decodes and step.query_len > 1:
             return "decodes with drafts beside prompts"
-        if step.num_decodes and 0 < self.longest_decode < step.longest_decode:
-            longest = f"{step.longest_decode} tokens"
-            return f"a decode of {longest} beside prompts, recorded up to {self.longest_decode}"
+        is_long = step.num_decodes > 0 and step.longest_decode > self.longest_decode
         for key in self.prompts:
             if key.num_tokens < step.num_tokens or key.num_reqs < step.num_reqs:
                 continue
-            if key.samples == step.samples:
+            if key.samples == step.samples and key.any_context >= is_long:
                 return key
-        return self._too_large(step)
+        return self._too_large(step, is_long=is_long)
 
     def of_decodes(self, num_reqs: int, query_len: int, samples: bool) -> GraphKey | None:
         """Returns the smallest graph that holds `num_reqs` decodes; None: no graph does."""
@@ -166,9 +170,10 @@ class StepLaunches:
         one = decodes._replace(num_prompts=1, prompt_tokens=1)
         if any(isinstance(self.find(one._replace(samples=way)), str) for way in (True, False)):
             return 0
+        is_long = decodes.longest_decode > self.longest_decode
         most = 0
         for key in self.prompts:
-            if not key.samples and key.num_reqs > decodes.num_reqs:
+            if not key.samples and key.num_reqs > decodes.num_reqs and key.any_context >= is_long:
                 # Each that ends with logits has one of the same size that samples.
                 most = key.num_tokens - decodes.num_tokens
                 if most >= tokens:
@@ -191,7 +196,10 @@ class StepLaunches:
             return f"decodes of {step.query_len} tokens, which are not recorded"
         return f"{step.num_decodes} decodes, recorded up to {sizes[-1]}"
 
-    def _too_large(self, step: StepParts) -> str:
+    def _too_large(self, step: StepParts, *, is_long: bool) -> str:
+        if is_long and not any(key.any_context for key in self.prompts):
+            longest = f"{step.longest_decode} tokens"
+            return f"a decode of {longest} beside prompts, recorded up to {self.longest_decode}"
         if step.num_tokens > self.most_prompt_tokens:
             most = self.most_prompt_tokens
             return f"{step.num_tokens} tokens with prompts, recorded up to {most}"

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.batch.input_batch import BatchOrder, InputBatch
 from engine.config import EngineConfig
-from engine.contracts.step_launches import StepLaunches
+from engine.contracts.step_launches import GraphKey, StepLaunches
 from engine.explain.launches import LIBRARY, Launch, Launches
 from engine.explain.reasons import reason
 from engine.layers.attention.backend import AttentionBackend
@@ -117,13 +117,14 @@ class _OneOf(ParallelGroup):
 class Batch:
     """A step: `num_decodes` requests with `context` tokens each, and prompts of these lengths,
     behind `cached` tokens each. `num_logits`: of how many tokens logits are asked for; None: of one
-    in each request."""
+    in each request. `graph`: the step is recorded as this one, whatever requests it has."""
 
     num_decodes: int = 0
     context: int = 1024
     prompts: tuple[int, ...] = ()
     cached: int = 0
     num_logits: int | None = None
+    graph: GraphKey | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -260,6 +261,8 @@ def _graph(
 
 
 def _order(batch: Batch) -> BatchOrder:
+    if batch.graph is not None:
+        return BatchOrder.of_graph(batch.graph)
     decodes = batch.num_decodes
     queries = np.array([1] * decodes + [*batch.prompts], dtype=np.int32)
     whole = [batch.cached + length for length in batch.prompts]

@@ -75,7 +75,8 @@ def steps_before_ready(config: EngineConfig) -> list[DummyStep]:
 def _batch_of_graph(key: GraphKey, config: EngineConfig) -> Batch:
     if key.decodes:
         return Batch(key.num_reqs, config.model.max_model_len)
-    return Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs)
+    alike = key._replace(samples=True)
+    return Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs, graph=alike)
 
 
 def _batch_of(step: DummyStep) -> Batch:

@@ -32,11 +32,6 @@ _STEPS = ((64, 8), (256, 16), (512, 32), (1 << 30, 64))
 """Pairs (sizes up to, distance between them)."""
 
 
-LONGEST_DECODE = 4096
-"""A recorded step with prompts attends decodes without cutting their contexts: one program walks
-each."""
-
-
 def launches_of(config: EngineConfig) -> StepLaunches:
     """Returns what the steps of an engine launch where it runs."""
     if config.device.device == "cpu":
@@ -58,7 +53,6 @@ def recorded_steps(config: EngineConfig) -> StepLaunches:
             **shorter_sizes(config, most),
         },
         prompts=tuple(prompts_to_record(config, many_launches=many_launches)),
-        longest_decode=LONGEST_DECODE,
     )
 
 
@@ -78,7 +72,19 @@ def prompts_to_record(config: EngineConfig, *, many_launches: bool) -> list[Grap
         longest = (FP8_PROMPT_TOKENS if _multiplies_fp8(config) else MOST_PROMPT_TOKENS)[-1]
     else:
         longest = LONGEST_PROMPT_TOKENS[-1] if is_quick else LONG_PROMPT_TOKENS[-1]
-    return prompt_keys(limits.max_num_seqs, min(longest, limits.max_num_batched_tokens))
+    sizes = limits.max_num_seqs, min(longest, limits.max_num_batched_tokens)
+    return prompt_keys(*sizes, any_context=_cuts_hidden_decodes(config))
+
+
+def _cuts_hidden_decodes(config: EngineConfig) -> bool:
+    """Returns whether the model's attention cuts the contexts of decodes in recorded steps with
+    prompts as it does without prompts, or never cuts any. Latents and what an indexer chooses have
+    kernels of their own, which do not; neither does a library."""
+    if config.device.deterministic:
+        return True
+    spec = spec_of(config.model)
+    is_own = spec.latent_shape is None and spec.dense_tokens is None
+    return is_own and config.device.attention_backend != "flash-attn"
 
 
 def _multiplies_fp8(config: EngineConfig) -> bool:
@@ -87,10 +93,13 @@ def _multiplies_fp8(config: EngineConfig) -> bool:
     return any(isinstance(rule.scheme, Fp8Scheme) for rule in rules)
 
 
-def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
+def prompt_keys(
+    max_num_reqs: int, max_num_tokens: int, *, any_context: bool = False
+) -> list[GraphKey]:
     """Returns graphs of steps with prompts, smallest first. Those that end with logits, and all
     long ones, are of as many requests as there may be: a few rows of logits more cost less than a
-    graph."""
+    graph. `any_context`: those of many requests hold decodes of any context, whose two launches a
+    layer few short prompts alone are spared."""
     sizes = sorted({min(num_reqs, max_num_reqs) for num_reqs in PROMPT_REQUESTS})
     keys: list[GraphKey] = []
     common = PROMPT_TOKENS + LONG_PROMPT_TOKENS + LONGEST_PROMPT_TOKENS
@@ -100,7 +109,9 @@ def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
         drawing = fitting if num_tokens <= PROMPT_TOKENS[-1] else fitting[-1:]
         keys += [GraphKey(num_reqs, num_tokens, True) for num_reqs in drawing]
         keys += [GraphKey(num_reqs, num_tokens, False) for num_reqs in fitting[-1:]]
-    return keys
+    if not any_context:
+        return keys
+    return [key._replace(any_context=key.num_reqs == sizes[-1]) for key in keys]
 
 
 def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:

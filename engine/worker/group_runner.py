@@ -104,7 +104,7 @@ class GroupRunner(ModelRunner):
                 block.take_part()
             return
         assert self._graphs is not None
-        self._input_buffers.load_padding(key.num_reqs, key.num_tokens, key.decode_query_len)
+        self._input_buffers.load_padding(key)
         self._graphs.replay(key)
 
     def _draft(

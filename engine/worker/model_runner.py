@@ -351,7 +351,7 @@ class ModelRunner:
 
     def _record_step(self, key: GraphKey) -> None:
         """Runs what a graph holds, of decodes or of prompts, for none: rows are -1, lengths 0."""
-        batch = self._input_buffers.load_padding(key.num_reqs, key.num_tokens, key.decode_query_len)
+        batch = self._input_buffers.load_padding(key)
         self._input_buffers.gather(key.num_reqs, self._row_tables)
         self.adapters.has_any = key.adapters
         ends = None if key.decodes else batch.logits_indices.clamp(min=0)

@@ -81,6 +81,24 @@ def test_paged_attention(
     check.paged_attention(ops.paged_attention.kernel, batch)
 
 
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens", "num_padded"),
+    [
+        ([300, 70, 40], [1, 1, 9], 4),
+        ([60, 150], [1, 33], 33),
+        ([40, 9], [40, 9], 2),
+        ([5, 90], [1, 1], 3),
+        ([7 + i for i in range(45)] + [30], [1] * 45 + [20], 2),
+    ],
+    ids=["few", "padding at the end of the tokens", "prompts alone", "decodes alone", "many"],
+)
+def test_decodes_that_a_recorded_step_hides(
+    seq_lens: list[int], query_lens: list[int], num_padded: int
+) -> None:
+    shape = {"num_kv_heads": 2, "group": 3, "head_dim": 16, "block_size": 16}
+    check.hidden_decodes(ops.paged_attention.kernel, seq_lens, query_lens, num_padded, **shape)
+
+
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_contexts_in_parts(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels import ops
+from tandem_kernels.attention.attention_metadata import HiddenDecodes
 from tandem_kernels.attention.kv_pages import KVPages, apart
 from tandem_kernels.attention.kv_scales import E4M3, KVScales
 from tandem_kernels.attention.ragged_batch import RaggedBatch
@@ -265,6 +266,36 @@ def paged_attention(op: Op, batch: oracle.PagedBatch) -> None:
     out = op(batch.q, batch.kv_cache, batch.metadata, batch.scale, batch.softcap, batch.sinks)
     assert out.dtype == batch.q.dtype
     assert oracle.relative_error(out, batch.expected()) < ATTENTION[out.dtype]
+
+
+def hidden_decodes(
+    op: Op, seq_lens: list[int], query_lens: list[int], num_padded: int, **shape: Any
+) -> None:
+    """A recorded step knows none of its decodes, nor how many requests are padding, and has room
+    for more tokens than there are."""
+    batch = oracle.paged_batch(seq_lens, query_lens, **shape)
+    expected, known = batch.expected(), batch.metadata
+    num_tokens, device = len(batch.q), batch.q.device
+    lens = [*seq_lens, *[0] * num_padded]
+    tables = known.block_tables.new_full((len(lens), known.block_tables.shape[1]), 2**30)
+    tables[: len(seq_lens)] = known.block_tables
+    starts = oracle.cumulative([*query_lens, *[0] * num_padded]).to(device)
+    context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    room = max(num_tokens, len(lens)) + 5
+    metadata = replace(
+        known,
+        block_tables=tables,
+        query_start_loc=starts,
+        seq_lens=context_lens,
+        num_decodes=0,
+        max_query_len=room - len(lens) + 1,
+        max_seq_len=room,
+        hidden=HiddenDecodes.of(starts, context_lens),
+    )
+    q = batch.q.new_zeros((room, *batch.q.shape[1:]))
+    q[:num_tokens] = batch.q
+    out = op(q, batch.kv_cache, metadata, batch.scale)
+    assert oracle.relative_error(out[:num_tokens], expected) < ATTENTION[out.dtype]
 
 
 def attention_with_sinks(

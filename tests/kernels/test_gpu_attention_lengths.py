@@ -45,6 +45,19 @@ def test_many_decodes_with_padding(num_decodes: int) -> None:
     check_attention(lengths, [1] * num_decodes, block_size=32, **shape)
 
 
+@halves
+@pytest.mark.parametrize("seq_len", [40, 5000, 70_000])
+@pytest.mark.parametrize("chunk", [40, 220, 900])
+def test_decodes_that_a_recorded_step_hides(dtype: torch.dtype, seq_len: int, chunk: int) -> None:
+    """Beside a chunk behind 300 tokens; none decodes, a few, and more than a tile of queries."""
+    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "block_size": 64, "device": "cuda"}
+    for decodes in ([], [seq_len, 77], [seq_len] + [20 + 30 * i for i in range(40)]):
+        queries = [1] * len(decodes) + [chunk]
+        padded = 64 - len(queries)
+        lengths = [*decodes, chunk + 300], queries, padded
+        check.hidden_decodes(ops.paged_attention, *lengths, dtype=dtype, **shape)
+
+
 def test_blocks_beyond_32_bit_offsets() -> None:
     """Element offsets inside the cache exceed 2^31."""
     block_elements = 2 * 8 * 64 * 128

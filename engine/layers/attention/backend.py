@@ -56,6 +56,11 @@ class StepOrder(Protocol):
         """Returns the number of tokens that each decode computes."""
         ...
 
+    @property
+    def hides_decodes(self) -> bool:
+        """Returns whether requests of a recorded step decode of which only the device knows."""
+        ...
+
 
 class StepBatch(Protocol):
     """The same step on the device, for the layers of one KV group."""

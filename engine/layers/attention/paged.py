@@ -16,7 +16,7 @@ from engine.layers.attention.backend import (
     StepOrder,
 )
 from tandem_kernels import ops
-from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_metadata import AttentionMetadata, HiddenDecodes
 from tandem_kernels.attention.kv_pages import PagedKV
 
 PagedKernel = Callable[..., Tensor]
@@ -57,7 +57,15 @@ class PagedBackend(AttentionBackend):
             fixed_order=self.fixed_order,
             window=batch.window,
             decode_query_len=batch.order.decode_query_len,
+            hidden=self._hidden(batch),
         )
+
+    def _hidden(self, batch: StepBatch) -> HiddenDecodes | None:
+        """Returns the decodes that are attended apart: not in fixed order, and through a window
+        little is seen."""
+        if self.fixed_order or batch.window is not None or not batch.order.hides_decodes:
+            return None
+        return HiddenDecodes.of(batch.query_start_loc, batch.seq_lens)
 
     def _longest(self, order: StepOrder) -> int:
         """Returns the longest context of a step, of one that may be recorded any."""

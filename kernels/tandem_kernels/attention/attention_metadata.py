@@ -4,9 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of, strides_of
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenDecodes:
+    """Tells on the device alone which requests of a recorded step decode: the first ones, of one
+    token each. Another number of them does so in each step.
+
+    Attributes:
+        seq_lens: [R] int32, context lengths of those that decode, 0 of all others.
+        query_start_loc: [R + 1] int32, of the others: those that decode own no query rows.
+    """
+
+    seq_lens: Tensor
+    query_start_loc: Tensor
+
+    @classmethod
+    def of(cls, query_start_loc: Tensor, seq_lens: Tensor) -> HiddenDecodes:
+        """Finds them. A request whose place is that of its only token decodes, if all before it do;
+        padding has no context."""
+        places = torch.arange(1, len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+        decodes = (query_start_loc[1:] == places).int().cumprod(0, dtype=torch.int32)
+        count = decodes.sum(dtype=torch.int32)
+        return cls(seq_lens * decodes, torch.maximum(query_start_loc, count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +56,8 @@ class AttentionMetadata:
             the batch, and however its request's tokens are cut into steps.
         window: Positions that a query token sees at most, its own included; None: all.
         decode_query_len: Query tokens of each decode: its last token, and drafts behind it.
+        hidden: Decodes that `num_decodes` does not count; None: there are none, or their contexts
+            are short enough to be attended like those of prompts.
     """
 
     block_tables: Tensor
@@ -43,6 +69,7 @@ class AttentionMetadata:
     fixed_order: bool = False
     window: int | None = None
     decode_query_len: int = 1
+    hidden: HiddenDecodes | None = None
 
     @property
     def num_decode_tokens(self) -> int:

@@ -50,7 +50,8 @@ def paged_attention(
 
     In fixed order all queries go through the kernel of long ones with one size of tiles: it walks
     a context from its beginning, and what lies behind a query's own position adds nothing. So do
-    decodes with drafts, and those whose window is small but does not fit into registers.
+    decodes with drafts, those whose window is small but does not fit into registers, and those that
+    a recorded step hides, where they are seen through a window.
     """
     shape = *q.shape[:2], sizes_of(kv_cache).value_dim
     out = torch.empty(shape, dtype=q.dtype, device=q.device)
@@ -62,6 +63,12 @@ def paged_attention(
         short = metadata.max_query_len == 1
         prefill_attention(q, kv_cache, together, scale, out, tuning, *rare, overlaps=short)
         return out
+    if metadata.hidden is not None and metadata.window is None:
+        count = len(metadata.seq_lens)
+        decodes = replace(metadata, seq_lens=metadata.hidden.seq_lens)
+        decode_attention(q[:count], kv_cache, decodes, scale, out[:count], None, *rare)
+        # Behind the decodes: what these leave of other rows is zeros.
+        metadata = replace(metadata, query_start_loc=metadata.hidden.query_start_loc)
     if num_decodes > 0:
         queries, attended = q[:num_decodes], out[:num_decodes]
         kernel = kernel_of_decode(q, kv_cache, metadata)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contracts.step_launches import GraphKey, StepLaunches, StepParts
 from engine.models.recorded_steps import prompt_keys
 
-RECORDED = StepLaunches({1: (1, 2, 8)}, tuple(prompt_keys(100, 600)), longest_decode=4096)
+RECORDED = StepLaunches({1: (1, 2, 8)}, tuple(prompt_keys(100, 600)))
+ANY_CONTEXT = replace(RECORDED, prompts=tuple(prompt_keys(100, 600, any_context=True)))
 
 
 def test_decodes_take_the_smallest_batch_that_holds_them() -> None:
@@ -27,6 +30,20 @@ def test_decodes_beside_prompts_have_a_longest_context() -> None:
     assert RECORDED.beside(far, 64) == 0
     assert isinstance(RECORDED.find(far._replace(num_decodes=0)), GraphKey)
     assert isinstance(RECORDED.find(StepParts(1, longest_decode=9000)), GraphKey)
+
+
+def test_graphs_of_many_requests_hold_decodes_of_any_context() -> None:
+    """Few short prompts alone are spared the launches of such decodes."""
+    far = StepParts(1, 1, 16, longest_decode=100_000)
+    assert ANY_CONTEXT.find(far) == GraphKey(64, 128, True, any_context=True)
+    assert ANY_CONTEXT.find(far._replace(longest_decode=4096)) == GraphKey(8, 32, True)
+    assert ANY_CONTEXT.find(far._replace(num_decodes=0)) == GraphKey(8, 16, True)
+    alone = StepParts(1, longest_decode=100_000)
+    assert ANY_CONTEXT.beside(alone, 16) == 127 and RECORDED.beside(alone, 16) == 0
+    assert len(ANY_CONTEXT.keys) == len(RECORDED.keys)
+    assert ANY_CONTEXT.find(far._replace(prompt_tokens=512)) == (
+        "513 tokens with prompts, recorded up to 512"
+    )
 
 
 def test_where_nothing_is_recorded_the_reason_is_told() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.batch.input_batch import InputBuffers
 from engine.contracts.messages import EngineCoreRequest
@@ -15,6 +16,7 @@ from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.step_launches import GraphKey, StepLaunches, StepParts
 from engine.fast_paths import FastPath
+from engine.layers.attention.paged import PagedBackend
 from engine.models.quantization.fp8 import ONLINE
 from engine.models.recorded_steps import prompt_keys, prompts_to_record
 from engine.quantization import Quantization
@@ -23,6 +25,9 @@ from engine.worker.cudagraph_utils import CudaGraphManager
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata
+from tandem_kernels import ops
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import PagedKV
 from tests.engine.worker.drafters import KnowingDrafter
 from tests.engine.worker.grammar_requests import (
     JSON,
@@ -108,6 +113,44 @@ def test_give_the_tokens_of_single_launches(
         (6, 16, True), (6, 32, False), (6, 16, False), (6, 16, True), (6, 16, True), (6, 32, True),
         (6, 64, False),
     ]  # fmt: skip
+
+
+def test_decodes_that_the_host_does_not_know_are_attended_apart(
+    make_runner, make_driver, make_prompt, with_graphs
+) -> None:
+    """As a kernel does that cuts the contexts of one-token requests: what the device finds of each
+    replayed step must tell them from its chunks and its padding."""
+    found: list[int] = []
+
+    def kernel(
+        q: torch.Tensor, kv_cache: PagedKV, metadata: AttentionMetadata, scale: float
+    ) -> torch.Tensor:
+        if (hidden := metadata.hidden) is None:
+            return ops.paged_attention(q, kv_cache, metadata, scale)
+        count = len(hidden.seq_lens)
+        decodes = replace(
+            metadata,
+            seq_lens=hidden.seq_lens,
+            query_start_loc=torch.arange(count + 1, dtype=torch.int32),
+            num_decodes=count,
+        )
+        others = replace(metadata, query_start_loc=hidden.query_start_loc)
+        out = ops.paged_attention(q, kv_cache, others, scale)
+        out[:count] += ops.paged_attention(q[:count], kv_cache, decodes, scale)
+        found.append(int((hidden.seq_lens > 0).sum()))
+        return out
+
+    eager, runner = make_runner(), make_runner()
+    assert isinstance(runner._attention, PagedBackend)
+    runner._attention = replace(runner._attention, kernel=kernel)
+    graphs = with_graphs(runner)
+    assert all(key.any_context for key in graphs.launches.prompts)
+    answers = [
+        converse(make_driver(lambda step, r=r: r.execute_model(step).get_output()), make_prompt)
+        for r in (eager, runner)
+    ]
+    assert answers[0] == answers[1]
+    assert {0, 1, 4} <= set(found)
 
 
 def test_prompts_under_grammars_have_graphs_that_end_with_logits(
@@ -199,7 +242,8 @@ def test_steps_that_wait_for_the_host_are_recorded(make_config) -> None:
         model = replace(config.model, quantization=quantization)
         changed = replace(config, model=model, scheduler=limits, parallel=parallel)
         keys = prompts_to_record(changed, many_launches=many_launches)
-        assert keys == prompt_keys(100, min(keys[-1].num_tokens, most_tokens))
+        longest = min(keys[-1].num_tokens, most_tokens)
+        assert keys == prompt_keys(100, longest, any_context=True)
         assert keys == sorted(keys, key=lambda key: key.num_tokens)
         assert all(key.num_reqs == 64 for key in keys if key.num_tokens > 512)
         return sorted({key.num_tokens for key in keys})

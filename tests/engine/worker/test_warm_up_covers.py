@@ -50,6 +50,7 @@ class Order:
     seq_lens: np.ndarray
     num_decodes: int
     decode_query_len: int = 1
+    hides_decodes: bool = False
 
 
 @dataclass
