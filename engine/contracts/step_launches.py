@@ -30,7 +30,8 @@ class GraphKey(NamedTuple):
     ends with their logits. `adapters`: some of the requests may have one. `num_drafts`: the work is
     no step, but that of a drafter which guesses this many tokens of each request. `any_context`:
     beside its prompts decodes may have contexts of any length; without, they are attended like
-    prompts, one program walking the context of each."""
+    prompts, one program walking the context of each. `draft_width`: beside its prompts decodes may
+    compute up to this many tokens, drafts among them: each request chooses at as many places."""
 
     num_reqs: int
     num_tokens: int
@@ -39,6 +40,7 @@ class GraphKey(NamedTuple):
     adapters: bool = False
     num_drafts: int = 0
     any_context: bool = False
+    draft_width: int = 0
 
     @classmethod
     def of_decodes(cls, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey:
@@ -57,14 +59,15 @@ class GraphKey(NamedTuple):
     @property
     def width(self) -> int:
         """Returns the places at which each request chooses a token."""
-        return max(self.decode_query_len, 1)
+        return max(self.decode_query_len, self.draft_width, 1)
 
     def describe(self) -> str:
         if self.num_drafts:
             return f"{self.num_drafts} drafts of {self.num_reqs} requests"
         what = "decodes of" if self.decodes else f"{self.num_tokens} tokens of prompts of"
         adapters = " with adapters" if self.adapters else ""
-        return f"a step with {what} {self.num_reqs} requests{adapters}"
+        drafts = f" beside decodes of {self.draft_width} tokens" if self.draft_width else ""
+        return f"a step with {what} {self.num_reqs} requests{drafts}{adapters}"
 
     @property
     def how_to_leave_out(self) -> str:
@@ -140,15 +143,13 @@ class StepLaunches:
         if not step.num_prompts:
             key = self.of_decodes(step.num_decodes, step.query_len, step.samples)
             return key or self._too_many_decodes(step)
-        if step.num_decodes and step.query_len > 1:
-            return "decodes with drafts beside prompts"
-        is_long = step.num_decodes > 0 and step.longest_decode > self.longest_decode
-        for key in self.prompts:
+        kind = self._prompts_like(step)
+        for key in kind:
             if key.num_tokens < step.num_tokens or key.num_reqs < step.num_reqs:
                 continue
-            if key.samples == step.samples and key.any_context >= is_long:
+            if key.samples == step.samples:
                 return key
-        return self._too_large(step, is_long=is_long)
+        return _too_large(step, kind)
 
     def of_decodes(self, num_reqs: int, query_len: int, samples: bool) -> GraphKey | None:
         """Returns the smallest graph that holds `num_reqs` decodes; None: no graph does."""
@@ -170,15 +171,25 @@ class StepLaunches:
         one = decodes._replace(num_prompts=1, prompt_tokens=1)
         if any(isinstance(self.find(one._replace(samples=way)), str) for way in (True, False)):
             return 0
-        is_long = decodes.longest_decode > self.longest_decode
         most = 0
-        for key in self.prompts:
-            if not key.samples and key.num_reqs > decodes.num_reqs and key.any_context >= is_long:
+        for key in self._prompts_like(decodes):
+            if not key.samples and key.num_reqs > decodes.num_reqs:
                 # Each that ends with logits has one of the same size that samples.
                 most = key.num_tokens - decodes.num_tokens
                 if most >= tokens:
                     break
         return max(most, 0)
+
+    def _prompts_like(self, step: StepParts) -> list[GraphKey]:
+        """Returns the graphs whose prompts may have the decodes of a step beside them, if they have
+        room for them. With drafts, decodes are attended like prompts with or without a graph."""
+        if not step.num_decodes:
+            return [key for key in self.prompts if not key.draft_width]
+        if step.query_len > 1:
+            return [key for key in self.prompts if key.draft_width >= step.query_len]
+        is_long = step.longest_decode > self.longest_decode
+        alike = (key for key in self.prompts if not key.draft_width)
+        return [key for key in alike if key.any_context or not is_long]
 
     @property
     def most_requests(self) -> int:
@@ -196,11 +207,16 @@ class StepLaunches:
             return f"decodes of {step.query_len} tokens, which are not recorded"
         return f"{step.num_decodes} decodes, recorded up to {sizes[-1]}"
 
-    def _too_large(self, step: StepParts, *, is_long: bool) -> str:
-        if is_long and not any(key.any_context for key in self.prompts):
-            longest = f"{step.longest_decode} tokens"
-            return f"a decode of {longest} beside prompts, recorded up to {self.longest_decode}"
-        if step.num_tokens > self.most_prompt_tokens:
-            most = self.most_prompt_tokens
-            return f"{step.num_tokens} tokens with prompts, recorded up to {most}"
-        return f"{step.num_reqs} requests with prompts, recorded up to {self.most_requests}"
+
+def _too_large(step: StepParts, kind: list[GraphKey]) -> str:
+    """Says why a step with prompts fits none of the graphs of its kind."""
+    if not kind:
+        what = f"decodes of {step.query_len} tokens"
+        if step.query_len == 1:
+            what = f"a decode behind {step.longest_decode} tokens"
+        return f"{what} beside prompts, which no graph holds"
+    tokens = max(key.num_tokens for key in kind)
+    if step.num_tokens > tokens:
+        return f"{step.num_tokens} tokens with prompts, recorded up to {tokens}"
+    requests = max(key.num_reqs for key in kind)
+    return f"{step.num_reqs} requests with prompts, recorded up to {requests}"

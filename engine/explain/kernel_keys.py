@@ -76,7 +76,7 @@ def _batch_of_graph(key: GraphKey, config: EngineConfig) -> Batch:
     if key.decodes:
         return Batch(key.num_reqs, config.model.max_model_len)
     alike = key._replace(samples=True)
-    return Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs, graph=alike)
+    return Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs * key.width, graph=alike)
 
 
 def _batch_of(step: DummyStep) -> Batch:

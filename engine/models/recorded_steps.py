@@ -22,6 +22,8 @@ MOST_PROMPT_TOKENS = (2560, 3072, 3584, 4096)
 FP8_PROMPT_TOKENS = (4608, 5120, 5632, 6144)
 """The largest, of such models with FP8 weights: 48 layers take the host 105 ms to launch, and the
 GPU computes 6000 tokens in about 80."""
+DRAFTED_PROMPT_TOKENS = (128, 256, 512, 1024)
+"""Sizes of steps with prompts beside decodes with drafts."""
 PROMPT_REQUESTS = (8, 64)
 """Requests of such a step: few or many."""
 MOST_DRAFTED_PLACES = 512
@@ -73,7 +75,23 @@ def prompts_to_record(config: EngineConfig, *, many_launches: bool) -> list[Grap
     else:
         longest = LONGEST_PROMPT_TOKENS[-1] if is_quick else LONG_PROMPT_TOKENS[-1]
     sizes = limits.max_num_seqs, min(longest, limits.max_num_batched_tokens)
-    return prompt_keys(*sizes, any_context=_cuts_hidden_decodes(config))
+    keys = prompt_keys(*sizes, any_context=_cuts_hidden_decodes(config))
+    # Decodes with drafts have states that lack tokens, prompts have not.
+    return keys if has_state else keys + drafted_keys(*sizes, config.decode_query_len)
+
+
+def drafted_keys(max_num_reqs: int, max_num_tokens: int, width: int) -> list[GraphKey]:
+    """Returns graphs of steps with prompts beside decodes of up to `width` tokens, smallest first.
+    They are few: such steps have the tokens of all decodes, and padding costs them little."""
+    if width == 1:
+        return []
+    num_reqs = min(PROMPT_REQUESTS[-1], max_num_reqs, MOST_DRAFTED_PLACES // width)
+    return [
+        GraphKey(num_reqs, num_tokens, samples, draft_width=width)
+        for num_tokens in DRAFTED_PROMPT_TOKENS
+        if num_reqs < num_tokens <= max_num_tokens
+        for samples in (True, False)
+    ]
 
 
 def _cuts_hidden_decodes(config: EngineConfig) -> bool:

@@ -53,10 +53,10 @@ from engine.worker.cudagraph_utils import CudaGraphManager
 from engine.worker.drafter import Drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from engine.worker.image_rows import create_image_rows
-from engine.worker.kept_logits import KeptLogits
 from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector, OnLayer, waits_for_layers
 from engine.worker.network_drafter import NetworkDrafter, with_drafts
+from engine.worker.recorded_choices import RecordedChoices
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from engine.worker.sampler_of_model import create_sampler
 from kv_transfer.layout import own_groups
@@ -117,13 +117,11 @@ class ModelRunner:
         self._recorded_tokens = self._launches.most_prompt_tokens
         self._attention = attention_of(config, device, self._recorded_tokens)
         self._graphs: CudaGraphManager | None = None
-        self._graph_tokens: dict[GraphKey, torch.Tensor] = {}
-        """[requests, decode_query_len] int64, written by each graph that samples."""
         self.drafts = Drafts(config, self._row_tables[0])
         """Asked for after each step, if decodes have more than one token."""
         self._network = self._create_network(draft)
         self._hands_over = config.is_producer
-        self._logits = KeptLogits(config, model)
+        self._recorded = RecordedChoices(config, model, self.sampler, self._row_tables[0])
         self._keeps_rows = tower is None and keeps_sampled_rows(config, model)
 
     def _create_network(self, draft: DraftNetwork | None) -> NetworkDrafter | None:
@@ -214,14 +212,14 @@ class ModelRunner:
         """Records CUDA graphs. `kv_caches` must be in their final place."""
         kinds = self.adapters.kinds, self._network is not None
         graphs = CudaGraphManager(self._launches, self._device, *kinds)
-        self._logits.allocate(graphs.most_places, self._device)
+        self._recorded.allocate(graphs.most_places, self._device)
         graphs.capture(with_drafts(self._network, graphs, self._record_step), report)
         self._graphs = graphs
 
     def drop_graphs(self) -> None:
         """Drops all graphs: decode steps launch their kernels one by one again."""
         self._graphs = None
-        self._graph_tokens.clear()
+        self._recorded.drop()
         if self._network is not None:
             self._network.passes.drop_graphs()
 
@@ -334,18 +332,16 @@ class ModelRunner:
         self, order: BatchOrder, key: GraphKey, on_layer: OnLayer
     ) -> SamplerOutput | None:
         assert self._graphs is not None
-        num_reqs = len(order.rows)
         self._input_buffers.load(order, key.num_reqs)
         self._graphs.replay(key)
         for layer in range(len(self.kv_caches)):
             on_layer(layer)
         if key.samples:
-            # The next replay overwrites its own output, maybe before this one is copied.
-            return SamplerOutput(self._graph_tokens[key][:num_reqs].clone(), None)
+            return SamplerOutput(self._recorded.tokens(key, order), None)
         batch = self._input_buffers.loaded(order)
         sampled = None
         if order.num_sampled > 0:
-            sampled = self._choose(self._logits.read(order.num_sampled * key.width), batch)
+            sampled = self._choose(self._recorded.logits(key, order), batch)
         self._advance_rows(batch, sampled)
         return sampled
 
@@ -354,16 +350,11 @@ class ModelRunner:
         batch = self._input_buffers.load_padding(key)
         self._input_buffers.gather(key.num_reqs, self._row_tables)
         self.adapters.has_any = key.adapters
+        hides = self._recorded.places(key, batch)
         ends = None if key.decodes else batch.logits_indices.clamp(min=0)
+        ends = ends if hides is None else hides.indices
         hidden = self._forward(batch, lambda layer: None, ends)  # Graphs hold no call to the host.
-        if not key.samples:
-            self._logits.write(hidden)
-            return
-        places, logits = batch.places(), self._model.compute_choices(hidden)
-        chosen = self.sampler.draw(logits, places.idx_mapping, places.seq_lens)
-        token_ids = places.accept(chosen)
-        batch.update_rows(token_ids, self._row_tables[0])
-        self._graph_tokens[key] = token_ids
+        self._recorded.choose(key, batch, hidden, hides)
 
     def _forward(
         self, batch: InputBatch, on_layer: OnLayer, wanted: torch.Tensor | None = None

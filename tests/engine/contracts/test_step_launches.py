@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contracts.step_launches import GraphKey, StepLaunches, StepParts
-from engine.models.recorded_steps import prompt_keys
+from engine.models.recorded_steps import drafted_keys, prompt_keys
 
 RECORDED = StepLaunches({1: (1, 2, 8)}, tuple(prompt_keys(100, 600)))
 ANY_CONTEXT = replace(RECORDED, prompts=tuple(prompt_keys(100, 600, any_context=True)))
@@ -26,7 +26,7 @@ def test_decodes_beside_prompts_have_a_longest_context() -> None:
     near = StepParts(1, 1, 16, longest_decode=4096)
     assert RECORDED.find(near) == GraphKey(8, 32, True)
     far = near._replace(longest_decode=4097)
-    assert "4097 tokens beside prompts, recorded up to 4096" in str(RECORDED.find(far))
+    assert "a decode behind 4097 tokens beside prompts" in str(RECORDED.find(far))
     assert RECORDED.beside(far, 64) == 0
     assert isinstance(RECORDED.find(far._replace(num_decodes=0)), GraphKey)
     assert isinstance(RECORDED.find(StepParts(1, longest_decode=9000)), GraphKey)
@@ -44,6 +44,24 @@ def test_graphs_of_many_requests_hold_decodes_of_any_context() -> None:
     assert ANY_CONTEXT.find(far._replace(prompt_tokens=512)) == (
         "513 tokens with prompts, recorded up to 512"
     )
+
+
+def test_decodes_with_drafts_beside_prompts_have_graphs_of_their_own() -> None:
+    """Whatever their contexts: without a graph they are attended like prompts, too."""
+    drafted = tuple(drafted_keys(100, 600, 4))
+    launches = replace(ANY_CONTEXT, prompts=(*ANY_CONTEXT.prompts, *drafted))
+    step = StepParts(10, 1, 60, query_len=3, longest_decode=100_000)
+    key = launches.find(step)
+    assert key == GraphKey(64, 128, True, draft_width=4) and isinstance(key, GraphKey)
+    assert (key.width, key.decodes) == (4, False)
+    assert launches.find(step._replace(prompt_tokens=483)) == (
+        "513 tokens with prompts, recorded up to 512"
+    )
+    assert launches.beside(StepParts(10, query_len=3), 100) == 226
+    assert "decodes of 5 tokens" in str(launches.find(step._replace(query_len=5)))
+    assert launches.find(StepParts(0, 1, 60, query_len=3)) == GraphKey(8, 64, True)
+    assert [len(drafted_keys(100, 2000, width)) for width in (1, 4, 8)] == [0, 8, 8]
+    assert {key.num_reqs for key in drafted_keys(100, 2000, 16)} == {32}
 
 
 def test_where_nothing_is_recorded_the_reason_is_told() -> None:

@@ -17,6 +17,7 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.step_launches import GraphKey
+from engine.models import recorded_steps
 from engine.models.recorded_steps import capture_sizes
 from engine.sched.rows.draft_length import DraftLength
 from engine.worker import model_runner
@@ -88,6 +89,7 @@ def drawn_requests() -> list[EngineCoreRequest]:
 @pytest.mark.parametrize("query_len", [1, 2, 4])
 def test_give_the_tokens_of_single_launches(make_config, monkeypatch, query_len: int) -> None:
     monkeypatch.setattr(model_runner, "CudaGraphManager", DecodeGraphsByHand)
+    monkeypatch.setattr(recorded_steps, "DRAFTED_PROMPT_TOKENS", (32, 64))
     config = with_ngrams(make_config(), query_len)
     eager, recorded = OneEngine(config, 2), OneEngine(config, 2)
     recorded.worker.runner.capture_model(lambda fraction: None)
@@ -103,6 +105,8 @@ def test_give_the_tokens_of_single_launches(make_config, monkeypatch, query_len:
     assert recorded.scheduler.stats().drafts == eager.scheduler.stats().drafts
     graphs = recorded.worker.runner._graphs
     assert isinstance(graphs, DecodeGraphsByHand)
+    mixed = {key.samples for key in graphs.replayed if key.draft_width}
+    assert mixed == ({True, False} if query_len > 1 else set())
     replayed = {key for key in graphs.replayed if key.decodes}
     assert {key.width for key in replayed} == {query_len}
     assert {key.samples for key in replayed} == {True, False}
@@ -144,6 +148,7 @@ def test_recorded_passes_draft_like_single_launches(
 ) -> None:
     """Drafts are the same, beside prompts, too, and so are those accepted."""
     monkeypatch.setattr(model_runner, "CudaGraphManager", DecodeGraphsByHand)
+    monkeypatch.setattr(recorded_steps, "DRAFTED_PROMPT_TOKENS", (32, 64))
     method, write, _ = CASES[case]
     save_checkpoint(FAMILIES["llama"], tmp_path / "target")
     write(tmp_path / "draft")
@@ -169,6 +174,7 @@ def test_recorded_passes_draft_like_single_launches(
         check_empty(engine)
     assert found[0] == found[1]
     assert isinstance(graphs, DecodeGraphsByHand)
+    assert any(key.draft_width for key in graphs.replayed), "a prompt beside decodes"
     replayed = {key.num_drafts for key in graphs.replayed}
     assert replayed == ({0, 1, 3} if adaptive else {0, 3})
     # Three requests are padded.
