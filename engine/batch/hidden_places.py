@@ -62,7 +62,8 @@ class HiddenPlaces:
 def places_in_recorded(order: BatchOrder, width: int) -> Int32Array:
     """Returns [L]: which of the `HiddenPlaces` of a recorded step, `width` of each request, are the
     `Places` of the step that it computed."""
-    of_decodes = np.arange(order.num_decodes, dtype=np.int32)[:, None] * width
-    of_decodes = of_decodes + np.arange(order.decode_query_len, dtype=np.int32)
-    others = np.arange(order.num_decodes, order.num_sampled, dtype=np.int32) * width
-    return np.concatenate([of_decodes.ravel(), others])
+    firsts = np.arange(order.num_sampled, dtype=np.int32) * np.int32(width)
+    of_decodes = firsts[: order.num_decodes, None] + np.arange(
+        order.decode_query_len, dtype=np.int32
+    )
+    return np.concatenate([of_decodes.ravel(), firsts[order.num_decodes :]])

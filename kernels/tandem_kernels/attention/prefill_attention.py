@@ -213,8 +213,7 @@ def prefill_attention_kernel(
     query_start = tl.load(query_start_loc + r)
     num_tokens = tl.load(query_start_loc + r + 1) - query_start
     first_token = (q_tile - (query_start - first_req) // BLOCK_Q - (r - first_req)) * BLOCK_Q
-    if (first_token < 0) | (first_token >= num_tokens):
-        # Before the first request there are tiles where its query rows are not the first ones.
+    if (first_token < 0) | (first_token >= num_tokens):  # before the request's rows, or behind
         return
     seq_len = tl.load(seq_lens + r)
     cached = seq_len - num_tokens

@@ -226,6 +226,7 @@ def test_all_passes_of_a_step_are_one_graph(
     monkeypatch.setattr(DraftPasses, "_passes", _once_recorded(DraftPasses._passes))
     run(with_head(small_config(small_weights), method, tmp_path), mixed_requests(make_prompt), None)
     assert {key.num_drafts for key in replayed} == {0, 3}
+    assert any(key.draft_width for key in replayed), "prompts beside decodes are graphs, too"
 
 
 def _once_recorded(passes: Any) -> Any:
