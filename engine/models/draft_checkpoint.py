@@ -268,9 +268,10 @@ def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec, num_drafts: int) ->
     if spec.ahead.dspark in names:
         raise CheckpointError(
             target.path,
-            f"has DSpark's drafter ({spec.ahead.dspark}), which drafts several tokens in one pass, "
-            "in place of layers that predict ahead",
-            "choose ngram or draft_model",
+            f"has DSpark's drafter ({spec.ahead.dspark}) in place of layers that predict ahead: "
+            "layers that read three of the model's and draft a block of tokens in one pass, which "
+            "a table of token pairs and confidences then choose among",
+            "choose ngram or draft_model, or the release without it (DeepSeek-V4-Flash)",
         )
     layers = [spec.ahead.projection.format(first + i) for i in range(spec.num_extra_layers)]
     found = [target.load_format == "dummy" or f"{name}.weight" in names for name in layers]

@@ -27,7 +27,9 @@ DIFFERENCES = {
     "dbrx": ("MixtralForCausalLM", "norms that subtract the mean, and experts as one tensor"),
     "deepseek_v41": (
         "DeepseekV4ForCausalLM",
-        "an n-gram memory (engram), an index of two levels, rows in FP4, layers that share rows",
+        "an n-gram memory (engram), rows of one token or two in FP4 that later layers share, an "
+        "index of two levels (blocks, and rows in these), residual streams whose mix is made one "
+        "block ahead, weights in FP8 blocks of 32 x 32, and DSpark's drafter",
     ),
     "dots3_note": (
         "Dots1ForCausalLM",
