@@ -164,9 +164,11 @@ class ChatMessage(_OpenBody):
 
     @property
     def thought(self) -> str:
-        """Returns the reasoning, by whichever of its names it came."""
+        """Returns the reasoning, by whichever of its names it came. Blanks are none: clients send
+        one where a field must not be empty, and templates would show it as a thought."""
         other = (self.model_extra or {}).get("thinking")
-        return self.reasoning_content or self.reasoning or (other if isinstance(other, str) else "")
+        given = self.reasoning_content or self.reasoning or other
+        return given if isinstance(given, str) and given.strip() else ""
 
     @property
     def text(self) -> str:

@@ -93,6 +93,13 @@ def test_thoughts_of_the_history_have_the_name_that_the_template_shows(name: str
     assert answer["reasoning_content"] == "why"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_a_blank_is_no_thought(name: str) -> None:
+    """hermes-agent 0.19.0 sends it for turns in which the model did not think."""
+    turn = {"role": "assistant", "content": "a"}
+    assert shown({"messages": [{**turn, name: " "}]}) == shown({"messages": [turn]})
+
+
 def test_a_developer_is_the_system_where_the_template_knows_no_other() -> None:
     body = {"messages": [{"role": "developer", "content": "be kind"}, USER]}
     show = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
