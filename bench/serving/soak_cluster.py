@@ -132,7 +132,8 @@ class Wanted:
     def specs(self, folder: Path) -> list[ServiceSpec]:
         """Returns the router and all nodes. Files of theirs lie in `folder`."""
         caching = _ALL_TIERS if self.all_tiers else ("--no-enable-prefix-caching",)
-        args = ["--kv-transports", self.kv_transports, *caching, *self.node_args.split()]
+        name = ["--served-model-name", "demo"] if self.model else []
+        args = [*name, "--kv-transports", self.kv_transports, *caching, *self.node_args.split()]
         if self.everything:
             write_adapters(folder / "adapters", Path(self.settings.model))
             args += [*NODE_ARGS, "--lora-dir", str(folder / "adapters")]
