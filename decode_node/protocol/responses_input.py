@@ -98,8 +98,9 @@ class _Messages:
             self.add(role, content)
             return
         _check_text(content, f"{place}.content")
+        # Clients send what was said beside calls in front of them, or behind them.
         turn = self._turn()
-        if turn["content"] is not None or "tool_calls" in turn:
+        if turn["content"] is not None:
             turn = self._turn(is_new=True)
         turn["content"] = content
 

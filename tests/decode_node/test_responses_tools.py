@@ -198,6 +198,29 @@ def test_a_history_of_such_calls_is_one_of_functions() -> None:
     ]  # fmt: skip
 
 
+def test_words_that_are_sent_behind_the_calls_of_their_turn_are_of_that_turn() -> None:
+    """@tanstack/ai-openai 0.23.1 sends a turn so, whatever came first, as it was recorded."""
+    items: list[dict[str, Any]] = [
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "weather?"}],
+        },
+        {"type": "function_call", "call_id": "c", "id": "fc_1", "name": "f", "arguments": "{}"},
+        {"type": "message", "role": "assistant", "content": "I do it."},
+        {"type": "function_call_output", "call_id": "c", "output": "warm"},
+        {"type": "message", "role": "assistant", "content": "Warm."},
+        {"type": "message", "role": "assistant", "content": "And more."},
+    ]
+    swapped = [items[0], items[2], items[1], *items[3:]]
+    messages = chat_of({"input": items}).messages
+    assert messages == chat_of({"input": swapped}).messages
+    assert [message.role for message in messages] == [
+        "user", "assistant", "tool", "assistant", "assistant",
+    ]  # fmt: skip
+    assert messages[1].content == "I do it." and messages[1].tool_calls
+
+
 async def test_tools_that_a_server_runs_are_left_out_where_there_are_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
