@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem_kernels.reference import (
     attention,
     batch,
+    block_mix,
     block_sparse,
     delta_rule,
     elementwise,
@@ -155,6 +156,7 @@ index_rows = Op(token_rows.index_rows, "attention.index_rows")
 window_rows_attention = Op(token_rows.window_rows_attention, "attention.window_rows_attention")
 read_streams = Op(streams.read_streams, "elementwise.streams")
 write_streams = Op(streams.write_streams, "elementwise.streams")
+mix_blocks = Op(block_mix.mix_blocks, "elementwise.block_mix")
 join_streams = Op(streams.join_streams, "elementwise.streams")
 choose_blocks = Op(block_sparse.choose_blocks, "attention.block_scores")
 block_sparse_attention = Op(block_sparse.block_sparse_attention, "attention.block_sparse_attention")

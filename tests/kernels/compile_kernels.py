@@ -61,6 +61,7 @@ from tandem_kernels.collectives import (
     peer_reduce_norm,
 )
 from tandem_kernels.elementwise import (
+    block_mix,
     embedding,
     relu_squared,
     rms_norm,
@@ -245,6 +246,7 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                     "LIMITED": False,
                     "CLAMPED": False,
                     "CAPPED": not is_gelu,
+                    "SITU": False,
                     "OVERLAP": capability >= 90,
                 },
             )
@@ -1793,6 +1795,8 @@ def stream_cases(capability: int) -> Iterator[Case]:
             },
         )  # fmt: skip
     yield Case(streams.write_streams_kernel, "", types, {"COUNT": 4, "BLOCK": 512})
+    types = {**named("*bf16", "blocks", "last", "query", "weight", "out"), "eps": "fp32"}
+    yield Case(block_mix.mix_blocks_kernel, "", types, {"BLOCK": 8192}, {"num_warps": 8})
 
 
 def block_sparse_cases(capability: int) -> Iterator[Case]:

@@ -90,3 +90,9 @@ def test_capped_gates(dtype: torch.dtype) -> None:
 def test_residual_streams(dtype: torch.dtype) -> None:
     kernels = ops.read_streams.kernel, ops.write_streams.kernel, ops.join_streams.kernel
     check.residual_streams(*kernels, (19, 4, 40), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("count", [1, 3])
+def test_mixed_blocks(count: int, dtype: torch.dtype) -> None:
+    check.mixed_blocks(ops.mix_blocks.kernel, (count, 5, 40), dtype)

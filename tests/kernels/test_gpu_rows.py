@@ -95,3 +95,9 @@ def test_capped_gates(dtype: torch.dtype) -> None:
 def test_residual_streams(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     kernels = ops.read_streams, ops.write_streams, ops.join_streams
     check.residual_streams(*kernels, shape, dtype, device="cuda")
+
+
+@halves
+@pytest.mark.parametrize("shape", [(1, 1, 4096), (8, 70, 7168)])
+def test_mixed_blocks(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    check.mixed_blocks(ops.mix_blocks, shape, dtype, device="cuda")

@@ -283,6 +283,26 @@ def capped_gates(op: Op, dtype: torch.dtype, device: str = "cpu") -> None:
     x, form = torch.randn(5, 80, device=device).to(dtype), GateForm("capped", 0.4)
     found, expected = op(x, form), plain_elementwise.bounded_gate_and_mul(x, form)
     assert oracle.relative_error(found, expected) < ATTENTION[dtype]
+    gate, up = x.double().chunk(2, dim=1)
+    wanted = 0.7 * (gate / 0.7).tanh() * gate.sigmoid() * 1.5 * (up / 1.5).tanh()
+    assert oracle.relative_error(op(x, GateForm("situ", 1.5, 0.7)), wanted) < ATTENTION[dtype]
+
+
+def mixed_blocks(
+    op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """`shape` is (n, T, H). Blocks lie in a bank that has room for more."""
+    count, num_tokens, width = shape
+    bank = torch.randn(count + 2, num_tokens, width, device=device).to(dtype)
+    blocks, last = bank[:count], bank[-1]
+    query, weight = (torch.randn(width, device=device).to(dtype) for _ in range(2))
+    values = torch.cat((blocks, last[None])).double()
+    lengths = (values.square().mean(2, keepdim=True) + 1e-5).sqrt()
+    scores = (values / lengths * weight.double()) @ query.double() / 4
+    shares = scores.softmax(0)
+    found = op(blocks, last, query / 4, weight, 1e-5)
+    assert found.dtype == dtype and found.shape == (num_tokens, width)
+    assert oracle.relative_error(found, (values * shares[..., None]).sum(0)) < ATTENTION[dtype]
 
 
 def residual_streams(

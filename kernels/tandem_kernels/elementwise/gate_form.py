@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GateKind = Literal["silu", "clamped", "gelu_tanh", "limited", "relu_squared", "capped"]
+GateKind = Literal[
+    "silu", "clamped", "gelu_tanh", "limited", "relu_squared", "capped", "situ"
+]  # fmt: skip
 _KINDS: tuple[GateKind, ...] = (
-    "silu", "clamped", "gelu_tanh", "limited", "relu_squared", "capped",
+    "silu", "clamped", "gelu_tanh", "limited", "relu_squared", "capped", "situ",
 )  # fmt: skip
 
 
@@ -22,6 +24,8 @@ class GateForm:
                 Step-3.5-Flash, 2026)
     capped      silu(gate) * up, gate at most `limit`, up within +-`limit` (DeepSeek-V4, 2026)
     relu_squared  relu(up) ** 2: there is no gate (NVIDIA, Nemotron-H, 2025)
+    situ        soft(gate, alpha) * sigmoid(gate) * soft(up, limit), where soft(x, most) is
+                most * tanh(x / most) (Moonshot, Kimi K3, arXiv 2607.24653)
     """
 
     kind: GateKind

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem_kernels.attention.soft_cap import soft_capped
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments
 
@@ -25,6 +26,7 @@ def silu_and_mul_kernel(
     LIMITED: tl.constexpr,
     CLAMPED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SITU: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Writes, in program (t, j), columns j * BLOCK and on of row t."""
@@ -48,7 +50,11 @@ def silu_and_mul_kernel(
         steep = alpha * wide
     if GELU:
         steep = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-    activated = wide / (1.0 + tl.exp(-steep))
+    factor = wide
+    if SITU:
+        factor = soft_capped(wide, alpha)
+        up = soft_capped(up, limit)
+    activated = factor / (1.0 + tl.exp(-steep))
     if LIMITED:
         activated = tl.minimum(activated, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -91,6 +97,7 @@ def _activate(x: Tensor, *, is_gelu: bool, form: GateForm | None = None) -> Tens
             LIMITED=kind == "limited",
             CLAMPED=kind == "clamped",
             CAPPED=kind == "capped",
+            SITU=kind == "situ",
             OVERLAP=overlap,
             num_warps=4,
             **({"launch_pdl": True} if overlap else {}),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tandem_kernels.attention.soft_cap import soft_capped
+
 
 @triton.jit
 def activated(
@@ -25,7 +27,11 @@ def activated(
     if GATE == 2:
         # GELU's tanh formula is SiLU of another argument; see `silu_and_mul`.
         steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    found = gate / (1.0 + tl.exp(-steep))
+    factor = gate
+    if GATE == 6:
+        factor = soft_capped(gate, alpha)
+        up = soft_capped(up, limit)
+    found = factor / (1.0 + tl.exp(-steep))
     if GATE == 3:
         found = tl.minimum(found, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

@@ -14,7 +14,7 @@ from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.reference.fp8_cache import quantise
-from tandem_kernels.reference.steady import sigmoid, silu
+from tandem_kernels.reference.steady import sigmoid, silu, situ
 
 
 def embedding(token_ids: Tensor, table: Tensor, first: int | None = None) -> Tensor:
@@ -83,6 +83,8 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
 def bounded_gate_and_mul(x: Tensor, form: GateForm) -> Tensor:
     """Computes the gated activation [T, 2I] -> [T, I] of a form that has a limit."""
     gate, up = x.float().chunk(2, dim=-1)
+    if form.kind == "situ":
+        return situ(gate, up, form).to(x.dtype)
     up = up.clamp(-form.limit, form.limit)
     if form.kind == "limited":
         return F.silu(gate).clamp_(max=form.limit).mul_(up).to(x.dtype)

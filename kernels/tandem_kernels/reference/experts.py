@@ -202,6 +202,8 @@ def activated(gates: Tensor, ups: Tensor, gate: GateForm | None) -> Tensor:
         return steady.silu(gates) * ups
     if gate.kind == "gelu_tanh":
         return steady.gelu_tanh(gates) * ups
+    if gate.kind == "situ":
+        return steady.situ(gates, ups, gate)
     if gate.kind == "limited":
         return steady.silu(gates).clamp(max=gate.limit) * ups.clamp(-gate.limit, gate.limit)
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem_kernels.elementwise.gate_form import GateForm
+
 
 def sigmoid(x: Tensor) -> Tensor:
     """Computes 1 / (1 + exp(-x))."""
@@ -23,6 +25,17 @@ def silu(x: Tensor) -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """Computes GELU by its tanh formula, which is SiLU of another argument."""
     return x / (1.0 + torch.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+def situ(gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
+    """Computes what `GateForm` says of `situ`, in float32."""
+    gate = _soft(gate, form.alpha) * sigmoid(gate)
+    return gate * _soft(up, form.limit)
+
+
+def _soft(x: Tensor, most: float) -> Tensor:
+    """Computes most * tanh(x / most)."""
+    return most * (2.0 / (1.0 + torch.exp(-2.0 * x / most)) - 1.0)
 
 
 def softplus(x: Tensor) -> Tensor:
