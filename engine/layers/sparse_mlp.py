@@ -26,7 +26,7 @@ from engine.layers.expert_methods.base import PROJECTIONS, ExpertLayer, ExpertPa
 from engine.layers.expert_methods.choice import expert_method
 from engine.layers.expert_methods.stacked import STACKED_NAMES, bias_weights
 from engine.layers.expert_share import ExpertShare
-from engine.layers.linear import ReplicatedLinear
+from engine.layers.linear import ReplicatedLinear, RowParallelLinear
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
@@ -141,6 +141,44 @@ def _units_of(shard: Shard, intermediate_size: int, unit: int) -> tuple[int, int
         ) from error
 
 
+class LatentProjections(nn.Module):
+    """Projects what routed experts read, [T, H] -> [T, L], and their sum. A norm of the sum needs it
+    whole: ranks add up their parts first, and then each projects a part of its norm.
+
+    Args:
+        names: The checkpoint's names of the projections, and of the norm; "": there is none.
+    """
+
+    def __init__(
+        self, hidden_size: int, size: int, eps: float, shard: Shard, names: tuple[str, str, str]
+    ) -> None:
+        super().__init__()
+        inward, outward, norm = self.names = names
+        self.group = shard.tp
+        self.into = ReplicatedLinear(hidden_size, size, shard.at(inward))
+        self.norm = RMSNorm(size, eps, shard) if norm else None
+        self.out = (RowParallelLinear if norm else ReplicatedLinear)(
+            size, hidden_size, shard.at(outward)
+        )
+
+    def outward(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of the sum over its group, [T, H], of such a part [T, L]."""
+        if self.norm is None:
+            # A sum of what ranks have projected is what their sum would be.
+            return self.out(x)
+        assert isinstance(self.out, RowParallelLinear)
+        normed = self.norm(self.group.all_reduce(x) if len(x) else x)
+        count = normed.shape[1] // self.group.size
+        return self.out.partial(normed.narrow(1, self.out.start, count))
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        inward, outward, norm = (f"{prefix}.{name}" for name in self.names)
+        yield from self.into.checkpoint_weights(inward)
+        yield from self.out.checkpoint_weights(outward)
+        if self.norm is not None:
+            yield from self.norm.checkpoint_weights(norm)
+
+
 class SparseMLP(nn.Module):
     """Adds the routed experts' and the shared expert's output to the residual stream.
 
@@ -148,8 +186,7 @@ class SparseMLP(nn.Module):
         norm: Of what is added; None: none.
         input_norm: Of what experts read, where the router reads another norm; None: both read the
             same.
-        latents: What experts read is projected by the first, and their sum by the second; None:
-            neither is.
+        latents: Project what experts read, and their sum; None: neither is.
     """
 
     def __init__(
@@ -161,12 +198,11 @@ class SparseMLP(nn.Module):
         *,
         norm: RMSNorm | None = None,
         input_norm: RMSNorm | None = None,
-        latents: tuple[ReplicatedLinear, ReplicatedLinear] | None = None,
+        latents: LatentProjections | None = None,
     ) -> None:
         super().__init__()
         self.router = router
-        self.to_latent = None if latents is None else latents[0]
-        self.from_latent = None if latents is None else latents[1]
+        self.latents = latents
         self.experts = experts
         self.shared = shared
         self.norm, self.input_norm = norm, input_norm
@@ -234,8 +270,7 @@ class SparseMLP(nn.Module):
         tokens, slots = self.exchange.gather(x, slot_mapping)
         chosen = self.router(tokens, slots)
         given = tokens if self.input_norm is None else self.input_norm(tokens)
-        if self.to_latent is not None:
-            given = self.to_latent(given)
+        if self.latents is not None:
+            given = self.latents.into(given)
         out = self.exchange.combine(self.experts(given, *chosen), len(x))
-        # A sum of what ranks have projected is what their sum would be.
-        return out if self.from_latent is None else self.from_latent(out)
+        return out if self.latents is None else self.latents.outward(out)

@@ -75,7 +75,7 @@ def attention_block(
             norm=norm,
             kv_scales=layer_scales(config.cache.kv_scales, index, 1, shard),
             indexer=_indexer_sizes(spec, index, latent.rope),
-            gated=latent.gated,
+            gates=latent.gates,
         )
     options = AttentionOptions(
         bias=spec.attention_bias,
@@ -175,8 +175,9 @@ def state_block(
         delta = replace(_delta_sizes(kda), decay_floor=kda.floor)
         rank = kda.key_dim if kda.is_narrow else 0
         return KimiDeltaAttention(
-            hidden_size, delta, eps, shard, rank=rank, norm=norm, drafting=kept
-        )
+            hidden_size, delta, eps, shard, rank=rank, is_mixed=kda.is_mixed, norm=norm,
+            drafting=kept,
+        )  # fmt: skip
     linear = spec.linear
     assert linear is not None
     form: DeltaForm = "split" if linear.is_split else "by_key_head"

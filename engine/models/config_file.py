@@ -10,7 +10,6 @@ import msgspec
 
 from engine.models.config_parts import (
     MOST,
-    LinearAttentionFields,
     ScaledResiduals,
     SparseAttentionFields,
 )
@@ -254,11 +253,6 @@ class ConfigFile(ScaledResiduals):
     linear_value_head_dim: int | None = None
     linear_conv_kernel_dim: int | None = None
     linear_allow_neg_eigval: bool = True
-    linear_num_heads: int | None = None
-    """This and what follows are of Kimi Linear, as transformers and as Moonshot say it."""
-    linear_head_dim: int | None = None
-    linear_attn_config: LinearAttentionFields | None = None
-    model_max_length: int | None = None
     layer_group_size: int | None = None
     """Ling 3's name of `full_attention_interval`; so are those down to the limits."""
     short_conv_kernel_size: int | None = None
@@ -272,11 +266,6 @@ class ConfigFile(ScaledResiduals):
     gated_attention_proj_granularity_type: str = "head_wise"
     expert_swiglu_limit_list: list[float | None] | None = None
     share_expert_swiglu_limit_list: list[float | None] | None = None
-    mla_use_nope: bool | None = None
-    num_experts_per_token: int | None = None
-    moe_renormalize: bool | None = None
-    num_expert_group: int | None = None
-    moe_router_activation_func: str | None = None
     quantization_config: dict[str, object] | None = None
     compression_config: dict[str, object] | None = None
     """Early compressed-tensors' name of `quantization_config`."""

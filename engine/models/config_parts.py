@@ -45,9 +45,33 @@ class LinearAttentionFields(msgspec.Struct):
     num_heads: int | None = None
     head_dim: int | None = None
     short_conv_kernel_size: int | None = None
+    gate_lower_bound: float | None = None
+    use_full_rank_gate: bool = False
 
 
-class ScaledResiduals(msgspec.Struct, kw_only=True):
+class KimiFields(msgspec.Struct, kw_only=True):
+    """Holds what Kimi Linear says, as transformers and as Moonshot say it, and what Kimi K3 has
+    besides."""
+
+    linear_num_heads: int | None = None
+    linear_head_dim: int | None = None
+    linear_attn_config: LinearAttentionFields | None = None
+    model_max_length: int | None = None
+    mla_use_nope: bool | None = None
+    num_experts_per_token: int | None = None
+    moe_renormalize: bool | None = None
+    num_expert_group: int | None = None
+    moe_router_activation_func: str | None = None
+    attn_res_block_size: int | None = None
+    """Layers of a block; see `engine.layers.attention_residual`."""
+    routed_expert_hidden_size: int | None = None
+    latent_moe_use_norm: bool = False
+    activation_situ_beta: float | None = None
+    activation_situ_linear_beta: float | None = None
+    mla_use_output_gate: bool = False
+
+
+class ScaledResiduals(KimiFields, kw_only=True):
     """Holds by how much MiniMax-Text-01 multiplies residuals, and what its blocks add to them, as
     its authors and as transformers say it."""
 

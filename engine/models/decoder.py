@@ -53,7 +53,7 @@ class Decoder(CausalLM):
             sizes = model.vocab_size, spec.hidden_size, shard.at("lm_head")
             self.lm_head = LMHead(*sizes, shared, spec.logit_scale, spec.final_softcap or 0.0)
             self.keeps_rows = self.link.is_first and bool(self.layers[-1].keeps_rows)
-        self.streams = Streams(spec, shard)
+        self.streams = Streams(spec, shard, model.num_layers)
         self.inputs = layer_inputs(model, spec, shard)
         self.kinds = LayerKinds(config, spec, self.layer_indices, shard.device)
 

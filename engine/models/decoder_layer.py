@@ -43,7 +43,7 @@ class DecoderLayer(nn.Module):
         self.norms = names = spec.norms_of(index)
         experts, has_mlp = spec.experts, index not in spec.bare_layers
         self.before_attention = layer_norm(spec, shard, names.before_attention)
-        self.streams = LayerStreams(spec, shard, self.before_attention)
+        self.streams = LayerStreams(spec, shard, self.before_attention, index)
         after = layer_norm(spec, shard, names.after_attention, spec.after_eps)
         self.module, self.self_attn = mixing_block(config, spec, index, shard, after)
         self.keeps_rows = isinstance(self.self_attn, AttentionBlock)

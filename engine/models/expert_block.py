@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.layers.expert_share import ExpertShare
-from engine.layers.linear import ReplicatedLinear
 from engine.layers.mlp import CutGateMLP, DenseMLP, GatedMLP, SquaredMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.paired_mlp import PairedMLP
 from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.shared_expert import SharedExpert
-from engine.layers.sparse_mlp import Experts, SparseMLP
+from engine.layers.sparse_mlp import Experts, LatentProjections, SparseMLP
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.experts import ExpertSpec
 from tandem_kernels.elementwise.gate_form import GateForm
@@ -78,21 +77,18 @@ def sparse_mlp(
         inner,
         norm=norm,
         input_norm=input_norm,
-        latents=_latents(hidden_size, spec, inner),
+        latents=_latents(hidden_size, spec, inner, eps),
     )
 
 
 def _latents(
-    hidden_size: int, spec: ExpertSpec, inner: Shard
-) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
+    hidden_size: int, spec: ExpertSpec, inner: Shard, eps: float
+) -> LatentProjections | None:
     """Returns the projections around routed experts; None: there are none."""
-    size, names = spec.latent_size, spec.names
-    if size == 0:
+    if spec.latent_size == 0:
         return None
-    return (
-        ReplicatedLinear(hidden_size, size, inner.at(names.to_latent)),
-        ReplicatedLinear(size, hidden_size, inner.at(names.from_latent)),
-    )
+    names = spec.names.to_latent, spec.names.from_latent, spec.names.latent_norm
+    return LatentProjections(hidden_size, spec.latent_size, eps, inner, names)
 
 
 def _gate(spec: ExpertSpec, limit: float) -> GateForm | None:
@@ -100,6 +96,8 @@ def _gate(spec: ExpertSpec, limit: float) -> GateForm | None:
         return GateForm("relu_squared")
     if spec.gelu:
         return GateForm("gelu_tanh")
+    if spec.soft_bounds is not None:
+        return _situ(spec.soft_bounds)
     if spec.caps > 0.0:
         return GateForm("capped", spec.caps)
     if limit > 0.0:
@@ -107,8 +105,15 @@ def _gate(spec: ExpertSpec, limit: float) -> GateForm | None:
     return GateForm("clamped", spec.gate_limit, spec.gate_alpha) if spec.gate_limit else None
 
 
+def _situ(bounds: tuple[float, float]) -> GateForm:
+    of_gate, of_up = bounds
+    return GateForm("situ", limit=of_up, alpha=of_gate)
+
+
 def _dense_gate(spec: ExpertSpec, index: int) -> GateForm | None:
     """Returns the activation of blocks that every token goes through, if it has a limit."""
+    if spec.soft_bounds is not None:
+        return _situ(spec.soft_bounds)
     if spec.caps > 0.0:
         return GateForm("capped", spec.caps)
     if spec.clamps_dense:
@@ -187,8 +192,7 @@ def expert_weights(block: SparseMLP, spec: DenseSpec, prefix: str) -> Iterator[C
         yield from block.shared.checkpoint_weights(
             name, f"{name}_gate.weight", is_fused=spec.fused_gate_up
         )
-    if block.to_latent is not None and block.from_latent is not None:
-        yield from block.to_latent.checkpoint_weights(f"{own}.{names.to_latent}")
-        yield from block.from_latent.checkpoint_weights(f"{own}.{names.from_latent}")
+    if block.latents is not None:
+        yield from block.latents.checkpoint_weights(own)
     if block.input_norm is not None:
         yield from block.input_norm.checkpoint_weights(f"{prefix}.{names.input_norm}")

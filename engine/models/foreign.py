@@ -56,12 +56,6 @@ DIFFERENCES = {
         "use the -HF release",
     ),
     "jamba": ("MixtralForCausalLM", _MAMBA),
-    "kimi_k3": (
-        _KIMI,
-        "residuals that attend to those of earlier blocks, activations of all units with two "
-        "bounds (SiTU), a norm of what experts' latents add up to, latents with a gate for each "
-        "number, and decays through a narrow projection beside a whole one of gates",
-    ),
     "llama4": (
         _LLAMA,
         "attention within chunks, and experts whose input is weighted in place of their output",

@@ -35,6 +35,7 @@ from engine.models.specs.glm4_moe import Glm4MoeSpec, SolarOpenSpec
 from engine.models.specs.gpt_oss import GptOssSpec
 from engine.models.specs.granite import GraniteHybridSpec, GraniteSpec
 from engine.models.specs.hunyuan import HYV3Spec
+from engine.models.specs.kimi_k3 import KimiK3Spec
 from engine.models.specs.kimi_linear import KimiLinearSpec
 from engine.models.specs.laguna import LagunaSpec
 from engine.models.specs.lfm import Lfm2MoeSpec, Lfm2Spec
@@ -97,6 +98,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "HYV3ForCausalLM": HYV3Spec,
     "IQuestCoderForCausalLM": IQuestCoderSpec,
     "InternLM3ForCausalLM": InternLM3Spec,
+    "KimiK3ForCausalLM": KimiK3Spec,
     "KimiLinearForCausalLM": KimiLinearSpec,
     "LagunaForCausalLM": LagunaSpec,
     "Lfm2ForCausalLM": Lfm2Spec,

@@ -102,7 +102,8 @@ class _Costs:
         yield _Linear(f"{block}.gate", hidden, experts.count, is_shared=False)
         if (size := experts.latent_size) > 0:
             yield _Linear(f"{block}.{experts.names.to_latent}", hidden, size, is_shared=False)
-            yield _Linear(f"{block}.{experts.names.from_latent}", size, hidden, is_shared=False)
+            is_cut = bool(experts.names.latent_norm)
+            yield _Linear(f"{block}.{experts.names.from_latent}", size, hidden, is_shared=is_cut)
         if experts.shared_size:
             name = f"{block}.{experts.names.shared}"
             yield from _feed_forward(name, hidden, experts.shared_size, not experts.squared)
@@ -147,6 +148,8 @@ class _Costs:
         yield _Linear(f"{name}.kv_a_proj_with_mqa", hidden, latent, is_shared=False)
         yield _Linear(f"{name}.kv_b_proj", sizes.kv_rank, heads * (sizes.nope + sizes.value))
         yield _Linear(f"{name}.o_proj", heads * sizes.value, hidden)
+        if sizes.gates:
+            yield _Linear(f"{name}.g_proj", hidden, heads * sizes.gates)
 
     def _rows(self, name: str, rows: TokenRowsSpec, layer: int) -> Iterator[_Linear]:
         hidden, queries = self._spec.hidden_size, self._model.num_heads * rows.head_dim

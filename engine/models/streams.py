@@ -15,6 +15,7 @@ from engine.layers.alternating import (
     LowRankWay,
     Prediction,
 )
+from engine.layers.attention_residual import AttentionResidual, BlockStream
 from engine.layers.hyper_connection import HyperConnection, HyperHead, HyperStream
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import NormedStream, ResidualStream
@@ -22,7 +23,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.specs.dense import DenseSpec
 from tandem_kernels.stream_forms import StreamForm
 
-_HEAD = "hc_head"
+_HEAD, _RESIDUAL = "hc_head", "output_attn_res"
 
 
 class Streams(nn.Module):
@@ -34,13 +35,17 @@ class Streams(nn.Module):
 
     head: HyperHead | None
     ends: AltEnds | None
+    mixture: AttentionResidual | None
 
-    def __init__(self, spec: DenseSpec, shard: Shard) -> None:
+    def __init__(self, spec: DenseSpec, shard: Shard, num_layers: int) -> None:
         super().__init__()
         self.streams, self.norm_factor = spec.residual_streams, spec.norm_factor
-        self.head = self.ends = None
+        self.head = self.ends = self.mixture = None
         width = spec.hidden_size * (1 if self.streams is None else self.streams.count)
         self.like = torch.empty(0, width, dtype=shard.dtype, device=shard.device)
+        if size := spec.block_layers:
+            self.mixture = AttentionResidual(spec.hidden_size, spec.rms_norm_eps, shard)
+            self.num_blocks = -(-num_layers // size)
         if (alternating := spec.alternating_streams) is not None:
             self.ends = AltEnds(spec.hidden_size, alternating.count, shard.at("model"))
         if self.streams is not None:
@@ -51,6 +56,8 @@ class Streams(nn.Module):
         """Returns the stream that begins with `rows` [T, H], whose memory becomes the stream's."""
         if self.ends is not None:
             return self.ends.begin(rows)
+        if self.mixture is not None:
+            return BlockStream(rows, self.num_blocks)
         if self.norm_factor:
             return NormedStream(rows, self.norm_factor)
         streams = self.streams
@@ -68,7 +75,7 @@ class Streams(nn.Module):
         if isinstance(stream, HyperStream):
             assert self.head is not None
             stream.enter(self.head)
-        enter(stream, self.ends)
+        enter(stream, self.ends or self.mixture)
         return stream.normed(norm)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
@@ -76,18 +83,20 @@ class Streams(nn.Module):
             yield from self.ends.checkpoint_weights(prefix)
         if self.head is not None:
             yield from self.head.checkpoint_weights(f"{prefix}.{_HEAD}")
+        if self.mixture is not None:
+            yield from self.mixture.checkpoint_weights(f"{prefix}.{_RESIDUAL}")
 
 
 class LayerStreams(nn.Module):
-    """Says what the blocks of one layer read of several streams; of one, they read all. `norm`: of
-    what attention reads."""
+    """Says what the blocks of layer `index` read of several streams; of one, they read all. `norm`:
+    of what attention reads."""
 
-    attention: HyperConnection | Prediction | None
-    mlp: HyperConnection | LowRankWay | None
+    attention: HyperConnection | Prediction | AttentionResidual | None
+    mlp: HyperConnection | LowRankWay | AttentionResidual | None
     input: Correction | None
     altup: AltUp | None
 
-    def __init__(self, spec: DenseSpec, shard: Shard, norm: RMSNorm | None) -> None:
+    def __init__(self, spec: DenseSpec, shard: Shard, norm: RMSNorm | None, index: int) -> None:
         super().__init__()
         self.attention = self.mlp = self.input = self.altup = None
         if (alternating := spec.alternating_streams) is not None:
@@ -99,6 +108,10 @@ class LayerStreams(nn.Module):
         if (streams := spec.residual_streams) is not None:
             sizes = spec.hidden_size, streams.count, _form(spec, shard), shard
             self.attention, self.mlp = HyperConnection(*sizes), HyperConnection(*sizes)
+        if size := spec.block_layers:
+            of = spec.hidden_size, spec.rms_norm_eps, shard
+            self.attention = AttentionResidual(*of, closes=index % size == 0)
+            self.mlp = AttentionResidual(*of)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         if self.altup is not None:
@@ -106,15 +119,23 @@ class LayerStreams(nn.Module):
         for connection, name in ((self.attention, "hc_attn"), (self.mlp, "hc_ffn")):
             if isinstance(connection, HyperConnection):
                 yield from connection.checkpoint_weights(f"{prefix}.{name}")
+        for point, name in ((self.attention, "self_attention_res"), (self.mlp, "mlp_res")):
+            if isinstance(point, AttentionResidual):
+                yield from point.checkpoint_weights(f"{prefix}.{name}")
 
 
 def enter(
     stream: ResidualStream,
-    block: HyperConnection | Prediction | LowRankWay | Correction | AltEnds | None,
+    block: (
+        HyperConnection | AttentionResidual | Prediction | LowRankWay | Correction | AltEnds | None
+    ),
 ) -> None:
     """Makes the stream ready for a block."""
     if isinstance(block, HyperConnection):
         assert isinstance(stream, HyperStream)
+        stream.enter(block)
+    elif isinstance(block, AttentionResidual):
+        assert isinstance(stream, BlockStream)
         stream.enter(block)
     elif block is not None:
         assert isinstance(stream, AltStream)

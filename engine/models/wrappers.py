@@ -100,6 +100,7 @@ WRAPPERS = {
         },
     ),
     "KimiK25ForConditionalGeneration": Wrapper({"": "DeepseekV3ForCausalLM"}),
+    "KimiK3ForConditionalGeneration": Wrapper({"": "KimiK3ForCausalLM"}),
     "Glm46VForConditionalGeneration": Wrapper(
         {"": "Glm4vForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"}
     ),

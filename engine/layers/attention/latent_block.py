@@ -68,7 +68,8 @@ class LatentAttentionBlock(nn.Module):
         norm: Of what is added; None: none.
         kv_scales: See `AttentionSpec`; one for latents and keys.
         indexer: Chooses what is attended; None: all is, or what the layer before attends to.
-        gated: What a head attends to is multiplied by the sigmoid of a gate (`g_proj`).
+        gates: Numbers that each head has of gates, whose sigmoids multiply what it attends to
+            (`g_proj`): one for all, or one for each; 0: there are none.
     """
 
     q_a_norm: RMSNorm | None
@@ -83,7 +84,7 @@ class LatentAttentionBlock(nn.Module):
         norm: RMSNorm | None = None,
         kv_scales: KVScales | None = None,
         indexer: IndexerSizes | None = None,
-        gated: bool = False,
+        gates: int = 0,
     ) -> None:
         super().__init__()
         self.sizes = sizes
@@ -116,9 +117,9 @@ class LatentAttentionBlock(nn.Module):
             at = shard.at("indexer")
             self.indexer = Indexer(hidden_size, sizes.q_rank, indexer, at)
         self.gate_proj: MergedColumnParallelLinear | None = None
-        if gated:
-            heads = ColumnPart(self.first_head, self.num_heads, num_heads)
-            self.gate_proj = MergedColumnParallelLinear(hidden_size, (heads,), shard.at("g_proj"))
+        if gates:
+            part = ColumnPart(self.first_head * gates, self.num_heads * gates, num_heads * gates)
+            self.gate_proj = MergedColumnParallelLinear(hidden_size, (part,), shard.at("g_proj"))
         self.kv_b_format = format_of(shard.scheme("kv_b_proj"), shard.prefix)
         self.kv_b = shard.parameter(self.num_heads, sizes.value + sizes.nope, sizes.kv_rank)
         fixed_order = shard.gemms.deterministic

@@ -57,7 +57,7 @@ class MtpLayer(DraftNetwork):
         self.number = number
         self.input = AheadInput(spec, number, shard)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
-        self.streams = Streams(spec, shard)
+        self.streams = Streams(spec, shard, 1)
         self.layer = DecoderLayer(config, spec, shard.at(self.name), self.index)
         self.kinds = LayerKinds(config, spec, [self.index], shard.device, self.index - place)
         self.behind: MtpLayer | None = None

@@ -167,6 +167,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     @property
+    def block_layers(self) -> int:
+        """Returns how many layers are a block, of which later ones read a mixture; 0: all add to
+        one stream."""
+        return 0
+
+    @property
     def alternating_streams(self) -> AltSpec | None:
         """Returns of how many streams layers compute one; None: there is one."""
         return None

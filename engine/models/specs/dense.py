@@ -34,12 +34,13 @@ from engine.rope import UNROTATED, QueryScale, Rotary
 HeadNorm = Literal["none", "each", "all"]
 OutputGate = Literal["none", "paired", "apart", "per_head"]
 GateActivation = Literal["sigmoid", "softplus"]
-Activation = Literal["silu", "gelu_tanh", "relu_squared"]
+Activation = Literal["silu", "gelu_tanh", "relu_squared", "situ"]
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "relu2": "relu_squared",
+    "situ": "situ",
 }
 
 

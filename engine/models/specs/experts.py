@@ -18,6 +18,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
         table: Of the experts of each token.
         gate, up, down: Of an expert's projections, unless they are stacked; gate "": there is none.
         to_latent, from_latent: Of projections around routed experts, where they read latents.
+        latent_norm: Of the norm of their sum; "": there is none.
         shared: Of the expert that every token goes to.
         router_norm, expert_scales: Of the weight of a norm of what the router reads, and of numbers
             by which experts' weights are multiplied; "": there are none.
@@ -32,6 +33,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
     down: str = "down_proj"
     to_latent: str = ""
     from_latent: str = ""
+    latent_norm: str = ""
     shared: str = "shared_expert"
     choice_bias: str = "gate.e_score_correction_bias"
     router_bias: str = "gate.bias"
@@ -78,6 +80,8 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
         hashed_layers: In these, experts follow from the id of a token alone, of which there are
             `hashed_tokens`, by a table that the checkpoint has.
         caps: Limit of the activations of all experts, as `GateForm`'s "capped"; 0: there is none.
+        soft_bounds: Of gates and of what they let through, of all experts and dense blocks, as
+            `GateForm`'s "situ" has them; None: the activation is another one.
         latent_size: Numbers of a token that routed experts read and give; 0: as the model has.
     """
 
@@ -108,6 +112,7 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
     hashed_layers: tuple[int, ...] = ()
     hashed_tokens: int = 0
     caps: float = 0.0
+    soft_bounds: tuple[float, float] | None = None
     names: ExpertNames = ExpertNames()
 
     def limit_of(self, layer: int) -> float:

@@ -20,9 +20,16 @@ from engine.models.specs.linear import check_delta
 from engine.models.specs.states import MIXED_KINDS, state_layers, state_number
 
 
+_OF_K3 = (
+    "attn_res_block_size", "routed_expert_hidden_size", "latent_moe_use_norm",
+    "mla_use_output_gate",
+)  # fmt: skip
+
+
 class KimiLinearSpec(DeepseekV3Spec, frozen=True, kw_only=True):
     """A V3 in other words, most of whose layers keep a state."""
 
+    reads_k3: ClassVar[bool] = False
     default_eps: ClassVar[float] = 1e-5
     num_dense: ClassVar[int | None] = 1
     default_scaling: ClassVar[float] = 2.446
@@ -88,6 +95,9 @@ class KimiLinearSpec(DeepseekV3Spec, frozen=True, kw_only=True):
         yield from super()._faults(file)
         if file.mla_use_nope is False:
             yield UnsupportedField("mla_use_nope", "latents that rotate")
+        for name in () if cls.reads_k3 else _OF_K3:
+            if getattr(file, name):
+                yield UnsupportedField(name, "what Kimi K3 has besides, under another architecture")
 
 
 def _kinds(file: ConfigFile, said: LinearAttentionFields) -> list[str] | None:

@@ -11,6 +11,7 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
 
     Attributes:
         gated: What a head attends to is multiplied by a gate.
+        gates_numbers: Each of its numbers has a gate of its own.
     """
 
     q_rank: int
@@ -20,3 +21,11 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
     value: int
     scale: float
     gated: bool = False
+    gates_numbers: bool = False
+
+    @property
+    def gates(self) -> int:
+        """Returns the gates of a head."""
+        if not self.gated:
+            return 0
+        return self.value if self.gates_numbers else 1

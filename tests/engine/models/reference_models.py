@@ -49,6 +49,7 @@ from tests.engine.models.family import LATENT, YARN, Family
 from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES
 from tests.engine.models.hybrid_families import HYBRID_FAMILIES
 from tests.engine.models.image_families import IMAGE_FAMILIES
+from tests.engine.models.kimi_k3_reference import KIMI_K3_FAMILIES
 from tests.engine.models.layered_families import LAYERED_FAMILIES
 from tests.engine.models.lightning_families import LIGHTNING_FAMILIES
 from tests.engine.models.more_families import MORE_FAMILIES
@@ -85,6 +86,7 @@ FAMILIES = {
     **IMAGE_FAMILIES,
     **HYBRID_FAMILIES,
     **LIGHTNING_FAMILIES,
+    **KIMI_K3_FAMILIES,
     **NEARBY_FAMILIES,
     **LAYERED_FAMILIES,
     **SPARSE_FAMILIES,
