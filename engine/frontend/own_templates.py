@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "chat_templates"
-_FILES = {"DeepseekV4ForCausalLM": "deepseek_v4.jinja"}
+_FILES = {
+    "DeepseekV4ForCausalLM": "deepseek_v4.jinja",
+    "KimiK3ForCausalLM": "kimi_k3.jinja",
+}
 
 
 def own_template(architecture: str) -> str | None:

@@ -6,8 +6,8 @@
        └─ g_a ─ g_b ─ sigmoid ────────────────────────────────────────────────────────────┘
 
 Heads are split over ranks; what f_a and g_a give is narrow, and every rank has it whole. Ling 3 has
-one projection, f or g, in place of two, and Kimi K3 g in place of g_a and g_b. Sources: Kimi Linear (arXiv 2510.26692), and transformers'
-`modeling_kimi_linear` and `modeling_bailing_hybrid`.
+one projection, f or g, in place of two, and Kimi K3 g in place of g_a and g_b. Sources: Kimi Linear
+(arXiv 2510.26692), and transformers' `modeling_kimi_linear` and `modeling_bailing_hybrid`.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def _units_of(shard: Shard, intermediate_size: int, unit: int) -> tuple[int, int
 
 
 class LatentProjections(nn.Module):
-    """Projects what routed experts read, [T, H] -> [T, L], and their sum. A norm of the sum needs it
-    whole: ranks add up their parts first, and then each projects a part of its norm.
+    """Projects what routed experts read, [T, H] -> [T, L], and their sum. A norm of the sum needs
+    it whole: ranks add up their parts first, and then each projects a part of its norm.
 
     Args:
         names: The checkpoint's names of the projections, and of the norm; "": there is none.

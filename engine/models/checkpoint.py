@@ -188,6 +188,9 @@ def load_model_config(
         spec = kind.from_config(file, length)
         place, values = file.quantization
         schemes = read_quantization(folder, values, quantization, place)
+        if schemes is not None and kind.plain_layers:
+            ignored = (*schemes.ignored, *kind.plain_layers)
+            schemes = msgspec.structs.replace(schemes, ignored=ignored)
         if schemes is not None and kind.written_names:
             numbers = cast(DenseSpec, spec).stored_layers
             schemes = msgspec.structs.replace(

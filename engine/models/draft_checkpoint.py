@@ -95,7 +95,8 @@ def read_draft(
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(folder, "is no folder", "name the folder of the drafter's checkpoint")
-    if spec.residual_streams is not None and method == "eagle3":
+    has_several = spec.residual_streams is not None or spec.block_layers > 0
+    if has_several and method == "eagle3":
         raise CheckpointError(
             target.path,
             f"has several residual streams, and drafters of the method {method} read one",

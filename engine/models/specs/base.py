@@ -66,6 +66,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The other way round, for lists of layers that a quantised checkpoint leaves plain: each
     expression finds names of our layers, and what replaces it makes one of the checkpoint's."""
 
+    plain_layers: ClassVar[tuple[str, ...]] = ()
+    """Expressions for layers that published checkpoints leave plain, whatever config.json says."""
+
     @classmethod
     def renamed(cls, file: ConfigFile) -> ConfigFile:
         """Returns config.json with what this family says in fields of its own said in those that

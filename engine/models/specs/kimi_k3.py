@@ -31,6 +31,7 @@ class KimiK3Spec(KimiLinearSpec, frozen=True, kw_only=True):
     activation: ClassVar[Activation] = "situ"
     default_scaling: ClassVar[float] = 1.0
     reads_k3: ClassVar[bool] = True
+    plain_layers: ClassVar[tuple[str, ...]] = (r"re:.*\.routed_expert_(down|up)_proj$",)
 
     block_size: int
 

@@ -19,7 +19,6 @@ from engine.models.specs.kimi_delta import KimiDeltaSpec
 from engine.models.specs.linear import check_delta
 from engine.models.specs.states import MIXED_KINDS, state_layers, state_number
 
-
 _OF_K3 = (
     "attn_res_block_size", "routed_expert_hidden_size", "latent_moe_use_norm",
     "mla_use_output_gate",
@@ -37,6 +36,9 @@ class KimiLinearSpec(DeepseekV3Spec, frozen=True, kw_only=True):
         # transformers 5.24 writes the dense layer under the name of those with experts, too.
         (r"\.block_sparse_moe\.", ".mlp."),
         (r"\.self_attn\.forget_gate\.", ".self_attn."),
+    )
+    written_names: ClassVar[tuple[tuple[str, str], ...]] = (
+        (r"\.mlp(?=\.|$)", ".block_sparse_moe"),
     )
 
     @classmethod

@@ -36,8 +36,8 @@ def mix_blocks_kernel(
     eps: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Mixes, in program t, the `count` blocks of token t, and the last one. A row is read once: sums
-    so far are scaled when a larger score is met."""
+    """Mixes, in program t, the `count` blocks of token t, and the last one. A row is read once:
+    sums so far are scaled when a larger score is met."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -46,7 +46,7 @@ def mix_blocks_kernel(
     mixed, most = _scored(last + token * last_step, column, wanted, width, eps)
     total = most * 0.0 + 1.0
     at = blocks + token * width
-    for _ in range(0, count):
+    for _ in range(count):
         row, score = _scored(at, column, wanted, width, eps)
         higher = tl.maximum(most, score)
         before, share = tl.exp(most - higher), tl.exp(score - higher)
@@ -58,9 +58,7 @@ def mix_blocks_kernel(
     tl.store(out + token * width + column, found, mask=inside)
 
 
-def mix_blocks(
-    blocks: Tensor, last: Tensor, query: Tensor, weight: Tensor, eps: float
-) -> Tensor:
+def mix_blocks(blocks: Tensor, last: Tensor, query: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `reference.block_mix.mix_blocks`."""
     num_tokens, width = last.shape
     out = torch.empty((num_tokens, width), dtype=last.dtype, device=last.device)

@@ -1,6 +1,6 @@
 """Attention of each token over what blocks of layers have added to its stream, in plain torch.
 
-Source: Moonshot AI, Attention Residuals (arXiv 2603.15031), as Kimi K3's published code computes it.
+Source: Moonshot AI, Attention Residuals (arXiv 2603.15031), as Kimi K3's published code has it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 
-def mix_blocks(
-    blocks: Tensor, last: Tensor, query: Tensor, weight: Tensor, eps: float
-) -> Tensor:
+def mix_blocks(blocks: Tensor, last: Tensor, query: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Sums up blocks, each by the softmax of what `query` finds in its norm.
 
     Args:

@@ -154,3 +154,67 @@ def test_a_template_of_the_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("mine")
     save(tmp_path, byte_level_backend())
     assert Tokenizer.of_model(v4_config(tmp_path)).template_sources == "mine"
+
+
+K3_OPEN, K3_END = '<|open|>message role="{}"<|sep|>', "<|close|>message<|sep|><|end_of_msg|>"
+K3_CALLS = (
+    '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Rome<|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|>'
+    '<|open|>argument key="best" type="boolean"<|sep|>true<|close|>argument<|sep|>'
+    '<|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>"
+)
+
+
+def test_kimi_k3_writes_what_its_program_writes() -> None:
+    """Written by hand after the program that its checkpoints bring (`encoding_k3.py`)."""
+    source = own_template("KimiK3ForCausalLM")
+    assert source is not None
+    template = ChatTemplate(source, {})
+    user = K3_OPEN.format("user") + "How is it in Rome?" + K3_END
+    begun = K3_OPEN.format("assistant")
+    chat = [SYSTEM, ASKED, CALLS, result("two", "noon"), result("one", "sun")]
+    text = template.render(chat, tools=[TOOL])
+    declared, _, rest = text.partition(K3_OPEN.format("system"))
+    assert declared.startswith(
+        '<|open|>message role="system" type="tool-declare"<|sep|># Tools\nHere are the available '
+        "tools, described in JSONSchema.\n\n```json\n"
+        '[{"function":{"name":"weather","parameters":{"type":"object"}},"type":"function"}]\n```'
+        + K3_END
+        + '<|open|>message role="system" type="thinking-effort"<|sep|>`thinking_effort` guides'
+    )
+    assert declared.endswith("invoked with `thinking_effort=max`." + K3_END)
+    tool = '<|open|>message role="tool" tool="{}" index="{}"<|sep|>{}' + K3_END
+    answer = "<|open|>response<|sep|>A moment.<|close|>response<|sep|>" + K3_CALLS + K3_END
+    thought = "<|open|>think<|sep|>Two cities.<|close|>think<|sep|>"
+    results = tool.format("weather", 1, "sun") + tool.format("now", 2, "noon")
+    assert rest == (
+        f"Be kind.{K3_END}{user}{begun}{thought}{answer}{results}{begun}<|open|>think<|sep|>"
+    )
+    for variables in ({"thinking": False}, {"reasoning_effort": "none"}):
+        silent = template.render([ASKED], variables=variables)
+        assert silent == f"{user}{begun}<|open|>response<|sep|>"
+    least = template.render([ASKED], variables={"reasoning_effort": "low"})
+    assert "`thinking_effort=low`" in least
+    with pytest.raises(ChatTemplateError, match="efforts"):
+        template.render([ASKED], variables={"reasoning_effort": "medium"})
+
+
+def test_kimi_k3_answers_are_read(tmp_path: Path) -> None:
+    save(tmp_path, byte_level_backend())
+    model = tiny_model(path=str(tmp_path), architecture="KimiK3ForCausalLM")
+    found = create_parsers(DecodeNodeSettings(model="unused"), Tokenizer.of_model(model))
+    assert (found.tool_call_parser, found.is_unread) == ("kimi_k3", False)
+    tools = [Tool(name, {"type": "object"}, strict=False, raw={}) for name in ("weather", "now")]
+    parser = found.parser(tools, is_reasoning_open=True)
+    written = (
+        "Two cities.<|close|>think<|sep|><|open|>response<|sep|>A moment.<|close|>response<|sep|>"
+        + K3_CALLS
+        + "<|close|>message<|sep|>"
+    )
+    answer = parse(parser, [pieces(written, {})])
+    assert (answer.reasoning, answer.content) == ("Two cities.", "A moment.")
+    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [
+        ("weather", {"city": "Rome", "days": 2, "best": True}), ("now", {}),
+    ]  # fmt: skip

@@ -259,7 +259,7 @@ KIMI_K3_FAMILIES = {
             "v_head_dim": 12,
             "num_experts": 8,
             "num_experts_per_token": 3,
-            "moe_intermediate_size": 24,
+            "moe_intermediate_size": 32,
             "num_shared_experts": 2,
             "routed_scaling_factor": 1.5,
             "rms_norm_eps": 1e-5,
@@ -276,6 +276,5 @@ KIMI_K3_FAMILIES = {
                 "use_full_rank_gate": True,
             },
         },
-        seed=26,
     ),
 }

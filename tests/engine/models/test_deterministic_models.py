@@ -37,6 +37,7 @@ FAMILIES = [
     "lfm2",  # states that are a convolution's inputs alone
     "minimax_text",  # lightning attention, a stream that goes on with norms
     "ring2_5",  # lightning attention that rotates
+    "kimi_k3",  # mixtures of blocks of layers, latents of experts
     "kimi_linear",  # states that forget channel by channel, latents that do not rotate
 ]
 LENGTH, NUM_TOKENS, NUM_TOP = 37, 8, 3

@@ -44,11 +44,6 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
         ({"architectures": ["Qwen3MoeModel"], "model_type": "x"}, "Qwen3MoeForCausalLM", ""),
         ({"architectures": ["Mistrall4ForCausalLM"], "model_type": "mistrall4"}, "", ""),
         ({"architectures": ["Cohere2Next"], "model_type": "cohere2_next"}, "", ""),
-        (
-            {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3"},
-            "KimiLinearForCausalLM",
-            "residuals that attend to those of earlier blocks, activations of all units",
-        ),
         ({"architectures": None, "model_type": "mixtral"}, "MixtralForCausalLM", ""),
         (
             {

@@ -139,6 +139,8 @@ NARROWER = Between((2, 1), (2, 16), "cuda_ipc,stream")
         ("ling3", WIDER),
         ("ring2_5", WIDER),
         ("minimax_text", NARROWER),
+        ("kimi_k3", WIDER),
+        ("kimi_k3", NARROWER),
     ],
     indirect=["folder"],
     scope="module",

@@ -158,6 +158,7 @@ NEWER = "model.language_model.", "lm_head."
     [
         ("kimi_k2", "KimiK25ForConditionalGeneration", PUBLISHED),
         ("kimi_k2", "Kimi_K25ForConditionalGeneration", NEWER),
+        ("kimi_k3", "KimiK3ForConditionalGeneration", PUBLISHED),
         ("mistral", "Mistral3ForConditionalGeneration", NEWER),
         ("ministral3", "Mistral3ForConditionalGeneration", PUBLISHED),
         ("mistral4", "Mistral3ForConditionalGeneration", PUBLISHED),
