@@ -98,7 +98,8 @@ class KimiDeltaAttention(DeltaAttention):
                 yield from layer.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         heads, channels = self.sizes.value_heads, self.sizes.key_dim
         shape: tuple[int, ...] = (channels,) if self.is_mixed else (heads,)
-        target, place = self.a_log, 0
+        target: Tensor = self.a_log
+        place = 0
         if self.rank and not self.is_mixed:
             shape, target, place = (1, 1, heads, 1), self.a_log.view(1, 1, -1, 1), 2
         yield CheckpointWeight(f"{prefix}.A_log", target, shape, place, self.first_value)

@@ -165,7 +165,8 @@ class LatentProjections(nn.Module):
         """Returns this rank's part of the sum over its group, [T, H], of such a part [T, L]."""
         if self.norm is None:
             # A sum of what ranks have projected is what their sum would be.
-            return self.out(x)
+            whole: Tensor = self.out(x)
+            return whole
         assert isinstance(self.out, RowParallelLinear)
         normed = self.norm(self.group.all_reduce(x) if len(x) else x)
         count = normed.shape[1] // self.group.size

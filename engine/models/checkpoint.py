@@ -29,13 +29,14 @@ from engine.models.quantization.fused_layers import check_fused_layers
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
 from engine.models.slow_reads import telling_slow_reads
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.towers.fields import TextSizes
 from engine.models.specs.vision import read_vision
 from engine.models.vocabularies.files import TOKENIZER_FILE, has_tokenizer
 from engine.models.weight_files import EMBEDDING, HEAD, WeightFiles
 from engine.models.wrappers import text_config
+from engine.quantization import Quantization
 
 __all__ = [
     "CheckpointError",
@@ -187,15 +188,7 @@ def load_model_config(
         length = _max_model_len(folder, file, max_model_len)
         spec = kind.from_config(file, length)
         place, values = file.quantization
-        schemes = read_quantization(folder, values, quantization, place)
-        if schemes is not None and kind.plain_layers:
-            ignored = (*schemes.ignored, *kind.plain_layers)
-            schemes = msgspec.structs.replace(schemes, ignored=ignored)
-        if schemes is not None and kind.written_names:
-            numbers = cast(DenseSpec, spec).stored_layers
-            schemes = msgspec.structs.replace(
-                schemes, written_names=kind.written_names, stored_layers=numbers
-            )
+        schemes = _own_schemes(read_quantization(folder, values, quantization, place), spec)
         layer_heads = kind.read_heads(file)
         text = _text_sizes(file, cast(DenseSpec, spec))
         vision, vision_fault = read_vision(folder, wrapper, whole, text)
@@ -226,6 +219,17 @@ def load_model_config(
     )
     found = PENDING if hashes_later else model_hash_of(config)
     return replace(config, model_hash=found, kv_layers=spec.kv_layers(config))
+
+
+def _own_schemes(schemes: Quantization | None, spec: ModelSpec) -> Quantization | None:
+    """Returns how layers are quantised, by the names that an architecture's checkpoints have."""
+    if schemes is None:
+        return None
+    schemes = msgspec.structs.replace(schemes, ignored=(*schemes.ignored, *spec.plain_layers))
+    if not spec.written_names:
+        return schemes
+    numbers = cast(DenseSpec, spec).stored_layers
+    return msgspec.structs.replace(schemes, written_names=spec.written_names, stored_layers=numbers)
 
 
 def _read_config(
