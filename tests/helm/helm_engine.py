@@ -104,7 +104,8 @@ class HelmSdk:
             stdout=subprocess.PIPE,
             text=True,
             # A render leaves much garbage and little else; collecting it was a quarter of the time.
-            env={**os.environ, "GOGC": "400"},
+            # Each kubeconfig that the library is given it leaves in the folder for temporary files.
+            env={**os.environ, "GOGC": "400", "TMPDIR": _scratch_root().name},
         )
         atexit.register(self.close)
 
