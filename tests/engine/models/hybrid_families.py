@@ -68,7 +68,7 @@ _LFM = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention"
 
 _KIMI = {
     **LATENT, "num_hidden_layers": 4, "layer_types": _HYBRID["layer_types"],
-    "linear_head_dim": 8, "linear_num_heads": 4, "n_group": 1, "topk_group": 1,
+    "linear_head_dim": 8, "linear_num_heads": 4, "num_experts": 8, "n_group": 1, "topk_group": 1,
     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 _KIMI_PUBLISHED = {
@@ -222,14 +222,14 @@ HYBRID_FAMILIES = {
         KimiLinearForCausalLM,
         KimiLinearConfig,
         {**_KIMI, "mlp_layer_types": ["dense", *["sparse"] * 3]},
-        seed=22,
+        seed=23,
     ),
     "kimi_linear_published": Family(
         KimiLinearForCausalLM,
         KimiLinearConfig,
         {**_KIMI, "q_lora_rank": 20, "linear_conv_kernel_dim": 3, "n_group": 4, "topk_group": 2},
         published=_KIMI_PUBLISHED,
-        seed=22,
+        seed=23,
     ),
     "ling3": Family(
         BailingHybridForCausalLM,
