@@ -321,6 +321,12 @@ class StepMachine:
         scheduler = self.scheduler
         arrivals = scheduler._remote.arrivals
         found = arrivals._of_request
+        if not found:  # As below, where nothing arrives, and sooner.
+            assert not any(arrivals._in.values()) and not arrivals.ready
+            assert not arrivals._of_transfer and not +arrivals._num_of
+            assert arrivals.num_with_blocks == arrivals.num_started == 0
+            assert not scheduler._remote.prefill.lacks_token
+            return
         in_state: dict[ArrivalState, set[str]] = {state: set() for state in arrivals._in}
         for name, one in found.items():
             in_state[one.state].add(name)

@@ -210,9 +210,10 @@ class Traffic:
     def _answer_failures(self) -> None:
         """Answers as the node server does, for each attempt that was reported as failed."""
         for name, client in self.machine.clients.items():
+            if client.request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+                continue
             failures = sum(not result.ok for result in client.kv_results)
-            is_pull = client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            if failures > self.answered_failures.get(name, 0) and is_pull:
+            if failures > self.answered_failures.get(name, 0):
                 self.answered_failures[name] = failures
                 if self.rng.random() < 0.5:
                     self._retry(name)
