@@ -25,6 +25,8 @@ TOGETHER = {
 LONG = [
     "tests/kernels/test_triton_without_gpu.py",
     "tests/engine/models/test_greedy_parity.py",
+    "tests/engine/models/test_hybrid_node.py",
+    "tests/engine/models/test_pd_parity.py",
     "tests/test_structure.py",
     "tests/security/test_floods.py",
     "tests/router/test_faults.py",
