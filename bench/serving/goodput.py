@@ -49,7 +49,13 @@ import uvloop
 from bench.figures import Figures
 from bench.record import RESULTS, write_result
 from bench.serving.batch_beside import BatchBeside, running_batch
-from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
+from bench.serving.goodput_arguments import (
+    Workload,
+    engine_of,
+    itl_objective_s,
+    node_args,
+    parse_arguments,
+)
 from bench.serving.load import LoadProcesses, LoadSpec, first_model
 from bench.serving.node_history import (
     decode_figures,
@@ -65,7 +71,9 @@ from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
 from bench.serving.token_times import token_figures
 from cli.local_cluster.cluster import UpSettings
 from cli.local_cluster.supervisor import Service
+from engine.contracts.step_launches import StepLaunches
 from engine.frontend.step_history import HistoryReport
+from engine.models.recorded_steps import LONG_PROMPT_TOKENS, prompt_keys
 
 _PAUSE_S = 1.0
 
@@ -195,11 +203,22 @@ def node_figures(
     return {**prompt_figures(outcomes), **(tokens[0] if len(tokens) == 1 else {}), **tiers}
 
 
-def simulated_nodes(target: Target) -> SimulatedNodes:
+def simulated_nodes(args: argparse.Namespace, target: Target) -> SimulatedNodes:
     decodes = target.services("decode")
     tokens = min(int(one.ready_info["kv_cache_tokens"]) for one in decodes)
     num_prefill = len(target.services("prefill"))
-    return SimulatedNodes(prefill=num_prefill, decode=len(decodes), kv_tokens=tokens)
+    launches = None
+    if args.device != "cpu":
+        launches = StepLaunches(
+            prompts=tuple(prompt_keys(256, LONG_PROMPT_TOKENS[-1], any_context=True))
+        )
+    return SimulatedNodes(
+        prefill=num_prefill,
+        decode=len(decodes),
+        kv_tokens=tokens,
+        itl_objective_s=itl_objective_s(node_args(args)),
+        launches=launches,
+    )
 
 
 async def measure(
@@ -231,7 +250,7 @@ async def measure(
     row |= node_figures(histories, span, outcomes)
     if histories and not kill:
         times = StepTimesSeen.of(list(histories.values()))
-        row |= simulated(row, outcomes, span.start, times, simulated_nodes(target))
+        row |= simulated(row, outcomes, span.start, times, simulated_nodes(args, target))
     if killing is not None:
         killed = await killing
         row["killed"] = {

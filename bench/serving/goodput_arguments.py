@@ -120,6 +120,14 @@ def engine_of(args: argparse.Namespace) -> str:
     return f"tandem-{args.nodes}{transport}{killed}"
 
 
+def itl_objective_s(flags: list[str]) -> float:
+    """Returns the objective between tokens that the flags give nodes; 0: none."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--itl-objective-ms", type=float, default=0.0)
+    known, _ = parser.parse_known_args(flags)
+    return float(known.itl_objective_ms) / 1e3
+
+
 def node_args(args: argparse.Namespace) -> list[str]:
     """Returns the flags of all nodes; what comes later wins."""
     longest = max(workload.n_in + workload.n_out for workload in args.load)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from engine.contracts.step_launches import StepLaunches
 from engine.sched.rows.step_slack import StepSlack
 from planner.simulation.engine import SimEngine
 from planner.simulation.idle_work import IdleWork
@@ -57,6 +58,7 @@ class ClusterShape:
         batched: Steps take prompts up to `max_batched_tokens`, and decode nodes step too, with room
             for `max_sequences`. Otherwise a step is one prompt, and tokens come at a fixed pace.
         itl_objective_s: Of decode nodes; 0: none.
+        launches: What their steps with prompts are, which they plan by; None: that is not known.
         lead_s: How long before the end of a step a node decides the next one.
         overhead_s: Added to every time to the first token.
         make_fill: Makes for each engine what says which prompts its steps compute.
@@ -80,6 +82,7 @@ class ClusterShape:
     max_batched_tokens: int = 8192
     max_sequences: int = 256
     itl_objective_s: float = 0.0
+    launches: StepLaunches | None = None
     lead_s: float = 0.0
     overhead_s: float = 0.0
     make_fill: Callable[[], StepFilling] = InOrderOfArrival
@@ -171,7 +174,7 @@ class SimCluster:
         address = _address(NodeRole.DECODE, index)
         node = SimDecodeNode(address, kv_tokens, self._make_cache(), engine)
         node.steps, node.max_sequences = self.shape.batched, self.shape.max_sequences
-        engine.slack = StepSlack(self.shape.itl_objective_s)
+        engine.slack = StepSlack(self.shape.itl_objective_s, self.shape.launches)
         engine.began = partial(self.reports.changed, node)
         engine.begin = partial(self._begin_local, node)
         engine.first = partial(self._first_local, node)

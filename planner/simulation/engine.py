@@ -195,6 +195,7 @@ class SimEngine:
         if budget <= 0 or not there:
             return
         jobs, room = self.fill.begin_step(self.timeline.now, there, budget)
+        room.prompts_left = self.slack.most_prompts(decodes)
         begun = set(map(id, self.computing))
         for job in jobs:
             if room.is_full or not room.part(job.num_before, job.num_left):

@@ -9,13 +9,15 @@ A step computes one token of each running sequence, and parts of prompts:
 
 The last is a roofline's view: GEMMs of many prompt tokens read the weights anyway, so decoding
 beside them is almost free, and what it costs is that every running answer waits for the prompts.
+Where steps of both were measured, what is known of them takes its place: the decode step, and as
+much longer as prompts of so many tokens made one.
 """
 
 from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -63,9 +65,11 @@ class PrefillCost:
 @dataclass(slots=True, eq=False)
 class MeasuredTimes:
     """Gives the times of a profile; between two measured points times are interpolated, beyond the
-    last they go on as between the last two."""
+    last they go on as between the last two. `chunk_s`: the seconds that prompts of so many tokens
+    make a decode step longer; empty: they were not measured."""
 
     profile: SpeedProfile
+    chunk_s: Mapping[int, float] = field(default_factory=dict)
     pair_s: float = field(init=False)
     """Seconds of attention for each prompt token and token of its context."""
     kv_read_s: float = field(init=False)
@@ -98,7 +102,12 @@ class MeasuredTimes:
         return interpolate(self._tokens, self._token_s, num_tokens)
 
     def step_s(self, parts: Sequence[Part], num_sequences: int, num_kv: float) -> float:
-        num_new = sum(part.num_new for part in parts) + num_sequences
+        num_prompts = sum(part.num_new for part in parts)
+        if num_sequences and self.chunk_s:
+            known = sorted(self.chunk_s)
+            longer_s = interpolate(known, [self.chunk_s[n] for n in known], num_prompts)
+            return self.decode_s(num_sequences, num_kv) + longer_s
+        num_new = num_prompts + num_sequences
         pairs = sum(part.num_new * (part.num_before + part.num_new / 2) for part in parts)
         seconds = self.tokens_s(num_new) + self.pair_s * pairs
         if not num_sequences:

@@ -13,7 +13,13 @@ import pytest
 
 from bench.figures import one_queue
 from bench.router.plan_accuracy import compare, live_table
-from bench.serving.goodput_arguments import Workload, engine_of, node_args, parse_arguments
+from bench.serving.goodput_arguments import (
+    Workload,
+    engine_of,
+    itl_objective_s,
+    node_args,
+    parse_arguments,
+)
 from bench.serving.load import LoadProcesses, LoadSpec
 from bench.serving.node_history import decode_figures, gaps, prefill_figures, prompt_figures
 from bench.serving.node_metrics import histogram_quantile
@@ -199,6 +205,20 @@ def test_a_load_without_queues_is_what_virtual_time_says() -> None:
     late = load | {"simulated": found, "ttft_ms": {"p50": 60.0, "p99": 55.0}}
     assert "60 / 45 (1.33)* | 55 / 45 (1.22) |" in live_table([late])
     assert simulated(load, outcomes, 0.0, StepTimesSeen({}, {}), nodes) == {}
+
+
+def test_chunks_beside_answers_are_no_prompts_alone() -> None:
+    """Beside 4 rows, whose steps take 10 ms, 64 tokens take 16; and requests join with one each."""
+    steps = steady(40)
+    steps += [(400 + 16.0 * i, 416 + 16.0 * i, 68, 64, 0) for i in range(6)]
+    steps += [(496 + 10.0 * i, 506 + 10.0 * i, 5, 1, 1) for i in range(6)]
+    prompts = history(*((100.0 * i, 100.0 * i + 40, 1, 20, 1) for i in range(6)))
+    times = StepTimesSeen.of([prompts, history(*steps)])
+    assert times.chunk_s == pytest.approx({64: 0.006})
+    assert times.prompts == {64: pytest.approx([0.040] * 6)}
+    undivided = StepTimesSeen.of([history(*steps)])
+    assert len(undivided.prompts[64]) == 12, "none was alone"
+    assert itl_objective_s(["--itl-objective-ms", "15", "--block-size", "128"]) == 0.015
 
 
 def test_who_met_another_prompt_says_nothing_of_what_a_first_token_takes_besides() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from engine.contracts.step_launches import GraphKey, StepLaunches
 from engine.speed.profile import DecodePoint, PrefillPoint, SpeedProfile
 from planner.simulation.cluster import ClusterShape, SimCluster
 from planner.simulation.engine import steps_s, steps_until
@@ -169,6 +170,34 @@ def test_measured_times_meet_the_measured_points() -> None:
     beside = times.step_s([Part(540, 0)], 10, 1000)
     assert beside == pytest.approx(0.065 + times.kv_read_s * 1000)
     assert times.step_s([Part(1, 0)], 10, 1000) == pytest.approx(0.021, abs=0.0011)
+
+
+def test_chunks_that_were_measured_beside_answers_take_what_they_took() -> None:
+    """From 5 ms at 64 tokens to 9 at 128: the decode step of 20 ms goes on behind them."""
+    times = MeasuredTimes(_Shape().profile, {64: 0.005, 128: 0.009})
+    assert times.step_s([Part(64, 0), Part(32, 500)], 10, 1000) == pytest.approx(0.027)
+    assert times.step_s([Part(550, 0)], 0, 0) == pytest.approx(0.065)
+
+
+def test_chunks_beside_answers_are_what_graphs_have_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a scheduler cuts them that has the same table. A prompt of 1000 tokens comes while ten
+    answers are on their way."""
+    cut: list[int] = []
+    step_s = HandTimes.step_s
+
+    def noting(times: HandTimes, parts: Sequence[Part], count: int, num_kv: float) -> float:
+        if count == 10:
+            cut.append(sum(part.num_new for part in parts))
+        return step_s(times, parts, count, num_kv)
+
+    monkeypatch.setattr(HandTimes, "step_s", noting)
+    arrivals = [Arrival(0.0, 4, 400)] * 10 + [Arrival(1.0, 1000, 2)]
+    keys = [GraphKey(64, size, samples) for size in (128, 256) for samples in (True, False)]
+    launches = StepLaunches(prompts=tuple(keys))
+    run(arrivals, num_prefill=0, itl_objective_s=0.4, launches=launches)
+    assert cut[:-1] == [246] * 4 and sum(cut) == 1000
 
 
 def test_quantiles_weigh() -> None:
