@@ -26,6 +26,8 @@ DRAFTED_PROMPT_TOKENS = (128, 256, 512, 1024)
 """Sizes of steps with prompts beside decodes with drafts."""
 PROMPT_REQUESTS = (8, 64)
 """Requests of such a step: few or many."""
+MOST_REQUESTS, MOST_REQUESTS_TOKENS = 256, (320, 512, 1024)
+"""Requests of some steps that chunks of prompts share with more decodes than 63."""
 MOST_DRAFTED_PLACES = 512
 """Places of a recorded step with drafts: float32 logits of 128k tokens take 262 MB. Larger batches
 launch their kernels one by one; they take the GPU so long that this costs little."""
@@ -85,13 +87,14 @@ def drafted_keys(max_num_reqs: int, max_num_tokens: int, width: int) -> list[Gra
     They are few: such steps have the tokens of all decodes, and padding costs them little."""
     if width == 1:
         return []
-    num_reqs = min(PROMPT_REQUESTS[-1], max_num_reqs, MOST_DRAFTED_PLACES // width)
-    return [
-        GraphKey(num_reqs, num_tokens, samples, draft_width=width)
-        for num_tokens in DRAFTED_PROMPT_TOKENS
-        if num_reqs < num_tokens <= max_num_tokens
-        for samples in (True, False)
-    ]
+    keys: list[GraphKey] = []
+    for num_tokens in DRAFTED_PROMPT_TOKENS:
+        most = MOST_REQUESTS if num_tokens > MOST_REQUESTS else PROMPT_REQUESTS[-1]
+        num_reqs = min(most, max_num_reqs, MOST_DRAFTED_PLACES // width)
+        if num_reqs < num_tokens <= max_num_tokens:
+            drafted = GraphKey(num_reqs, num_tokens, True, draft_width=width)
+            keys += [drafted, drafted._replace(samples=False)]
+    return keys
 
 
 def _cuts_hidden_decodes(config: EngineConfig) -> bool:
@@ -127,9 +130,12 @@ def prompt_keys(
         drawing = fitting if num_tokens <= PROMPT_TOKENS[-1] else fitting[-1:]
         keys += [GraphKey(num_reqs, num_tokens, True) for num_reqs in drawing]
         keys += [GraphKey(num_reqs, num_tokens, False) for num_reqs in fitting[-1:]]
+        if fitting and num_tokens in MOST_REQUESTS_TOKENS and max_num_reqs > sizes[-1]:
+            most = min(MOST_REQUESTS, max_num_reqs)
+            keys += [GraphKey(most, num_tokens, samples) for samples in (True, False)]
     if not any_context:
         return keys
-    return [key._replace(any_context=key.num_reqs == sizes[-1]) for key in keys]
+    return [key._replace(any_context=key.num_reqs >= sizes[-1]) for key in keys]
 
 
 def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:

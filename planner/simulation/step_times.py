@@ -9,8 +9,8 @@ A step computes one token of each running sequence, and parts of prompts:
 
 The last is a roofline's view: GEMMs of many prompt tokens read the weights anyway, so decoding
 beside them is almost free, and what it costs is that every running answer waits for the prompts.
-Where steps of both were measured, what is known of them takes its place: the decode step, and as
-much longer as prompts of so many tokens made one.
+Where steps of both were measured, they take its place: a decode step, and what prompts with as many
+tokens made it longer.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class PrefillCost:
 @dataclass(slots=True, eq=False)
 class MeasuredTimes:
     """Gives the times of a profile; between two measured points times are interpolated, beyond the
-    last they go on as between the last two. `chunk_s`: the seconds that prompts of so many tokens
-    make a decode step longer; empty: they were not measured."""
+    last they go on as between the last two. `chunk_s`: the seconds that prompts
+    make a decode step longer, by their tokens; empty: they were not measured."""
 
     profile: SpeedProfile
     chunk_s: Mapping[int, float] = field(default_factory=dict)

@@ -62,6 +62,7 @@ def test_decodes_with_drafts_beside_prompts_have_graphs_of_their_own() -> None:
     assert launches.find(StepParts(0, 1, 60, query_len=3)) == GraphKey(8, 64, True)
     assert [len(drafted_keys(100, 2000, width)) for width in (1, 4, 8)] == [0, 8, 8]
     assert {key.num_reqs for key in drafted_keys(100, 2000, 16)} == {32}
+    assert [key.num_reqs for key in drafted_keys(256, 2000, 4)] == 4 * [64] + 4 * [128]
 
 
 def test_where_nothing_is_recorded_the_reason_is_told() -> None:
@@ -70,7 +71,7 @@ def test_where_nothing_is_recorded_the_reason_is_told() -> None:
     assert launches.beside(StepParts(1), 64) == 0 and launches.of_decodes(1, 1, True) is None
 
 
-@given(decodes=st.integers(1, 80), tokens=st.integers(1, 2000), samples=st.booleans())
+@given(decodes=st.integers(1, 110), tokens=st.integers(1, 2000), samples=st.booleans())
 def test_what_fits_beside_decodes_is_a_graph_and_fills_it(
     decodes: int, tokens: int, samples: bool
 ) -> None:

@@ -218,8 +218,11 @@ def test_keys_are_smallest_first_and_fit() -> None:
     assert keys[:4] == [
         GraphKey(8, size, samples) for size in (16, 32) for samples in (True, False)
     ]
-    assert keys[-3:] == [GraphKey(8, 512, True), GraphKey(64, 512, True), GraphKey(64, 512, False)]
-    assert len(keys) == 3 * 2 + 6 * 3
+    assert keys[-5:-2] == [
+        GraphKey(8, 512, True), GraphKey(64, 512, True), GraphKey(64, 512, False)
+    ]  # fmt: skip
+    assert keys[-2:] == [GraphKey(256, 512, True), GraphKey(256, 512, False)]
+    assert len(keys) == 3 * 2 + 6 * 3 + 2 * 2
     assert [(key.num_reqs, key.num_tokens) for key in prompt_keys(4, 40)] == 2 * [(4, 16)] + 2 * [
         (4, 32)
     ]
@@ -247,7 +250,10 @@ def test_steps_that_wait_for_the_host_are_recorded(make_config) -> None:
         longest = min(keys[-1].num_tokens, most_tokens)
         assert keys == prompt_keys(100, longest, any_context=True)
         assert keys == sorted(keys, key=lambda key: key.num_tokens)
-        assert all(key.num_reqs == 64 for key in keys if key.num_tokens > 512)
+        assert all(key.num_reqs >= 64 for key in keys if key.num_tokens > 512)
+        assert [key.num_tokens for key in keys if key.num_reqs == 100 and key.samples] == [
+            size for size in (320, 512, 1024) if size <= longest
+        ]
         return sorted({key.num_tokens for key in keys})
 
     short, long, most = sizes_of(), sizes_of(2), sizes_of(many_launches=True)
@@ -278,7 +284,8 @@ def test_the_smallest_that_holds_a_step_is_taken() -> None:
     assert found(1, 100, True) == GraphKey(8, 128, True)
     assert found(9, 100, True) == GraphKey(64, 128, True)
     assert found(9, 20, True) == GraphKey(64, 128, True)
-    assert found(65, 100, True) == "65 requests with prompts, recorded up to 64"
+    assert found(65, 100, True) == GraphKey(256, 320, True)
+    assert found(257, 300, True) == "257 requests with prompts, recorded up to 256"
     assert found(1, 513, True) == "513 tokens with prompts, recorded up to 512"
     assert found(1, 100, False) == GraphKey(64, 128, False)
     assert found(1, 20, False) == GraphKey(8, 32, False)
