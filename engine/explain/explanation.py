@@ -248,7 +248,7 @@ def _row(launch: Launch, policy: GemmPolicy, gpu: GpuFacts | None) -> KernelChoi
 def _graph(
     config: EngineConfig, gpu: GpuFacts | None, batch: Batch, attention: AttentionBackend
 ) -> str:
-    order = _order(batch)
+    order = order_of(batch)
     launches = StepLaunches(none="a CPU has no graphs") if gpu is None else launches_of(config)
     found = launches.find(order.parts())
     if isinstance(found, str):
@@ -260,7 +260,8 @@ def _graph(
     return f"of {found.num_tokens} tokens with prompts of {found.num_reqs} requests"
 
 
-def _order(batch: Batch) -> BatchOrder:
+def order_of(batch: Batch) -> BatchOrder:
+    """Returns how a batch lies in a step."""
     if batch.graph is not None:
         return BatchOrder.of_graph(batch.graph)
     decodes = batch.num_decodes
@@ -280,7 +281,7 @@ def _run(
     recorded_tokens: int,
 ) -> None:
     """Passes a batch through the model, as `engine.worker.model_runner` does."""
-    order, layout, most = _order(batch), config.kv_layout, config.decode_query_len
+    order, layout, most = order_of(batch), config.kv_layout, config.decode_query_len
     count, num_tokens = len(order.rows), batch.num_tokens
     num_logits = count if batch.num_logits is None else batch.num_logits
     blocks = -(-config.model.max_model_len // config.cache.block_size)

@@ -61,7 +61,7 @@ def launching_model(
 def warm_up_batches(config: EngineConfig) -> list[Batch]:
     """Returns what runs before anything waits: steps, and those that graphs record."""
     steps = [_batch_of(step) for step in steps_before_ready(config)]
-    steps += [_batch_of_graph(key, config) for key in recorded_steps(config).keys]
+    steps += [batch_of_graph(key, config) for key in recorded_steps(config).keys]
     return list(dict.fromkeys(steps))
 
 
@@ -72,7 +72,8 @@ def steps_before_ready(config: EngineConfig) -> list[DummyStep]:
     return [*largest_steps(*sizes, expands_contexts=True), *warm_up_steps(config)]
 
 
-def _batch_of_graph(key: GraphKey, config: EngineConfig) -> Batch:
+def batch_of_graph(key: GraphKey, config: EngineConfig) -> Batch:
+    """Returns the step with which a graph is recorded."""
     if key.decodes:
         return Batch(key.num_reqs, config.model.max_model_len)
     alike = key._replace(samples=True)

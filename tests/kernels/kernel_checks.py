@@ -272,8 +272,9 @@ def hidden_decodes(
     op: Op, seq_lens: list[int], query_lens: list[int], num_padded: int, **shape: Any
 ) -> None:
     """A recorded step knows none of its decodes, nor how many requests are padding, and has room
-    for more tokens than there are."""
+    for more tokens than there are. Each request counts its sinks once."""
     batch = oracle.paged_batch(seq_lens, query_lens, **shape)
+    batch.sinks = torch.linspace(-3, 3, batch.q.shape[1], device=batch.q.device)
     expected, known = batch.expected(), batch.metadata
     num_tokens, device = len(batch.q), batch.q.device
     lens = [*seq_lens, *[0] * num_padded]
@@ -294,7 +295,7 @@ def hidden_decodes(
     )
     q = batch.q.new_zeros((room, *batch.q.shape[1:]))
     q[:num_tokens] = batch.q
-    out = op(q, batch.kv_cache, metadata, batch.scale)
+    out = op(q, batch.kv_cache, metadata, batch.scale, 0.0, batch.sinks)
     assert oracle.relative_error(out[:num_tokens], expected) < ATTENTION[out.dtype]
 
 

@@ -162,6 +162,14 @@ def test_gpt_oss_at_16_requests(tmp_path: Path) -> None:
     assert found.graph == "of 16 decodes"
 
 
+def test_a_step_with_a_chunk_beside_answers_says_which_graph_it_is(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "llama-3.1-8b")
+    batches = [Batch(8, 12_000, (64,)), Batch(8, 1000, (2000,))]
+    near, far = explain(config, H200, batches)
+    assert near.graph == "of 128 tokens with prompts of 64 requests"
+    assert far.graph == "none: 2008 tokens with prompts, recorded up to 1024"
+
+
 @pytest.mark.parametrize("rows", [1, 16, 17])
 def test_gemms_change_at_the_policy_thresholds(tmp_path: Path, rows: int) -> None:
     config = config_of(tmp_path, "llama-3.1-8b")

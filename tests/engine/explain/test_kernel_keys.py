@@ -15,9 +15,11 @@ import pytest
 
 from bench.engine.models.shapes import shape_config
 from engine.config import EngineConfig
-from engine.explain.explanation import Batch
-from engine.explain.kernel_keys import kernel_keys, warm_up_batches
+from engine.contracts.step_launches import GraphKey
+from engine.explain.explanation import Batch, order_of
+from engine.explain.kernel_keys import batch_of_graph, kernel_keys, warm_up_batches
 from engine.explain.launched_kernels import KernelKey
+from engine.models.recorded_steps import recorded_steps
 from tandem_kernels.device import KNOWN_GPUS
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
@@ -123,6 +125,18 @@ def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_fl
     # Of many short prompts no graph holds, an indexer chooses nothing.
     steps = [*(drawn(chance, config) for _ in range(NUM_DRAWN)), Batch(1, 900, (1000,) * 7)]
     assert not_warmed(config, steps, has_flash=has_flash) == {}
+    warm, launches = set(warm_up_batches(config)), recorded_steps(config)
+    steps += [Batch(count, 20_000, (64,)) for count in (1, 8, 60, 200)]
+    graphs = [launches.find(order_of(step).parts()) for step in steps]
+    assert {batch_of_graph(key, config) for key in graphs if isinstance(key, GraphKey)} <= warm
+
+
+def test_chunks_beside_long_contexts_are_graphs_where_their_decodes_are_cut() -> None:
+    steps = [Batch(count, 20_000, (64,)) for count in (1, 60, 200)]
+    for family, is_cut in {"dense": True, "windows": True, "latents": False}.items():
+        launches = recorded_steps(config_of(family))
+        found = [launches.find(order_of(step).parts()) for step in steps]
+        assert all(isinstance(one, GraphKey) and one.any_context for one in found) == is_cut
 
 
 def test_short_contexts_beside_chunks_are_warmed_where_an_indexer_chooses() -> None:
