@@ -82,12 +82,12 @@ class BatchOrder:
     def parts(self, *, samples: bool = True) -> StepParts:
         """Returns what its launch depends on. `samples`: no request needs more than a draw for its
         token. A chunk that leaves a rest of its prompt gets logits in vain, and no token."""
-        num_prompts = len(self.rows) - self.num_decodes
-        return StepParts(
-            num_decodes=self.num_decodes,
+        decodes = StepParts(self.num_decodes, query_len=self.decode_query_len, samples=samples)
+        if (num_prompts := len(self.rows) - self.num_decodes) == 0:
+            return decodes
+        return decodes._replace(
             num_prompts=num_prompts,
             prompt_tokens=int(self.query_lens[self.num_decodes :].sum()),
-            query_len=self.decode_query_len,
             longest_decode=int(self.seq_lens[: self.num_decodes].max(initial=0)),
             samples=samples and self.num_sampled == len(self.rows),
         )
