@@ -107,12 +107,14 @@ class StepLaunches:
         decodes: Requests of recorded batches of decodes, rising, by the tokens that each computes.
         prompts: Steps with prompts, smallest first.
         longest_decode: Longer contexts of decodes need a graph of `any_context` beside prompts.
+        most_beside: Tokens of the largest step with prompts beside decodes; 0: as of any.
         none: Why there are no graphs at all; empty: there are.
     """
 
     decodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     prompts: tuple[GraphKey, ...] = ()
     longest_decode: int = LONGEST_DECODE
+    most_beside: int = 0
     none: str = ""
 
     @property
@@ -185,11 +187,12 @@ class StepLaunches:
         room for them. With drafts, decodes are attended like prompts with or without a graph."""
         if not step.num_decodes:
             return [key for key in self.prompts if not key.draft_width]
+        most = self.most_beside or self.most_prompt_tokens
+        beside = [key for key in self.prompts if key.num_tokens <= most]
         if step.query_len > 1:
-            return [key for key in self.prompts if key.draft_width >= step.query_len]
+            return [key for key in beside if key.draft_width >= step.query_len]
         is_long = step.longest_decode > self.longest_decode
-        alike = (key for key in self.prompts if not key.draft_width)
-        return [key for key in alike if key.any_context or not is_long]
+        return [key for key in beside if not key.draft_width and (key.any_context or not is_long)]
 
     @property
     def most_requests(self) -> int:

@@ -57,6 +57,7 @@ def recorded_steps(config: EngineConfig) -> StepLaunches:
             **shorter_sizes(config, most),
         },
         prompts=tuple(prompts_to_record(config, many_launches=many_launches)),
+        most_beside=_most_beside(config),
     )
 
 
@@ -78,8 +79,14 @@ def prompts_to_record(config: EngineConfig, *, many_launches: bool) -> list[Grap
         longest = LONGEST_PROMPT_TOKENS[-1] if is_quick else LONG_PROMPT_TOKENS[-1]
     sizes = limits.max_num_seqs, min(longest, limits.max_num_batched_tokens)
     keys = prompt_keys(*sizes, any_context=_cuts_hidden_decodes(config))
-    # Decodes with drafts have states that lack tokens, prompts have not.
-    return keys if has_state else keys + drafted_keys(*sizes, config.decode_query_len)
+    beside = _most_beside(config)
+    if beside and _cuts_hidden_decodes(config):
+        # The fewer requests a step may have, the finer contexts of latents are cut.
+        keys = [key._replace(any_context=key.num_tokens <= beside) for key in keys]
+    if has_state:
+        return keys  # Decodes with drafts have states that lack tokens, prompts have not.
+    longest = min(sizes[1], beside or sizes[1])
+    return keys + drafted_keys(limits.max_num_seqs, longest, config.decode_query_len)
 
 
 def drafted_keys(max_num_reqs: int, max_num_tokens: int, width: int) -> list[GraphKey]:
@@ -99,13 +106,19 @@ def drafted_keys(max_num_reqs: int, max_num_tokens: int, width: int) -> list[Gra
 
 def _cuts_hidden_decodes(config: EngineConfig) -> bool:
     """Returns whether the model's attention cuts the contexts of decodes in recorded steps with
-    prompts as it does without prompts, or never cuts any. Latents and what an indexer chooses have
-    kernels of their own, which do not; neither does a library."""
+    prompts as it does without prompts, or never cuts any. What an indexer chooses has kernels of
+    its own, which do not; neither does a library."""
     if config.device.deterministic:
         return True
-    spec = spec_of(config.model)
-    is_own = spec.latent_shape is None and spec.dense_tokens is None
-    return is_own and config.device.attention_backend != "flash-attn"
+    has_indexer = spec_of(config.model).dense_tokens is not None
+    return not has_indexer and config.device.attention_backend != "flash-attn"
+
+
+def _most_beside(config: EngineConfig) -> int:
+    """Returns the tokens of the largest recorded step with prompts beside decodes; 0: as of any.
+    Larger ones of latents are whole prompts, which are expanded."""
+    expands = spec_of(config.model).latent_shape is not None and not config.device.deterministic
+    return PROMPT_TOKENS[-1] if expands else 0
 
 
 def _multiplies_fp8(config: EngineConfig) -> bool:

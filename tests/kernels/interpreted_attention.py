@@ -97,6 +97,8 @@ def test_decodes_that_a_recorded_step_hides(
 ) -> None:
     shape = {"num_kv_heads": 2, "group": 3, "head_dim": 16, "block_size": 16}
     check.hidden_decodes(ops.paged_attention.kernel, seq_lens, query_lens, num_padded, **shape)
+    latents = ops.latent_attention.kernel, (seq_lens, query_lens), num_padded
+    check.hidden_decodes_of_latents(*latents, (3, 24, 8))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])

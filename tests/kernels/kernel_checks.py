@@ -275,28 +275,51 @@ def hidden_decodes(
     for more tokens than there are. Each request counts its sinks once."""
     batch = oracle.paged_batch(seq_lens, query_lens, **shape)
     batch.sinks = torch.linspace(-3, 3, batch.q.shape[1], device=batch.q.device)
-    expected, known = batch.expected(), batch.metadata
-    num_tokens, device = len(batch.q), batch.q.device
-    lens = [*seq_lens, *[0] * num_padded]
-    tables = known.block_tables.new_full((len(lens), known.block_tables.shape[1]), 2**30)
-    tables[: len(seq_lens)] = known.block_tables
-    starts = oracle.cumulative([*query_lens, *[0] * num_padded]).to(device)
-    context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    room = max(num_tokens, len(lens)) + 5
-    metadata = replace(
+    expected, num_tokens = batch.expected(), len(batch.q)
+    _hide_decodes(batch, num_padded)
+    out = op(batch.q, batch.kv_cache, batch.metadata, batch.scale, 0.0, batch.sinks)
+    assert oracle.relative_error(out[:num_tokens], expected) < ATTENTION[out.dtype]
+
+
+def hidden_decodes_of_latents(
+    op: Op, lengths: tuple[list[int], list[int]], num_padded: int, sizes: tuple[int, int, int],
+    **shape: Any,
+) -> None:  # fmt: skip
+    """Checks the same of latents; `lengths` and `sizes` as in `latent_attention`."""
+    num_heads, latent, rope = sizes
+    batch = oracle.paged_batch(
+        *lengths, num_kv_heads=1, group=num_heads, head_dim=latent + rope, block_size=16, **shape
+    )
+    batch.values = [keys[:, :, :latent] for keys in batch.keys]
+    expected, num_tokens = batch.expected(latent), len(batch.q)
+    _hide_decodes(batch, num_padded)
+    q, cache = batch.q, batch.kv_cache[:, 0, 0]
+    out = op(q[:, :, :latent], q[:, :, latent:], cache, batch.metadata, batch.scale)
+    assert oracle.relative_error(out[:num_tokens], expected) < ATTENTION[out.dtype]
+
+
+def _hide_decodes(batch: oracle.PagedBatch, num_padded: int) -> None:
+    """Makes of a batch what a recorded step is told of it."""
+    known, device = batch.metadata, batch.q.device
+    padding = torch.zeros(num_padded, dtype=torch.int32, device=device)
+    seq_lens = torch.cat([known.seq_lens, padding])
+    starts = torch.cat([known.query_start_loc, padding + len(batch.q)])
+    tables = known.block_tables.new_full((len(seq_lens), known.block_tables.shape[1]), 2**30)
+    tables[: len(known.seq_lens)] = known.block_tables
+    room = max(len(batch.q), len(seq_lens)) + 5
+    batch.metadata = replace(
         known,
         block_tables=tables,
         query_start_loc=starts,
-        seq_lens=context_lens,
+        seq_lens=seq_lens,
         num_decodes=0,
-        max_query_len=room - len(lens) + 1,
+        max_query_len=room - len(seq_lens) + 1,
         max_seq_len=room,
-        hidden=HiddenDecodes.of(starts, context_lens),
+        hidden=HiddenDecodes.of(starts, seq_lens),
     )
     q = batch.q.new_zeros((room, *batch.q.shape[1:]))
-    q[:num_tokens] = batch.q
-    out = op(q, batch.kv_cache, metadata, batch.scale, 0.0, batch.sinks)
-    assert oracle.relative_error(out[:num_tokens], expected) < ATTENTION[out.dtype]
+    q[: len(batch.q)] = batch.q
+    batch.q = q
 
 
 def attention_with_sinks(

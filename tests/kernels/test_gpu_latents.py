@@ -29,6 +29,19 @@ def test_latent_attention(dtype: torch.dtype, num_heads: int) -> None:
 
 
 @halves
+@pytest.mark.parametrize("num_padded", [5, 60])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_decodes_that_a_recorded_step_hides(
+    dtype: torch.dtype, num_heads: int, num_padded: int
+) -> None:
+    for lengths in (([300], [200]), ([30_000, 70, 400], [1, 1, 90]), ([600] * 9, [1] * 8 + [40])):
+        check.hidden_decodes_of_latents(
+            ops.latent_attention, lengths, num_padded, (num_heads, 512, 64), dtype=dtype,
+            device="cuda",
+        )  # fmt: skip
+
+
+@halves
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("query_len", "num_heads"), [(1, 16), (2, 8), (3, 16), (1, 40)])
 @pytest.mark.parametrize("block_size", [16, 64])

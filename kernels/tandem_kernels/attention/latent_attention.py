@@ -77,7 +77,7 @@ def latent_attention_kernel(
     query_start = tl.load(query_start_loc + r)
     num_tokens = tl.load(query_start_loc + r + 1) - query_start
     first_token = (q_tile - (query_start - first_req) // BLOCK_Q - (r - first_req)) * BLOCK_Q
-    if first_token >= num_tokens:
+    if (first_token < 0) | (first_token >= num_tokens):  # before the request's rows, or behind
         return
     seq_len = tl.load(seq_lens + r)
     row = tl.arange(0, BLOCK_Q * HEADS)
@@ -136,12 +136,18 @@ def latent_attention(
 
     In fixed order all queries go through the kernel of long ones: it walks a context from its
     beginning, and what lies behind a query's own position adds nothing. So do all queries of a step
-    in which decodes with drafts come with others.
+    in which decodes with drafts come with others. Decodes that a recorded step hides are attended
+    first: of other rows that leaves zeros.
     """
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     num_others = metadata.seq_lens.shape[0] - metadata.num_decodes
     if metadata.fixed_order or (num_others > 0 and metadata.decode_query_len > 1):
         metadata = replace(metadata, num_decodes=0, decode_query_len=1)
+    if (hidden := metadata.hidden) is not None:
+        count = len(metadata.seq_lens)
+        decodes = replace(metadata, num_decodes=count, seq_lens=hidden.seq_lens)
+        latent_decode(q_latent, q_rope, kv_cache, decodes, scale, out, None, kv_scales)
+        metadata = replace(metadata, query_start_loc=hidden.query_start_loc)
     if metadata.num_decodes > 0:
         latent_decode(q_latent, q_rope, kv_cache, metadata, scale, out, None, kv_scales)
     if metadata.num_decodes < metadata.seq_lens.shape[0]:

@@ -65,6 +65,13 @@ def test_decodes_with_drafts_beside_prompts_have_graphs_of_their_own() -> None:
     assert [key.num_reqs for key in drafted_keys(256, 2000, 4)] == 4 * [64] + 4 * [128]
 
 
+def test_beside_decodes_steps_may_have_to_be_smaller() -> None:
+    launches = replace(ANY_CONTEXT, most_beside=256)
+    assert launches.find(StepParts(1, 1, 256)) == "257 tokens with prompts, recorded up to 256"
+    assert launches.find(StepParts(0, 1, 257)) == GraphKey(8, 320, True)
+    assert launches.beside(StepParts(6), 2000) == 250
+
+
 def test_where_nothing_is_recorded_the_reason_is_told() -> None:
     launches = StepLaunches(none="enforce_eager")
     assert launches.find(StepParts(1)) == launches.find(StepParts(0, 1, 5)) == "enforce_eager"
