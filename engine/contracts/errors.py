@@ -58,7 +58,7 @@ def check(condition: bool, param: str, message: str) -> None:
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
 """The code of both refusals below. Clients know them by this and by their words, which are those of
-OpenAI's and of Anthropic's: they shorten a conversation, or ask for a shorter answer."""
+OpenAI's, of Anthropic's and of vLLM's: they shorten a conversation, or ask for a shorter answer."""
 
 
 def prompt_too_long(context: int, size: str) -> str:
@@ -72,7 +72,8 @@ def prompt_too_long(context: int, size: str) -> str:
 def answer_too_long(context: int, num_prompt_tokens: int, max_tokens: int) -> str:
     """Returns why an answer of up to `max_tokens` does not fit behind the prompt."""
     return (
-        f"this model's maximum context length is {context} tokens, but input length and "
-        f"`max_tokens` exceed context limit: {num_prompt_tokens} + {max_tokens} > {context}, "
-        f"which makes {num_prompt_tokens + max_tokens}; shorten either"
+        f"this model's maximum context length is {context} tokens, but you requested {max_tokens} "
+        f"output tokens and your prompt contains {num_prompt_tokens} input tokens: input length "
+        f"and `max_tokens` exceed context limit: {num_prompt_tokens} + {max_tokens} > {context}; "
+        "shorten either"
     )

@@ -352,6 +352,10 @@ async def test_what_exceeds_the_context_is_told_in_words_that_agents_look_for() 
         assert refused.status_code == 400 and asked is not None, message
         num_prompt, num_answer, context = map(int, asked.groups())
         assert (num_answer, context) == (1200, 1200) and num_prompt > 0
+        requested = (
+            f"requested {num_answer} output tokens and your prompt contains {num_prompt} input"
+        )
+        assert f"maximum context length is {context} tokens" in message and requested in message
         left = {**ASK, "max_tokens": context - num_prompt}
         assert (await node.client.post(MESSAGES, json=left)).status_code == 200
         long = {**ASK, "messages": [{"role": "user", "content": "hello " * 1300}]}
