@@ -272,7 +272,8 @@ def main() -> None:
         config, in_process = with_drafts(config, arguments.drafts), True
         planted = planted_tokens(config.model.vocab_size)
     results["quantization"] = arguments.quantization
-    results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
+    in_fp8 = config.cache.kv_scales is not None
+    results["kv_cache_dtype"] = "float8_e4m3fn" if in_fp8 else config.model.dtype
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
     results["uniform_routing"] = arguments.uniform_routing
     results["max_num_batched_tokens"] = arguments.max_num_batched_tokens

@@ -5,6 +5,7 @@ attends to the same rounded vectors.
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
+from engine.calibration.__main__ import main as calibrate
 from engine.config import EngineConfig
 from engine.kv_cache.capacity import blocks_a_token
 from engine.models.checkpoint import load_model_config
@@ -24,6 +26,7 @@ from engine.parallel.distributed import ParallelGroup
 from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.control.sizing import pull_bytes_per_token
 from kv_transfer.errors import HandshakeMismatch
+from tests.engine.core.tiny_tokenizer import save_tokenizer
 from tests.engine.kv_fp8.quantised_reference import stored
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
 from tests.engine.models.family import Family
@@ -147,7 +150,12 @@ def test_bytes_of_a_token_in_fp8(tmp_path: Path) -> None:
         layout.check_compatible(plain)
 
 
-def test_files_of_scales_and_vectors_that_lie_askew_are_refused(tmp_path: Path, wide: Path) -> None:
+def test_files_of_scales_and_vectors_that_lie_askew_are_refused(
+    tmp_path: Path, wide: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = save_tokenizer(shutil.copytree(wide, tmp_path / "whole"))
+    assert calibrate(["--model", whole, "--output", str(tmp_path / "scales.json")]) == 1
+    assert "beside its numbers" in capsys.readouterr().err
     with pytest.raises(KVCacheDtypeError, match="kv-cache-scales"):
         choose_kv_scales(load_model_config(wide), "fp8", tmp_path / "scales.json")
     folder = flash(tmp_path / "askew", head_dim=64, qk_rope_head_dim=60)
