@@ -68,7 +68,10 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         default=2.0, gt=0, description="Seconds that a prefill node has to answer the first call."
     )
     first_token_timeout_s: float = Field(
-        default=120.0, gt=0, description="Seconds that a prefill node has to compute a prompt."
+        default=120.0,
+        gt=0,
+        description="Seconds that a prefill node has to compute a prompt, and one more for each "
+        "2,500 of its tokens.",
     )
     kv_timeout_s: float = Field(
         default=30.0, gt=0, description="Seconds that KV may take to arrive after the first token."

@@ -29,7 +29,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -55,6 +55,7 @@ from engine.frontend.input_processor import GenerationRequest
 from kv_transfer.metadata import KVPeer, KVTransferParams
 
 logger = logging.getLogger(__name__)
+LEAST_TOKENS_PER_S = 2_500
 
 
 class PrefillNodes(Protocol):
@@ -104,6 +105,11 @@ class RemotePrefillLimits:
     lost_call_s: float = 6.0
     patience_s: float = 2.0
 
+    def of_prompt(self, num_tokens: int) -> RemotePrefillLimits:
+        """Returns those of one prompt: at `LEAST_TOKENS_PER_S` a million tokens take minutes."""
+        first_token_s = self.first_token_s + num_tokens / LEAST_TOKENS_PER_S
+        return replace(self, first_token_s=first_token_s)
+
     def of(self, state: JoinState) -> float:
         """Returns the seconds that an attempt may take from entering `state` to leaving it."""
         match state:
@@ -150,7 +156,7 @@ class RemotePrefill:
         self._request = request
         self._addresses = deque(addresses)
         self._transfer_id = transfer_id
-        self._limits = limits
+        self._limits = limits.of_prompt(len(request.spec.prompt_token_ids))
         self._record = record
         self._kv = kv
         self._address = ""

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from decode_node.disagg.cached_prefixes import CachedPrefixes
 from decode_node.disagg.credits import KVCredits
 from decode_node.disagg.prefill_headers import prefill_headers
+from decode_node.disagg.prefill_join import JoinState
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
 from decode_node.errors import Overloaded, Unavailable
@@ -30,6 +31,7 @@ from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 from kv_transfer.metadata import KVPeer
+from router.config import RouterSettings
 from tests.decode_node.decode_fakes import (
     FakeEngine,
     FakePrefillNodes,
@@ -479,6 +481,12 @@ async def test_every_phase_has_a_limit(phase: str) -> None:
     check_complete(bench, await task)
     assert bench.records[0].prefill.failures == ["timeout"]
     await bench.check_empty()
+
+
+def test_a_million_tokens_have_minutes_and_less_than_routers_wait_for() -> None:
+    limits = RemotePrefillLimits().of_prompt(1 << 20)
+    routers = RouterSettings.model_fields["read_timeout_s"].default
+    assert 500 < limits.of(JoinState.PREFILLING) < routers
 
 
 async def test_an_error_of_our_own_still_ends_in_an_answer(bench: Bench) -> None:
