@@ -57,14 +57,20 @@ class PartialSum:
 @dataclass(frozen=True, slots=True)
 class PairOutputs:
     """Holds what each of a token's experts gives to it, [T * k, H], which a norm may sum with what
-    it does. `experts` [T, k]; -1: none."""
+    it does.
+
+    Attributes:
+        experts: [T, k]; -1: none. None: `parts` [T, H] are sums.
+        beside: [T, H], what a shared expert gives; None: nothing.
+    """
 
     parts: Tensor
-    experts: Tensor
+    experts: Tensor | None
+    beside: Tensor | None = None
 
     def summed(self) -> Tensor:
         """Returns the sum over a token's experts, [T, H]."""
-        return ops.sum_pairs(self.parts, self.experts)
+        return ops.sum_pairs(self.parts, self.experts, self.beside)
 
 
 @dataclass(frozen=True, slots=True)

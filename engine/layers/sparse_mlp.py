@@ -18,6 +18,7 @@ Shazeer et al. (arXiv 1701.06538); DeepSeekMoE (arXiv 2401.06066) for shared exp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -85,10 +86,10 @@ class Experts(ExpertLayer):
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return self.method.apply(self, x, weights, experts)
 
-    def unsummed(self, x: Tensor, weights: Tensor, experts: Tensor) -> PairOutputs | None:
-        """Computes what `forward` sums, [T * k, H]; None: the method sums this many rows itself."""
+    def unsummed(self, x: Tensor, weights: Tensor, experts: Tensor) -> PairOutputs:
+        """Computes what `forward` sums, unless the method sums this many rows itself."""
         if not self.method.leaves_sums(self, experts.numel()):
-            return None
+            return PairOutputs(self(x, weights, experts), None)
         parts = self.method.apply(self, x, weights, experts, summed=False)
         return PairOutputs(parts, experts)
 
@@ -188,6 +189,9 @@ class SparseMLP(nn.Module):
         input_norm: Of what experts read, where the router reads another norm; None: both read the
             same.
         latents: Project what experts read, and their sum; None: neither is.
+
+    Attributes:
+        leaves_sums: What experts give may be added up by whoever reads it.
     """
 
     def __init__(
@@ -210,7 +214,8 @@ class SparseMLP(nn.Module):
         self.group = shard.tp
         self.exchange = shard.place.token_exchange
         is_one_rank = shard.tp.size == 1 and shard.place.exchange is None
-        self.is_alone = is_one_rank and shared is None and norm is None and latents is None
+        self.leaves_sums = is_one_rank and norm is None and latents is None
+        self.is_alone = self.leaves_sums and shared is None
         self.fused_rows = shard.gemms.fused_router_rows if self.is_alone else 0
         self.beside_rows = shard.gemms.beside_rows
         if self.beside_rows > 0 and shard.device.type == "cuda":
@@ -238,14 +243,18 @@ class SparseMLP(nn.Module):
     def _add(self, x: Tensor, stream: ResidualStream, slot_mapping: Tensor) -> None:
         """Computes the block of the normed `x`, [T, H]."""
         if self.is_alone:
-            chosen = self.router(x, slot_mapping)
-            pairs = self.experts.unsummed(x, *chosen)
-            stream.add(self.experts(x, *chosen) if pairs is None else pairs)
+            pairs = self.unsummed(x, slot_mapping)
+            stream.add(pairs.parts if pairs.experts is None else pairs)
             return
         if self.shared is not None and len(x) <= self.beside_rows and is_recording(x):
             side = SideStream(x.device)
             with side.beside():
                 shared = self.shared(x)
+            if self.leaves_sums:
+                pairs = self.unsummed(x, slot_mapping)
+                side.join()
+                stream.add(replace(pairs, beside=shared))
+                return
             out = self.routed(x, slot_mapping)
             side.join()
             out.add_(shared)
@@ -265,6 +274,11 @@ class SparseMLP(nn.Module):
         weight = self.router.weight
         no_slots = torch.empty(0, dtype=torch.int64, device=weight.device)
         self.routed(weight.new_empty((0, weight.shape[1])), no_slots)
+
+    def unsummed(self, x: Tensor, slot_mapping: Tensor) -> PairOutputs:
+        """Returns what `routed` sums, [T, H]; only of what `leaves_sums`."""
+        chosen = self.router(x, slot_mapping)
+        return self.experts.unsummed(x if self.input_norm is None else self.input_norm(x), *chosen)
 
     def routed(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         """Returns this rank's part of the sum over its group, [T, H], of `x` [T, H]."""

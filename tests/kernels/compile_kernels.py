@@ -875,7 +875,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
 
 def expert_cases(capability: int) -> Iterator[Case]:
     types = {
-        **named("*bf16", "x", "weight", "out", "parts"),
+        **named("*bf16", "x", "weight", "out", "parts", "beside"),
         **named(
             "*fp32", "pair_weights", "weights", "bias", "logit_bias", "expert_scales", "logits"
         ),
@@ -908,17 +908,18 @@ def expert_cases(capability: int) -> Iterator[Case]:
     yield Case(
         expert_rows.sort_pairs_kernel, "", types, {"CHUNK": expert_rows.CHUNK}, {"num_warps": 16}
     )
+    of_pairs = {"TOP_K": 8, "IN_PAIRS": True, "HAS_BESIDE": True}
     yield Case(
         expert_sums.sum_pairs_kernel,
         "",
         types,
-        {"TOP_K": 8, "BLOCK": 1024, "OVERLAP": capability >= 90},
+        {**of_pairs, "BLOCK": 1024, "OVERLAP": capability >= 90},
     )
     yield Case(
         expert_sums.pairs_add_rms_norm_kernel,
         "",
         types | named("*bf16", "residual"),
-        {"TOP_K": 8, "BLOCK": 4096, "OVERLAP": capability >= 90},
+        {**of_pairs, "BLOCK": 4096, "OVERLAP": capability >= 90},
         {"num_warps": 8},
     )
     many = capability >= 90

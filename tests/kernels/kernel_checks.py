@@ -850,7 +850,8 @@ def fused_experts(
 def pairs_add_rms_norm(
     op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """A token's outputs, but for those of no expert, are added to its row, and that is normed."""
+    """A token's outputs, but for those of no expert, are added to its row, and that is normed; with
+    another expert's beside them, and with sums in their place, to the bit as one by one."""
     num_tokens, top_k, hidden = sizes
     parts = torch.randn(num_tokens * top_k, hidden, device=device).to(dtype)
     experts = torch.randint(-1, 3, (num_tokens, top_k), dtype=torch.int32, device=device)
@@ -859,10 +860,18 @@ def pairs_add_rms_norm(
     weight = torch.randn(hidden, device=device).to(dtype)
     known = parts.view(num_tokens, top_k, hidden).double().nan_to_num(0.0).sum(1)
     carried = (known.float().to(dtype).double() + residual.double()).to(dtype)
+    before, beside = residual.clone(), torch.randn(num_tokens, hidden, device=device).to(dtype)
     normed = op(parts, experts, residual, weight, 1e-6)
     assert oracle.relative_error(residual, carried) < ELEMENTWISE[dtype]
     expected = oracle.rms_norm(residual, weight, 1e-6)
     assert oracle.relative_error(normed, expected) < ELEMENTWISE[dtype]
+    sums = ops.sum_pairs(parts, experts)
+    for given, chosen in ((parts, experts), (sums, None)):
+        total = before.clone()
+        normed = op(given, chosen, total, weight, 1e-6, beside)
+        assert torch.equal(total, (sums + beside) + before)
+        expected = oracle.rms_norm(total, weight, 1e-6)
+        assert oracle.relative_error(normed, expected) < ELEMENTWISE[dtype]
 
 
 def latent_rope_and_cache(

@@ -2,7 +2,8 @@
 
 A token's outputs lie beside each other, one of each of its experts, as the second GEMM has written
 them. By themselves sum and norm would write a tensor and read it again; together they are one
-launch, which gives the same bits.
+launch, which gives the same bits. So do what a shared expert has computed beside them, and its sum
+with theirs.
 """
 
 from __future__ import annotations
@@ -18,32 +19,57 @@ from tandem_kernels.small_launches import in_turn, take_turn
 
 
 @triton.jit
-def _sum_of_token(
+def sum_of_token(
     parts: tl.tensor,
     experts: tl.tensor,
+    beside: tl.tensor,
     token: tl.tensor,
     col: tl.tensor,
     inside: tl.tensor,
     width: tl.tensor,
+    kind: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    HAS_BESIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns columns `col` [BLOCK] of a token's sum, in float32."""
+    """Returns columns `col` [BLOCK] of a token's sum, as `kind` rounds them, in float32.
+
+    IN_PAIRS: Else TOP_K is 1, and `parts` are sums.
+    """
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
-        real = inside & (tl.load(experts + pair) >= 0)
+        real = inside
+        if IN_PAIRS:
+            real = inside & (tl.load(experts + pair) >= 0)
         total += tl.load(parts + pair * width + col, mask=real, other=0.0).to(tl.float32)
+    total = total.to(kind).to(tl.float32)
+    if HAS_BESIDE:
+        own = tl.load(beside + token * width + col, mask=inside, other=0.0).to(tl.float32)
+        total = (total + own).to(kind).to(tl.float32)
     return total
+
+
+def forms_of(experts: Tensor | None, beside: Tensor | None) -> dict[str, int | bool]:
+    """Returns the constants of `sum_of_token` for these."""
+    return {
+        "TOP_K": 1 if experts is None else experts.shape[1],
+        "IN_PAIRS": experts is not None,
+        "HAS_BESIDE": beside is not None,
+    }
 
 
 @triton.jit
 def sum_pairs_kernel(
     parts: tl.tensor,
     experts: tl.tensor,
+    beside: tl.tensor,
     out: tl.tensor,
     width: tl.tensor,
     TOP_K: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    HAS_BESIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -52,14 +78,18 @@ def sum_pairs_kernel(
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
-    total = _sum_of_token(parts, experts, token, col, inside, width, TOP_K, BLOCK)
-    tl.store(out + token * width + col, total.to(out.dtype.element_ty), mask=inside)
+    kind = out.dtype.element_ty
+    total = sum_of_token(
+        parts, experts, beside, token, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, HAS_BESIDE
+    )
+    tl.store(out + token * width + col, total.to(kind), mask=inside)
 
 
 @triton.jit
 def pairs_add_rms_norm_kernel(
     parts: tl.tensor,
     experts: tl.tensor,
+    beside: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
@@ -67,6 +97,8 @@ def pairs_add_rms_norm_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     TOP_K: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    HAS_BESIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -82,16 +114,18 @@ def pairs_add_rms_norm_kernel(
     kind = out.dtype.element_ty
     place = residual + token * residual_stride + col
     carried = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    total = _sum_of_token(parts, experts, token, col, inside, width, TOP_K, BLOCK)
-    value = (total.to(kind).to(tl.float32) + carried).to(kind)
+    total = sum_of_token(
+        parts, experts, beside, token, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, HAS_BESIDE
+    )
+    value = (total + carried).to(kind)
     tl.store(place, value, mask=inside)
     normed = normed_row(value, scale, width, eps)
     tl.store(out + token * width + col, normed.to(kind), mask=inside)
 
 
-def sum_pairs(parts: Tensor, experts: Tensor) -> Tensor:
+def sum_pairs(parts: Tensor, experts: Tensor | None, beside: Tensor | None = None) -> Tensor:
     """See `reference.experts.sum_pairs`."""
-    num_tokens, width = len(experts), parts.shape[1]
+    num_tokens, width = len(parts if experts is None else experts), parts.shape[1]
     out = torch.empty((num_tokens, width), dtype=parts.dtype, device=parts.device)
     if num_tokens == 0:
         return out
@@ -100,17 +134,23 @@ def sum_pairs(parts: Tensor, experts: Tensor) -> Tensor:
     sum_pairs_kernel[grid](
         parts,
         experts,
+        beside,
         out,
         width,
-        TOP_K=experts.shape[1],
         BLOCK=block,
+        **forms_of(experts, beside),
         **in_turn(out.device),
     )
     return out
 
 
 def pairs_add_rms_norm(
-    parts: Tensor, experts: Tensor, residual: Tensor, weight: Tensor, eps: float
+    parts: Tensor,
+    experts: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    beside: Tensor | None = None,
 ) -> Tensor:
     """See `reference.experts.pairs_add_rms_norm`."""
     num_tokens, width = residual.shape
@@ -121,14 +161,15 @@ def pairs_add_rms_norm(
     pairs_add_rms_norm_kernel[(num_tokens,)](
         parts,
         experts,
+        beside,
         residual,
         weight,
         out,
         residual.stride(0),
         width,
         eps,
-        TOP_K=experts.shape[1],
         BLOCK=block,
+        **forms_of(experts, beside),
         num_warps=min(max(block // 512, 1), 16),
         **in_turn(out.device),
     )

@@ -157,21 +157,32 @@ def of_tokens(outputs: Tensor, summed: bool) -> Tensor:
     return outputs.sum(1) if summed else outputs.flatten(0, 1)
 
 
-def sum_pairs(parts: Tensor, experts: Tensor) -> Tensor:
-    """Sums the outputs of a token's experts, [T * k, H], in their order -> [T, H]. `experts` [T, k]
-    is int32; -1: none, and its output is anything."""
-    outputs = parts.view(*experts.shape, -1).float()
-    return outputs.masked_fill((experts < 0)[..., None], 0.0).sum(1).to(parts.dtype)
+def sum_pairs(parts: Tensor, experts: Tensor | None, beside: Tensor | None = None) -> Tensor:
+    """Sums the outputs of a token's experts, [T * k, H], in their order -> [T, H].
+
+    Args:
+        experts: [T, k] int32; -1: none, and its output is anything. None: `parts` are sums.
+        beside: [T, H], added to the sums.
+    """
+    sums = parts
+    if experts is not None:
+        outputs = parts.view(*experts.shape, -1).float()
+        sums = outputs.masked_fill((experts < 0)[..., None], 0.0).sum(1).to(parts.dtype)
+    return sums if beside is None else sums + beside
 
 
 def pairs_add_rms_norm(
-    parts: Tensor, experts: Tensor, residual: Tensor, weight: Tensor, eps: float
+    parts: Tensor,
+    experts: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    beside: Tensor | None = None,
 ) -> Tensor:
     """Adds what experts give to the residual stream, and normalises it.
 
     Args:
-        parts: [T * k, H], a token's outputs one behind the other.
-        experts: [T, k] int32; -1: none, and its output is anything.
+        parts, experts, beside: See `sum_pairs`.
         residual: [T, H]; becomes the sum.
         weight: [H].
         eps: Added to the mean square.
@@ -179,7 +190,7 @@ def pairs_add_rms_norm(
     Returns:
         [T, H], as `fused_add_rms_norm` of what `sum_pairs` returns.
     """
-    return fused_add_rms_norm(sum_pairs(parts, experts), residual, weight, eps)[0]
+    return fused_add_rms_norm(sum_pairs(parts, experts, beside), residual, weight, eps)[0]
 
 
 def _one_expert(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.layers import sparse_mlp as module
 from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
 from engine.layers.sparse_mlp import SparseMLP
@@ -43,6 +44,15 @@ def computed(mlp: SparseMLP, x: Tensor) -> Tensor:
     return stream.read(None)
 
 
+def normed(mlp: SparseMLP, x: Tensor) -> Tensor:
+    """Returns the norm of the stream behind the block, and the stream."""
+    stream = ResidualStream(x.clone())
+    mlp(stream, None, torch.arange(len(x), device=x.device))
+    norm = RMSNorm(x.shape[1], 1e-5, Shard(ParallelPlace(range(1)), x.dtype, x.device))
+    norm.weight.data = torch.linspace(0.5, 2.0, x.shape[1])
+    return torch.cat((stream.normed(norm), stream.read(None)))
+
+
 @torch.inference_mode()
 def test_forks_and_joins_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
@@ -68,6 +78,7 @@ def test_forks_and_joins_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(rows, 32)
         torch.testing.assert_close(computed(mlp, x), computed(alone, x), rtol=1e-5, atol=1e-5)
         assert done == (["fork", "beside", "join"] if forks else [])
+        torch.testing.assert_close(normed(mlp, x), normed(alone, x), rtol=1e-5, atol=1e-5)
         done.clear()
     recording = False
     computed(mlp, torch.randn(1, 32))
