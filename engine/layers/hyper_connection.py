@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.norm import RMSNorm
-from engine.layers.residual import ResidualStream
-from engine.layers.rows import PairOutputs, PartialSum, RowForm, Rows, UnnormedRows, UnscaledProduct
+from engine.layers.residual import Addend, ResidualStream
+from engine.layers.rows import RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 from tandem_kernels.stream_forms import StreamForm
@@ -92,7 +92,7 @@ class HyperStream(ResidualStream):
         else:
             self.sum, self.post, self.comb = block(self.streams)
 
-    def add(self, x: Tensor | UnscaledProduct | PartialSum | PairOutputs) -> None:
+    def add(self, x: Addend) -> None:
         """Gives the streams what the block adds, [T, H]."""
         if isinstance(x, UnscaledProduct):
             x = x.scaled()

@@ -17,6 +17,7 @@ from engine.layers.embedding import VocabParallelEmbedding
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
+from engine.layers.rows import UnnormedSum
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 
@@ -84,7 +85,8 @@ class LayerInput(nn.Module):
 
     def forward(self, stream: ResidualStream, given: Tensor) -> None:
         gates = self.gate(stream.read(None))
-        stream.add(self.norm(self.output(ops.gelu_tanh_and_mul(torch.cat((gates, given), dim=1)))))
+        activated = ops.gelu_tanh_and_mul(torch.cat((gates, given), dim=1))
+        stream.add(UnnormedSum(self.output(activated), self.norm.form))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate.checkpoint_weights(f"{prefix}.{_GATE}")

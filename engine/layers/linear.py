@@ -30,7 +30,7 @@ from engine.layers.methods.base import (
 from engine.layers.methods.choice import column_method, gate_up_method, qkv_method, row_method
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, UnscaledProduct
+from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, UnnormedSum, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of, unread
 from kv_transfer.planes import NO_HEADS, HeadRange
 from tandem_kernels import ops
@@ -299,7 +299,7 @@ class RowParallelLinear(LinearLayer):
         """Adds the output for [T, in / ranks], or its norm, to the stream; in the GEMM where that
         is faster."""
         if norm is not None:
-            stream.add(norm(self(x)))
+            stream.add(UnnormedSum(self(x), norm.form))
         elif isinstance(x, Tensor) and 0 < self.shared_residual_rows <= len(x):
             stream.sum = self.group.all_reduce(self._part_of_sum(x, stream.sum))
         elif not isinstance(x, Tensor) or not self.method.add_to(self, x, stream.sum):

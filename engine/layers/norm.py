@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.layers.rows import PairOutputs, PartialSum, QuantisedRows, RowForm, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
+from tandem_kernels.elementwise.norm_forms import Norm
 
 
 class RMSNorm(nn.Module):
@@ -50,6 +51,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
+
+    @property
+    def form(self) -> Norm:
+        """Returns it as operations are given it."""
+        return Norm(self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (norm of the sum, the sum) of two [T, size]. The inputs' memory may be reused."""

@@ -8,13 +8,17 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
 
 from engine.layers.mlp import DenseMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
+from engine.layers.rows import PairOutputs, UnnormedSum
 from engine.layers.sparse_mlp import SparseMLP
+from tandem_kernels.elementwise.norm_forms import PairedExperts
 
 
 class PairedMLP(nn.Module):
@@ -37,10 +41,22 @@ class PairedMLP(nn.Module):
     def forward(self, stream: ResidualStream, norm: RMSNorm | None, slot_mapping: Tensor) -> None:
         """Computes the blocks; `norm` is that of what the dense one reads. `slot_mapping` [T]
         int64; -1: padding, which no expert computes."""
-        dense = self.dense.partial(stream.read_rows(norm, self.dense.input_form))
-        routed = self.sparse.routed(stream.read(None), slot_mapping)
-        group = self.sparse.group
-        if group.size > 1:
-            both = group.all_reduce(torch.cat((dense, routed)))
-            dense, routed = both[: len(dense)], both[len(dense) :]
-        stream.add(self.norm(self.dense_norm(dense) + self.sparse_norm(routed)))
+        sparse, given = self.sparse, (norm, self.sparse.router.norm, self.sparse.input_norm)
+        if sparse.leaves_sums and self.dense.input_form is None and all_there(given):
+            x, routing, to_experts = stream.normed_by(*given)
+            dense = self.dense.partial(x)
+            pairs = sparse.unsummed(routing, slot_mapping, to_experts)
+        else:
+            dense = self.dense.partial(stream.read_rows(norm, self.dense.input_form))
+            routed = sparse.routed(stream.read(None), slot_mapping)
+            if sparse.group.size > 1:
+                both = sparse.group.all_reduce(torch.cat((dense, routed)))
+                dense, routed = both[: len(dense)], both[len(dense) :]
+            pairs = PairOutputs(routed, None)
+        apart = self.dense_norm.form, self.sparse_norm.form
+        paired = PairedExperts(pairs.parts, pairs.experts, *apart)
+        stream.add(UnnormedSum(dense, self.norm.form, paired))
+
+
+def all_there(norms: tuple[RMSNorm | None, ...]) -> TypeGuard[tuple[RMSNorm, ...]]:
+    return None not in norms

@@ -13,18 +13,20 @@ from engine.layers.rows import (
     RowForm,
     Rows,
     UnnormedRows,
+    UnnormedSum,
     UnscaledProduct,
 )
 
-_Addend = Tensor | UnscaledProduct | PartialSum | PairOutputs
+Addend = Tensor | UnscaledProduct | PartialSum | PairOutputs | UnnormedSum
 
 
 class ResidualStream:
     """The sum of what all layers have added so far, [T, H].
 
     What a layer adds waits until the next norm, which sums and normalises in one kernel; a GEMM
-    that can add to the sum itself does so (`RowParallelLinear.add_to`). Ranks' parts of it, and
-    what single experts give, may wait, too, for a norm that sums them up.
+    that can add to the sum itself does so (`RowParallelLinear.add_to`). Ranks' parts of it, what
+    single experts give, and what is normed before it is added, may wait, too, for a norm that does
+    all that.
 
     Args:
         x: [T, H], what the first layer reads. Its memory becomes the stream's.
@@ -32,9 +34,9 @@ class ResidualStream:
 
     def __init__(self, x: Tensor) -> None:
         self.sum = x
-        self._waiting: _Addend | None = None
+        self._waiting: Addend | None = None
 
-    def add(self, x: _Addend) -> None:
+    def add(self, x: Addend) -> None:
         """Adds [T, H] before the next read. Its memory may be reused."""
         assert self._waiting is None, "the stream is read between two additions"
         self._waiting = x
@@ -58,7 +60,11 @@ class ResidualStream:
 
     def scale(self, factor: Tensor) -> None:
         """Multiplies the stream by `factor` [1]."""
-        self.sum = self.read(None).mul_(factor)
+        waiting = self._waiting
+        if isinstance(waiting, UnnormedSum) and waiting.scale is None:
+            self._waiting = replace(waiting, scale=factor)
+        else:
+            self.sum = self.read(None).mul_(factor)
 
     def value(self) -> Tensor:
         """Returns a copy of the stream, [T, H], which goes on as if nothing had looked."""
@@ -92,9 +98,20 @@ class ResidualStream:
             return self.read_rows(norm, form)
         return UnnormedRows(rows, norm.weight, norm.eps)
 
+    def normed_by(self, *norms: RMSNorm) -> tuple[Tensor, ...]:
+        """Returns norms of the stream, [T, H] each."""
+        if not isinstance(self._waiting, UnnormedSum):
+            first, *others = norms
+            return (self.normed(first), *(norm(self.sum) for norm in others))
+        waiting, self._waiting = self._waiting, None
+        return waiting.add_to(self.sum, *(norm.form for norm in norms))
+
     def normed(self, norm: RMSNorm) -> Tensor:
         """Returns the norm of the stream, [T, H]."""
         normed: Tensor
+        if isinstance(self._waiting, UnnormedSum):
+            (normed,) = self.normed_by(norm)
+            return normed
         if isinstance(self._waiting, PartialSum):
             part, self._waiting = self._waiting, None
             normed, self.sum = norm.add_part(part, self.sum)
@@ -112,8 +129,12 @@ class ResidualStream:
         return normed
 
     def _taken(self) -> Tensor | UnscaledProduct | None:
-        """Returns what waits, summed over ranks and experts, and which then waits no more."""
+        """Returns what waits, summed over ranks and experts, and which then waits no more. What is
+        normed first is in the stream then."""
         waiting, self._waiting = self._waiting, None
+        if isinstance(waiting, UnnormedSum):
+            waiting.add_to(self.sum)
+            return None
         return waiting.summed() if isinstance(waiting, PartialSum | PairOutputs) else waiting
 
 

@@ -96,9 +96,13 @@ class Router(nn.Module):
     def forward(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
         """Chooses for `x` [T, H]; `slot_mapping` [T] int64, or with a table the ids of tokens; -1:
         padding."""
+        return self.choose(x if self.norm is None else self.norm(x), slot_mapping)
+
+    def choose(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses for `x` [T, H] that has been through the router's own norm."""
         options = self.options
         return ops.route_tokens(
-            self._logits(x if self.norm is None else self.norm(x)),
+            self._logits(x),
             slot_mapping,
             self.bias,
             options.top_k,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from engine.parallel.distributed import ParallelGroup
 from tandem_kernels import ops
+from tandem_kernels.elementwise.norm_forms import Norm, PairedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,33 @@ class PairOutputs:
     def summed(self) -> Tensor:
         """Returns the sum over a token's experts, [T, H]."""
         return ops.sum_pairs(self.parts, self.experts, self.beside)
+
+
+@dataclass(frozen=True, slots=True)
+class UnnormedSum:
+    """Holds what a block gives, [T, H], whose norm is added to the stream; the kernel that does so
+    may norm the new stream for its readers, too.
+
+    Attributes:
+        by: The norm.
+        paired: What experts give beside the block; None: nothing.
+        scale: [1], multiplies the stream behind the addition; None: nothing does.
+    """
+
+    given: Tensor
+    by: Norm
+    paired: PairedExperts | None = None
+    scale: Tensor | None = None
+
+    def add_to(self, stream: Tensor, *readers: Norm) -> tuple[Tensor, ...]:
+        """Adds it to `stream` [T, H]. Returns the norms of that, [T, H] for each reader."""
+        return ops.add_normed(self.given, stream, self.by, readers, self.scale, self.paired)
+
+    def summed(self) -> Tensor:
+        """Returns what is added, [T, H]."""
+        added = torch.zeros_like(self.given)
+        self.add_to(added)
+        return added
 
 
 @dataclass(frozen=True, slots=True)

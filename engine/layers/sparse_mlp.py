@@ -32,7 +32,7 @@ from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.router import Router, RouterOptions
-from engine.layers.rows import PairOutputs, PartialSum
+from engine.layers.rows import PairOutputs, PartialSum, UnnormedSum
 from engine.layers.shard import CheckpointWeight, Shard, unread
 from engine.layers.shared_expert import SharedExpert
 from engine.layers.side_stream import SideStream, is_recording, side_stream
@@ -87,7 +87,8 @@ class Experts(ExpertLayer):
         return self.method.apply(self, x, weights, experts)
 
     def unsummed(self, x: Tensor, weights: Tensor, experts: Tensor) -> PairOutputs:
-        """Computes what `forward` sums, unless the method sums this many rows itself."""
+        """Computes what `forward` sums, [T * k, H]; or the sums [T, H], where the method adds up
+        this many rows itself."""
         if not self.method.leaves_sums(self, experts.numel()):
             return PairOutputs(self(x, weights, experts), None)
         parts = self.method.apply(self, x, weights, experts, summed=False)
@@ -191,7 +192,7 @@ class SparseMLP(nn.Module):
         latents: Project what experts read, and their sum; None: neither is.
 
     Attributes:
-        leaves_sums: What experts give may be added up by whoever reads it.
+        leaves_sums: The sum over a token's experts may be left to what reads it.
     """
 
     def __init__(
@@ -263,7 +264,7 @@ class SparseMLP(nn.Module):
             if self.shared is not None:
                 self.shared.add_to(out, x)
         if self.norm is not None:
-            stream.add(self.norm(self.group.all_reduce(out)))
+            stream.add(UnnormedSum(self.group.all_reduce(out), self.norm.form))
             return
         waits = self.group.fuses_norm
         stream.add(PartialSum(out, self.group) if waits else self.group.all_reduce(out))
@@ -275,10 +276,13 @@ class SparseMLP(nn.Module):
         no_slots = torch.empty(0, dtype=torch.int64, device=weight.device)
         self.routed(weight.new_empty((0, weight.shape[1])), no_slots)
 
-    def unsummed(self, x: Tensor, slot_mapping: Tensor) -> PairOutputs:
-        """Returns what `routed` sums, [T, H]; only of what `leaves_sums`."""
-        chosen = self.router(x, slot_mapping)
-        return self.experts.unsummed(x if self.input_norm is None else self.input_norm(x), *chosen)
+    def unsummed(self, x: Tensor, slot_mapping: Tensor, given: Tensor | None = None) -> PairOutputs:
+        """Returns what `routed` sums, of the stream's rows `x` [T, H]; where it `leaves_sums`.
+        `given` [T, H]: experts read these, and `x` is what the router's own norm gives."""
+        if given is not None:
+            return self.experts.unsummed(given, *self.router.choose(x, slot_mapping))
+        given = x if self.input_norm is None else self.input_norm(x)
+        return self.experts.unsummed(given, *self.router(x, slot_mapping))
 
     def routed(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         """Returns this rank's part of the sum over its group, [T, H], of `x` [T, H]."""

@@ -33,6 +33,7 @@ from tandem_kernels.reference import (
     lora,
     mamba,
     ngrams,
+    norms,
     quantised_experts,
     ragged,
     sampling,
@@ -86,6 +87,7 @@ def standing_in(make: Callable[[Op[..., Any]], Callable[..., Any]]) -> Iterator[
 
 embedding = Op(elementwise.embedding, "elementwise.embedding")
 rms_norm = Op(elementwise.rms_norm, "elementwise.rms_norm")
+add_normed = Op(norms.add_normed, "elementwise.add_normed")
 fused_add_rms_norm = Op(elementwise.fused_add_rms_norm, "elementwise.rms_norm")
 small_m_gemm = Op(gemm.small_m_gemm, "gemm.small_m_gemm")
 invariant_gemm = Op(gemm.invariant_gemm, "gemm.invariant_gemm")

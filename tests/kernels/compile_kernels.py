@@ -61,6 +61,7 @@ from tandem_kernels.collectives import (
     peer_reduce_norm,
 )
 from tandem_kernels.elementwise import (
+    add_normed,
     block_mix,
     embedding,
     relu_squared,
@@ -189,6 +190,7 @@ NO_PARTS = {"IN_PARTS": False, "partial_acc": None, "partial_state": None, "arri
 
 BEGIN_LATE = (
     rms_norm.rms_norm_kernel,
+    add_normed.add_normed_kernel,
     route_tokens.route_tokens_kernel,
     normed_router.normed_router_kernel,
     expert_sums.pairs_add_rms_norm_kernel,
@@ -226,6 +228,30 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                     "HAS_RESIDUAL": fused,
                     "BLOCK": 4096,
                     "OVERLAP": fused and capability >= 90,
+                },
+                {"num_warps": 8},
+            )
+        outs = named(f"*{dtype}", "parts", "out_1", "out_2", "out_3", "scale")
+        for is_paired in (False, True):
+            yield Case(
+                add_normed.add_normed_kernel,
+                f"{dtype} paired={is_paired}",
+                {
+                    **pointers,
+                    **outs,
+                    **named("*fp32", "dense_weight", "sparse_weight"),
+                    **named("*fp32", "weight_1", "weight_2", "weight_3"),
+                    **named("fp32", "dense_eps", "sparse_eps", "eps", "eps_1", "eps_2", "eps_3"),
+                    "experts": "*i32",
+                },
+                {
+                    "READERS": 1 if is_paired else 3,
+                    "PAIRED": is_paired,
+                    "IN_PAIRS": True,
+                    "TOP_K": 8,
+                    "SCALED": is_paired,
+                    "BLOCK": 4096,
+                    "OVERLAP": capability >= 90,
                 },
                 {"num_warps": 8},
             )

@@ -46,6 +46,9 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
     check.embedding(ops.embedding.kernel, 7, 1100, dtype)
     check.rms_norm(ops.rms_norm.kernel, 3, 80, dtype)
     check.fused_add_rms_norm(ops.fused_add_rms_norm.kernel, 3, 96, dtype)
+    for readers, top_k in ((0, None), (1, None), (3, 2), (2, 0)):
+        options = {"readers": readers, "top_k": top_k}
+        check.add_normed(ops.add_normed.kernel, 3, 96, dtype, **options)
     check.silu_and_mul(ops.silu_and_mul.kernel, 3, 1100, dtype)
     check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul.kernel, 3, 1100, dtype)
     check.bounded_gate_and_mul(ops.bounded_gate_and_mul.kernel, 3, 1100, dtype)

@@ -22,6 +22,7 @@ from tandem_kernels.attention.ragged_batch import RaggedBatch
 from tandem_kernels.attention.value_form import ValueForm
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs, WordTables
 from tandem_kernels.elementwise.gate_form import GateForm, has_gate
+from tandem_kernels.elementwise.norm_forms import Norm, PairedExperts
 
 Op = Callable[..., Any]
 
@@ -872,6 +873,36 @@ def pairs_add_rms_norm(
         assert torch.equal(total, (sums + beside) + before)
         expected = oracle.rms_norm(total, weight, 1e-6)
         assert oracle.relative_error(normed, expected) < ELEMENTWISE[dtype]
+
+
+def add_normed(
+    op: Op, rows: int, width: int, dtype: torch.dtype, *, readers: int, top_k: int | None = None,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """The norm of rows, or of those of a dense block and of experts (`top_k`; 0: of their sums), is
+    added to the stream, which readers norm. Their weights are wider than the rows."""
+    x = torch.randn(rows, 2 * width, device=device).to(dtype)[:, :width]
+    residual = torch.randn(rows, width, device=device).to(dtype)
+    by, *others = (Norm(torch.randn(width, device=device), eps) for eps in (1e-6, 0.1, 0.2, 0.3))
+    scale = None if readers == 1 else torch.full((1,), 0.8, dtype=dtype, device=device)
+    paired, given = None, x
+    if top_k is not None:
+        parts = torch.randn(rows * max(top_k, 1), width, device=device).to(dtype)
+        experts = None
+        if top_k:
+            experts = torch.randint(-1, 3, (rows, top_k), dtype=torch.int32, device=device)
+        paired = PairedExperts(parts, experts, *others[:2])
+        sums = ops.sum_pairs(parts, experts)
+        both = ((x, others[0]), (sums, others[1]))
+        given = sum(oracle.rms_norm(one, norm.weight, norm.eps).to(dtype) for one, norm in both)
+    total = residual + oracle.rms_norm(given, by.weight, by.eps).to(dtype)
+    total = total if scale is None else total * scale
+    found = op(x, residual, by, tuple(others[:readers]), scale, paired)
+    assert oracle.relative_error(residual, total) < ELEMENTWISE[dtype]
+    assert len(found) == readers
+    for one, norm in zip(found, others, strict=False):
+        expected = oracle.rms_norm(residual, norm.weight, norm.eps)
+        assert oracle.relative_error(one, expected) < ELEMENTWISE[dtype]
 
 
 def latent_rope_and_cache(

@@ -47,6 +47,12 @@ def test_fused_add_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize(("readers", "top_k"), [(0, None), (1, None), (3, 2), (2, 0)])
+def test_norms_around_the_stream(dtype: torch.dtype, readers: int, top_k: int | None) -> None:
+    check.add_normed(ops.add_normed, 3, 80, dtype, readers=readers, top_k=top_k)
+
+
+@dtypes
 def test_products_of_few_rows(dtype: torch.dtype) -> None:
     columns = ops.small_m_gemm, ops.small_m_gate_up
     check.small_m_gemm(*columns, (3, 128, 256), dtype)

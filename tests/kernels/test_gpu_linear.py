@@ -26,6 +26,9 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None
     check.embedding(ops.embedding, rows, width, dtype, "cuda")
     check.rms_norm(ops.rms_norm, rows, width, dtype, "cuda")
     check.fused_add_rms_norm(ops.fused_add_rms_norm, rows, width, dtype, "cuda")
+    for readers, top_k in ((0, None), (1, None), (3, 8), (2, 0)):
+        options = {"readers": readers, "top_k": top_k, "device": "cuda"}
+        check.add_normed(ops.add_normed, rows, width, dtype, **options)
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype, "cuda")
     check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul, rows, width, dtype, "cuda")
     check.bounded_gate_and_mul(ops.bounded_gate_and_mul, rows, width, dtype, "cuda")
