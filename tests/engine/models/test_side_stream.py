@@ -1,17 +1,20 @@
-"""The shared expert beside the others: on a stream of its own in recorded steps of few tokens."""
+"""What runs beside experts: on a stream of its own in recorded steps of few tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.layers import sparse_mlp as module
+from engine.layers import paired_mlp as paired_mlp_module
+from engine.layers import sparse_mlp as sparse_mlp_module
 from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
+from engine.layers.paired_mlp import PairedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
 from engine.layers.sparse_mlp import SparseMLP
@@ -19,15 +22,20 @@ from engine.models.expert_block import sparse_mlp
 from engine.models.specs.experts import SHARED_EXPERTS, ExpertSpec
 from engine.parallel.place import ParallelPlace
 
+Block = SparseMLP | PairedMLP
 
-def block(policy: GemmPolicy, hidden: int, dtype: torch.dtype, device: str) -> SparseMLP:
+
+def block(
+    policy: GemmPolicy, hidden: int, dtype: torch.dtype, device: str, shared_size: int | None = None
+) -> SparseMLP:
+    """Returns experts beside a shared one."""
     spec = ExpertSpec(
         count=8,
         top_k=3,
         intermediate_size=hidden // 2,
         renormalise=False,
         dense_layers=(),
-        shared_size=hidden,
+        shared_size=hidden if shared_size is None else shared_size,
         names=SHARED_EXPERTS,
     )
     shard = Shard(ParallelPlace(range(1)), dtype, torch.device(device), policy)
@@ -38,23 +46,42 @@ def block(policy: GemmPolicy, hidden: int, dtype: torch.dtype, device: str) -> S
     return made
 
 
-def computed(mlp: SparseMLP, x: Tensor) -> Tensor:
-    stream = ResidualStream(x)
-    mlp(stream, None, torch.arange(len(x), device=x.device))
-    return stream.read(None)
-
-
-def normed(mlp: SparseMLP, x: Tensor) -> Tensor:
+def computed(mlp: Block, x: Tensor) -> Tensor:
     """Returns the norm of the stream behind the block, and the stream."""
     stream = ResidualStream(x.clone())
-    mlp(stream, None, torch.arange(len(x), device=x.device))
-    norm = RMSNorm(x.shape[1], 1e-5, Shard(ParallelPlace(range(1)), x.dtype, x.device))
-    norm.weight.data = torch.linspace(0.5, 2.0, x.shape[1])
-    return torch.cat((stream.normed(norm), stream.read(None)))
+    first, last = (
+        RMSNorm(x.shape[1], 1e-5, Shard(ParallelPlace(range(1)), x.dtype, x.device))
+        for _ in range(2)
+    )
+    for norm in (first, last):
+        norm.weight.data = torch.linspace(0.5, 2.0, x.shape[1], dtype=x.dtype, device=x.device)
+    mlp(stream, first, torch.arange(len(x), device=x.device))
+    return torch.cat((stream.normed(last), stream.read(None)))
 
 
+def paired(policy: GemmPolicy, hidden: int, dtype: torch.dtype, device: str) -> PairedMLP:
+    """Returns a dense block beside experts that read other norms."""
+    shard = Shard(ParallelPlace(range(1)), dtype, torch.device(device), policy)
+    sparse = block(policy, hidden, dtype, device, shared_size=0)
+    sparse.router.norm, sparse.input_norm, *norms = (
+        RMSNorm(hidden, 1e-5, shard, factor=factor) for factor in (0.5, 1.0, 2.0, 1.0, 1.0)
+    )
+    made = PairedMLP(GatedMLP(hidden, hidden, shard), sparse, (norms[0], norms[1]), norms[2])
+    generator = torch.Generator(device).manual_seed(4)
+    for parameter in made.parameters():
+        parameter.normal_(std=hidden**-0.5, generator=generator)
+    return made
+
+
+BLOCKS: dict[str, Callable[[GemmPolicy, int, torch.dtype, str], Block]] = {
+    "shared expert": block,
+    "dense block": paired,
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
 @torch.inference_mode()
-def test_forks_and_joins_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_and_joins_where_it_may(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     class Side:
@@ -69,16 +96,16 @@ def test_forks_and_joins_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
         def join(self) -> None:
             done.append("join")
 
-    monkeypatch.setattr(module, "SideStream", Side)
     recording = True
-    monkeypatch.setattr(module, "is_recording", lambda x: recording)
-    mlp = block(GemmPolicy(beside_rows=4), 32, torch.float32, "cpu")
-    alone = block(GemmPolicy(), 32, torch.float32, "cpu")
+    for module in (sparse_mlp_module, paired_mlp_module):
+        monkeypatch.setattr(module, "SideStream", Side)
+        monkeypatch.setattr(module, "is_recording", lambda x: recording)
+    mlp = BLOCKS[name](GemmPolicy(beside_rows=4), 32, torch.float32, "cpu")
+    alone = BLOCKS[name](GemmPolicy(), 32, torch.float32, "cpu")
     for rows, forks in ((4, True), (5, False)):
         x = torch.randn(rows, 32)
         torch.testing.assert_close(computed(mlp, x), computed(alone, x), rtol=1e-5, atol=1e-5)
         assert done == (["fork", "beside", "join"] if forks else [])
-        torch.testing.assert_close(normed(mlp, x), normed(alone, x), rtol=1e-5, atol=1e-5)
         done.clear()
     recording = False
     computed(mlp, torch.randn(1, 32))
@@ -86,12 +113,13 @@ def test_forks_and_joins_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("rows", [1, 16, 100])
 @torch.inference_mode()
-def test_a_recorded_block_computes_what_a_launched_one_does(rows: int) -> None:
+def test_a_recorded_block_computes_what_a_launched_one_does(name: str, rows: int) -> None:
     """Several blocks behind each other, as in a model: memory of the side is used again."""
     policy = GemmPolicy(small_m_rows=16, beside_rows=512)
-    mlp = block(policy, 1024, torch.bfloat16, "cuda")
+    mlp = BLOCKS[name](policy, 1024, torch.bfloat16, "cuda")
     given = torch.randn(6, rows, 1024, dtype=torch.bfloat16, device="cuda")
 
     def several() -> Tensor:
