@@ -1,9 +1,11 @@
 """Residual streams beside each other, and the weights by which layers read and write them.
 
     1. `HyperStream.begun`    all streams begin as the embedding
-    2. `enter(connection)`    once a block: what it will read, and how streams take in what it adds
+    2. `enter(connection)`    once a block: by which weights it reads, and its output is taken in
     3. `read`, `add`          by the block, as of a single stream
     4. `enter(head)`          behind the last layer; `normed` then gives the one row that is left
+
+Of few tokens, what a block adds waits until the next one reads: two launches do all between them.
 
 Source: Xie et al., Manifold-Constrained Hyper-Connections (arXiv 2512.24880).
 """
@@ -17,10 +19,10 @@ from torch import Tensor, nn
 
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import Addend, ResidualStream
-from engine.layers.rows import RowForm, Rows, UnnormedRows, UnscaledProduct
+from engine.layers.rows import PairOutputs, RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
-from tandem_kernels.stream_forms import StreamForm
+from tandem_kernels.stream_forms import FEW_ROWS, GivenToStreams, StreamForm, StreamWeights
 
 
 class HyperConnection(nn.Module):
@@ -37,6 +39,11 @@ class HyperConnection(nn.Module):
         self.fn = shard.parameter(width, count * hidden_size, dtype=torch.float32)
         self.base = shard.parameter(width, dtype=torch.float32)
         self.scale = shard.parameter(3, dtype=torch.float32)
+
+    @property
+    def weights(self) -> StreamWeights:
+        """Returns them as operations are given them."""
+        return StreamWeights(self.fn, self.base, self.scale)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return ops.read_streams(streams, self.fn, self.base, self.scale, self.form)
@@ -57,6 +64,11 @@ class HyperHead(nn.Module):
         self.base = shard.parameter(count, dtype=torch.float32)
         self.scale = shard.parameter(1, dtype=torch.float32)
 
+    @property
+    def weights(self) -> StreamWeights:
+        """Returns them as operations are given them."""
+        return StreamWeights(self.fn, self.base, self.scale)
+
     def forward(self, streams: Tensor) -> Tensor:
         return ops.join_streams(streams, self.fn, self.base, self.scale, self.form)
 
@@ -72,13 +84,16 @@ class HyperStream(ResidualStream):
         streams: [T, n, H]. Their memory becomes the stream's.
 
     Attributes:
-        post, comb: See `reference.streams.read_streams`; of the last block that was entered.
+        post, comb: See `reference.streams.read_streams`; of the last block that has read.
     """
 
     def __init__(self, streams: Tensor) -> None:
         super().__init__(streams[:, 0])
         self.streams = streams
         self.post = self.comb = streams
+        self._block: HyperConnection | HyperHead | None = None
+        self._given: GivenToStreams | None = None
+        self._waits = False
 
     @classmethod
     def begun(cls, x: Tensor, count: int) -> HyperStream:
@@ -86,19 +101,30 @@ class HyperStream(ResidualStream):
         return cls(x[:, None].repeat(1, count, 1))
 
     def enter(self, block: HyperConnection | HyperHead) -> None:
-        """Computes what the block reads."""
-        if isinstance(block, HyperHead):
-            self.sum = block(self.streams)
-        else:
-            self.sum, self.post, self.comb = block(self.streams)
+        """Goes on with a block, which has not read yet."""
+        self._block = block
+        self._waits = not block.form.fixed_order and len(self.streams) <= FEW_ROWS
 
     def add(self, x: Addend) -> None:
         """Gives the streams what the block adds, [T, H]."""
-        if isinstance(x, UnscaledProduct):
-            x = x.scaled()
+        given, beside = x, None
+        if isinstance(x, PairOutputs) and x.experts is None:
+            given, beside = x.parts, x.beside
+        elif isinstance(x, UnscaledProduct):
+            given = x.scaled()
         elif not isinstance(x, Tensor):
-            x = x.summed()
-        ops.write_streams(self.streams, x, self.post, self.comb)
+            given = x.summed()
+        assert isinstance(given, Tensor)
+        self._given = GivenToStreams(given, beside, self.post, self.comb)
+        if not self._waits:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Gives the streams what waits."""
+        given, self._given = self._given, None
+        if given is not None:
+            x = given.x if given.beside is None else ops.sum_pairs(given.x, None, given.beside)
+            ops.write_streams(self.streams, x, given.post, given.comb)
 
     def settled(self) -> Tensor | None:
         """Returns None, not [T, H]: no kernel adds to the streams by itself."""
@@ -106,18 +132,34 @@ class HyperStream(ResidualStream):
 
     def value(self) -> Tensor:
         """Returns a copy of all streams behind each other, [T, n H]."""
+        self._take_in()
         return self.streams.flatten(1).clone()
 
     def read(self, norm: RMSNorm | None) -> Tensor:
-        if norm is None:
-            return self.sum
-        normed: Tensor = norm(self.sum)
+        if norm is None or self._block is None or not self._waits:
+            row = self._read()
+            normed: Tensor = row if norm is None else norm(row)
+            return normed
+        block, given, self._block, self._given = self._block, self._given, None, None
+        self.streams, normed, self.post, self.comb = ops.enter_streams(
+            self.streams, given, block.weights, block.form, norm.form
+        )
         return normed
+
+    def _read(self) -> Tensor:
+        """Returns what the block reads, [T, H]."""
+        self._take_in()
+        block, self._block = self._block, None
+        if isinstance(block, HyperHead):
+            self.sum = block(self.streams)
+        elif block is not None:
+            self.sum, self.post, self.comb = block(self.streams)
+        return self.sum
 
     def read_rows(self, norm: RMSNorm | None, form: RowForm | None) -> Rows:
         if norm is None or form is None:
             return self.read(norm)
-        return norm.add_quantised(None, self.sum, form)
+        return norm.add_quantised(None, self._read(), form)
 
     def read_unnormed(self, norm: RMSNorm | None, form: RowForm | None) -> Rows | UnnormedRows:
         return self.read_rows(norm, form)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+FEW_ROWS = 64
+"""The largest number of tokens for which `enter_streams` is made."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
@@ -20,3 +25,34 @@ class StreamForm:
     eps: float
     norm_eps: float
     fixed_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """Holds the weights of one block, or of the head behind all; see `reference.streams`.
+
+    Attributes:
+        fn: [(2 + n) n, n H] float32, of a head [n, n H].
+        base: [(2 + n) n] or [n] float32.
+        scale: [3] or [1] float32.
+    """
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GivenToStreams:
+    """Holds what a block gives to the streams, which they have not taken in.
+
+    Attributes:
+        x: [T, H].
+        beside: [T, H], added to that; None: nothing is.
+        post, comb: As `reference.streams.read_streams` returned them for the block.
+    """
+
+    x: Tensor
+    beside: Tensor | None
+    post: Tensor
+    comb: Tensor

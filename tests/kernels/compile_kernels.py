@@ -64,6 +64,7 @@ from tandem_kernels.elementwise import (
     add_normed,
     block_mix,
     embedding,
+    enter_streams,
     relu_squared,
     rms_norm,
     row_gate,
@@ -1822,6 +1823,29 @@ def stream_cases(capability: int) -> Iterator[Case]:
             },
         )  # fmt: skip
     yield Case(streams.write_streams_kernel, "", types, {"COUNT": 4, "BLOCK": 512})
+    types |= {**named("*bf16", "beside", "weight"), "row_eps": "fp32"}
+    turn = {"OVERLAP": capability >= 90}
+    for outputs, lanes in ((24, 32), (4, 16)):
+        yield Case(
+            enter_streams.mix_streams_kernel,
+            f"outputs={outputs}",
+            types,
+            {
+                "COUNT": 4, "OUTPUTS": outputs, "LANES": lanes, "ROWS": 16, "DEPTH": 128,
+                "MIXES": True, "HAS_BESIDE": True, "PRECISION": "tf32", **turn,
+            },
+            {"num_warps": 4, "num_stages": 1},
+        )  # fmt: skip
+        yield Case(
+            enter_streams.norm_streams_kernel,
+            f"outputs={outputs}",
+            types,
+            {
+                "COUNT": 4, "OUTPUTS": outputs, "ITERATIONS": 20, "SPLITS": 32, "BLOCK": 4096,
+                **({} if outputs > 4 else {"post": None, "comb": None}), **turn,
+            },
+            {"num_warps": 8},
+        )  # fmt: skip
     types = {**named("*bf16", "blocks", "last", "query", "weight", "out"), "eps": "fp32"}
     yield Case(block_mix.mix_blocks_kernel, "", types, {"BLOCK": 8192}, {"num_warps": 8})
 

@@ -93,6 +93,12 @@ def test_residual_streams(dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("shape", [(1, 4, 288), (19, 2, 40)])
+def test_streams_of_few_tokens(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    check.entered_streams(ops.enter_streams.kernel, shape, dtype, beside=shape[0] == 1)
+
+
+@dtypes
 @pytest.mark.parametrize("count", [1, 3])
 def test_mixed_blocks(count: int, dtype: torch.dtype) -> None:
     check.mixed_blocks(ops.mix_blocks.kernel, (count, 5, 40), dtype)

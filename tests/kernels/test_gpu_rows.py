@@ -98,6 +98,15 @@ def test_residual_streams(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
 
 
 @halves
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("shape", [(1, 4, 4096), (16, 4, 4096), (64, 4, 7168)])
+def test_streams_of_few_tokens(
+    dtype: torch.dtype, shape: tuple[int, int, int], beside: bool
+) -> None:
+    check.entered_streams(ops.enter_streams, shape, dtype, beside=beside, device="cuda")
+
+
+@halves
 @pytest.mark.parametrize("shape", [(1, 1, 4096), (8, 70, 7168)])
 def test_mixed_blocks(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     check.mixed_blocks(ops.mix_blocks, shape, dtype, device="cuda")

@@ -22,12 +22,13 @@ from tandem_kernels.attention.token_rows import (
     TokenRowForm,
 )
 from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.elementwise.norm_forms import Norm
 from tandem_kernels.narrow_form import num_exponents
 from tandem_kernels.reference import elementwise as plain_elementwise
 from tandem_kernels.reference import experts as plain_experts
 from tandem_kernels.reference import streams as plain_streams
 from tandem_kernels.reference import token_rows as plain
-from tandem_kernels.stream_forms import StreamForm
+from tandem_kernels.stream_forms import GivenToStreams, StreamForm, StreamWeights
 
 Op = Callable[..., Any]
 NAN = float("nan")
@@ -330,3 +331,31 @@ def residual_streams(
     head = weights[0][:count].contiguous(), weights[1][:count], weights[2][:1]
     ours, theirs = join(own, *head, form), plain_streams.join_streams(own, *head, form)
     assert oracle.relative_error(ours, theirs) < ATTENTION[dtype]
+
+
+def entered_streams(
+    op: Op, shape: tuple[int, int, int], dtype: torch.dtype, *, beside: bool, device: str = "cpu"
+) -> None:
+    """Streams [T, n, H] take in what a block gives, and the next block, or the head, reads them;
+    the first has nothing in front of it."""
+    num_tokens, count, width = shape
+    form = StreamForm(8, 1e-6, 1e-6)
+    norm = Norm(torch.randn(width, device=device), 1e-5)
+    outputs = (2 + count) * count
+    block = StreamWeights(
+        0.1 * torch.randn(outputs, count * width, device=device),
+        torch.randn(outputs, device=device), torch.randn(3, device=device),
+    )  # fmt: skip
+    head = StreamWeights(block.fn[:count].contiguous(), block.base[:count], block.scale[:1])
+    streams = torch.randn(shape, device=device).to(dtype)
+    x, other = torch.randn(2, num_tokens, width, device=device).to(dtype)
+    first = plain_streams.enter_streams(streams.clone(), None, block, form, norm)
+    given = GivenToStreams(x, other if beside else None, *first[2:])
+    for ours, theirs in zip(op(streams.clone(), None, block, form, norm), first, strict=True):
+        assert oracle.relative_error(ours, theirs) < ATTENTION[dtype]
+    for weights in (block, head):
+        found = op(streams.clone(), given, weights, form, norm)
+        expected = plain_streams.enter_streams(streams.clone(), given, weights, form, norm)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            assert not len(theirs) or oracle.relative_error(ours, theirs) < ATTENTION[dtype]

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem_kernels.elementwise.norm_forms import Norm
+from tandem_kernels.reference.elementwise import rms_norm
 from tandem_kernels.reference.gemm import invariant_gemm
 from tandem_kernels.reference.steady import sigmoid
-from tandem_kernels.stream_forms import StreamForm
+from tandem_kernels.stream_forms import GivenToStreams, StreamForm, StreamWeights
 
 
 def read_streams(
@@ -61,6 +63,38 @@ def join_streams(
     [n, n H], `base` [n] and `scale` [1] are float32."""
     weights = sigmoid(_logits(streams, fn, form) * scale + base) + form.eps
     return _collapsed(streams, weights)
+
+
+def enter_streams(
+    streams: Tensor,
+    given: GivenToStreams | None,
+    weights: StreamWeights,
+    form: StreamForm,
+    norm: Norm,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gives the streams what the last block left, and computes the norm of what the next one reads,
+    for few tokens.
+
+    Args:
+        streams: [T, n, H], contiguous. Their memory may be reused.
+        given: None: nothing is left.
+        weights: Of the next block, or of the head.
+        norm: Of what it reads.
+
+    Returns:
+        The streams [T, n, H], the norm [T, H] in their dtype, and post and comb of `read_streams`;
+        of a head both are empty.
+    """
+    if given is not None:
+        x = given.x if given.beside is None else given.x + given.beside
+        write_streams(streams, x, given.post, given.comb)
+    own = weights.fn, weights.base, weights.scale
+    if len(weights.fn) == streams.shape[1]:
+        nothing = weights.base.new_empty(0)
+        row, post, comb = join_streams(streams, *own, form), nothing, nothing
+    else:
+        row, post, comb = read_streams(streams, *own, form)
+    return streams, rms_norm(row, norm.weight, norm.eps), post, comb
 
 
 def _logits(streams: Tensor, fn: Tensor, form: StreamForm) -> Tensor:

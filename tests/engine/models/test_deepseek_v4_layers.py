@@ -11,6 +11,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 from engine.layers.hyper_connection import HyperConnection, HyperHead, HyperStream
 from engine.layers.norm import RMSNorm
 from engine.layers.router import Router, RouterOptions
+from engine.layers.rows import PairOutputs
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
@@ -56,8 +57,10 @@ def of_module(module: torch.nn.Module, prefix: str, cut: str = "") -> dict[str, 
     return {f"{prefix}_{name.removeprefix(cut)}": tensor for name, tensor in own.items()}
 
 
-def test_a_block_reads_and_writes_streams_as_theirs(shard: Shard) -> None:
-    """Two blocks behind each other, and the head: streams differ by then."""
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_block_reads_and_writes_streams_as_theirs(norms: bool, shard: Shard) -> None:
+    """Two blocks behind each other, and the head: streams differ by then. Each reads plain rows, or
+    a norm of them; part of what the second adds is given beside the rest."""
     modules = [drawn(theirs.DeepseekV4HyperConnection(CONFIG)) for _ in range(2)]
     head = drawn(theirs.DeepseekV4HyperHead(CONFIG))
     x, added = torch.randn(NUM_TOKENS, SIZE), torch.randn(2, NUM_TOKENS, SIZE)
@@ -70,16 +73,24 @@ def test_a_block_reads_and_writes_streams_as_theirs(shard: Shard) -> None:
         fill(list(ours.checkpoint_weights("hc")), of_module(module, "hc"))
         post, comb, read = module(expected)
         stream.enter(ours)
-        torch.testing.assert_close(stream.read(None), read[0])
-        torch.testing.assert_close(stream.read(norm), ops.rms_norm(read[0], norm.weight, norm.eps))
+        if not norms:
+            torch.testing.assert_close(stream.read(None), read[0])
+        normed = ops.rms_norm(read[0], norm.weight, norm.eps)
+        torch.testing.assert_close(stream.read(norm), normed)
         # What `DeepseekV4DecoderLayer` does.
         expected = post[..., None] * own[None, :, None] + comb.transpose(-1, -2) @ expected
-        stream.add(own)
-        torch.testing.assert_close(stream.value(), expected[0].flatten(1))
+        stream.add(own if module is modules[0] else PairOutputs(own / 4, None, own - own / 4))
+        if not norms:
+            torch.testing.assert_close(stream.value(), expected[0].flatten(1))
     ours = HyperHead(SIZE, COUNT, FORM, shard)
     fill(list(ours.checkpoint_weights("hc")), of_module(head, "hc", "hc_"))
     stream.enter(ours)
-    torch.testing.assert_close(stream.read(None), head(expected)[0])
+    if norms:
+        last = ops.rms_norm(head(expected)[0], norm.weight, norm.eps)
+        torch.testing.assert_close(stream.normed(norm), last)
+        torch.testing.assert_close(stream.value(), expected[0].flatten(1))
+    else:
+        torch.testing.assert_close(stream.read(None), head(expected)[0])
 
 
 def test_streams_are_mixed_by_sums_of_one(shard: Shard) -> None:
@@ -88,6 +99,7 @@ def test_streams_are_mixed_by_sums_of_one(shard: Shard) -> None:
     ours.fn.mul_(0.1)
     stream = HyperStream.begun(torch.randn(NUM_TOKENS, SIZE), COUNT)
     stream.enter(ours)
+    stream.read(None)
     for dim in (-1, -2):
         sums = stream.comb.sum(dim)
         torch.testing.assert_close(sums, torch.ones_like(sums), rtol=2e-3, atol=2e-3)

@@ -1,4 +1,4 @@
-"""What runs beside experts: on a stream of its own in recorded steps of few tokens."""
+"""Tests what runs beside experts: on a stream of its own in recorded steps of few tokens."""
 
 from __future__ import annotations
 

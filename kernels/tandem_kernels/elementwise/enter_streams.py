@@ -1,0 +1,283 @@
+"""Residual streams of few tokens, from what one block gives to the norm that the next one reads.
+
+    streams, what a block gives ─ streams ─ logits and square sums of parts   `mix_streams_kernel`
+    logits ─┬─ weights ─ sum of streams ─ norm                                `norm_streams_kernel`
+            └─ post, comb, in programs of their own
+
+`streams` does the same in four launches, one of which adds up a token's parts one by one and finds
+all its weights before it reads a stream. Streams lie in new memory behind each block: programs read
+what others have replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.device import num_programs
+from tandem_kernels.elementwise.norm_forms import Norm
+from tandem_kernels.elementwise.rms_norm import normed_row
+from tandem_kernels.small_launches import in_turn, take_turn
+from tandem_kernels.stream_forms import GivenToStreams, StreamForm, StreamWeights
+
+_ROWS, _DEPTH = 16, 128
+_MOST_SPLITS = 32
+
+
+@triton.jit(do_not_specialize=["num_tokens", "splits"])
+def mix_streams_kernel(
+    streams: tl.tensor,
+    x: tl.tensor,
+    beside: tl.tensor,
+    post: tl.tensor,
+    comb: tl.tensor,
+    fn: tl.tensor,
+    out: tl.tensor,
+    logits: tl.tensor,
+    squares: tl.tensor,
+    num_tokens: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    beside_stride: tl.tensor,
+    splits: tl.tensor,
+    COUNT: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MIXES: tl.constexpr,
+    HAS_BESIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Mixes, in program (i, s), part s of the columns of ROWS tokens, and multiplies them."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    output = tl.arange(0, LANES)
+    lane = tl.arange(0, DEPTH)
+    real, is_output = token < num_tokens, output < OUTPUTS
+    kind = streams.dtype.element_ty
+    row = token.to(tl.int64)
+    acc = tl.zeros([ROWS, LANES], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    part = tl.cdiv(tl.cdiv(width, DEPTH), splits) * DEPTH
+    take_turn(OVERLAP)
+    for start in range(split * part, tl.minimum((split + 1) * part, width), DEPTH):
+        column = start + lane
+        inside = column < width
+        mask = real[:, None] & inside[None, :]
+        at = (row * (COUNT * width))[:, None] + column[None, :]
+        if MIXES:
+            given = tl.load(x + (row * x_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+            given = given.to(tl.float32)
+            if HAS_BESIDE:
+                place = beside + (row * beside_stride)[:, None] + column[None, :]
+                given += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+                given = given.to(kind).to(tl.float32)
+        for k in tl.static_range(COUNT):
+            if MIXES:
+                share = tl.load(post + row * COUNT + k, mask=real, other=0.0)
+                found = share[:, None] * given
+                for j in tl.static_range(COUNT):
+                    own = tl.load(streams + at + j * width, mask=mask, other=0.0).to(tl.float32)
+                    place = comb + row * (COUNT * COUNT) + j * COUNT + k
+                    found += tl.load(place, mask=real, other=0.0)[:, None] * own
+                found = found.to(kind)
+                tl.store(out + at + k * width, found, mask=mask)
+            else:
+                found = tl.load(streams + at + k * width, mask=mask, other=0.0)
+            wide = found.to(tl.float32)
+            place = fn + output[:, None] * (COUNT * width) + k * width + column[None, :]
+            by = tl.load(place, mask=is_output[:, None] & inside[None, :], other=0.0)
+            acc = tl.dot(wide, tl.trans(by), acc, input_precision=PRECISION)
+            total += tl.sum(wide * wide, axis=1)
+    to = split * num_tokens + token
+    place = logits + to.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
+    tl.store(place, acc, mask=real[:, None] & is_output[None, :])
+    tl.store(squares + to, total, mask=real)
+
+
+@triton.jit
+def _sigmoid(x: tl.tensor) -> tl.tensor:
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "splits"])
+def norm_streams_kernel(
+    streams: tl.tensor,
+    logits: tl.tensor,
+    squares: tl.tensor,
+    base: tl.tensor,
+    scale: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    post: tl.tensor,
+    comb: tl.tensor,
+    num_tokens: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    norm_eps: tl.tensor,
+    row_eps: tl.tensor,
+    splits: tl.tensor,
+    COUNT: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Sums up the streams of token t by their weights, in program (t, 0), and normalises the sum;
+    finds the token's `post` and `comb` in program (t, 1), which a head has not."""
+    token = tl.program_id(0).to(tl.int64)
+    one = tl.arange(0, COUNT)
+    split = tl.arange(0, SPLITS)
+    there = split < splits
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    take_turn(OVERLAP)
+    of_part = split * num_tokens + token
+    square = tl.sum(tl.load(squares + of_part, mask=there, other=0.0), axis=0)
+    length = 1.0 / tl.sqrt_rn(square / (COUNT * width) + norm_eps)
+    given = logits + (of_part * OUTPUTS)[:, None]
+    if tl.program_id(1) == 0:
+        place = streams + (token * COUNT + one)[:, None] * width + column[None, :]
+        own = tl.load(place, mask=inside[None, :], other=0.0).to(tl.float32)
+        found = tl.sum(tl.load(given + one[None, :], mask=there[:, None], other=0.0), axis=0)
+        pre = _sigmoid(found * length * tl.load(scale) + tl.load(base + one)) + eps
+        kind = out.dtype.element_ty
+        row = tl.sum(own * pre[:, None], axis=0).to(kind)
+        normed = normed_row(row, by, width, row_eps)
+        tl.store(out + token * width + column, normed.to(kind), mask=inside)
+    elif OUTPUTS > COUNT:
+        of_post = given + COUNT + one[None, :]
+        share = tl.sum(tl.load(of_post, mask=there[:, None], other=0.0), axis=0) * length
+        share = share * tl.load(scale + 1) + tl.load(base + COUNT + one)
+        tl.store(post + token * COUNT + one, 2.0 * _sigmoid(share))
+        pair = tl.arange(0, COUNT * COUNT)
+        of_comb = given + 2 * COUNT + pair[None, :]
+        mixed = tl.sum(tl.load(of_comb, mask=there[:, None], other=0.0), axis=0) * length
+        mixed = mixed * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
+        mixed = tl.reshape(mixed, [COUNT, COUNT])
+        mixed = tl.exp(mixed - tl.max(mixed, axis=1)[:, None])
+        mixed = mixed / tl.sum(mixed, axis=1)[:, None] + eps
+        mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
+        for _ in range(ITERATIONS - 1):
+            mixed = mixed / (tl.sum(mixed, axis=1)[:, None] + eps)
+            mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
+        to = comb + token * (COUNT * COUNT) + one[:, None] * COUNT + one[None, :]
+        tl.store(to, mixed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Holds parts of tokens' logits [S, T, outputs] and of the sums of their squares [S, T]."""
+
+    logits: Tensor
+    squares: Tensor
+
+
+def enter_streams(
+    streams: Tensor,
+    given: GivenToStreams | None,
+    weights: StreamWeights,
+    form: StreamForm,
+    norm: Norm,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.streams.enter_streams`."""
+    num_tokens, count, width = streams.shape
+    floats = weights.base.new_empty
+    normed = torch.empty((num_tokens, width), dtype=streams.dtype, device=streams.device)
+    post, comb = floats(0), floats(0)
+    if len(weights.fn) > count:
+        post, comb = floats(num_tokens, count), floats(num_tokens, count, count)
+    if num_tokens > 0:
+        streams, products = _mixed(streams, given, weights.fn)
+        _norm(streams, products, weights, form, norm, normed, post, comb)
+    return streams, normed, post, comb
+
+
+def _mixed(streams: Tensor, given: GivenToStreams | None, fn: Tensor) -> tuple[Tensor, _Products]:
+    """Returns the streams with what was given to them, and their products."""
+    num_tokens, count, width = streams.shape
+    outputs, device = len(fn), streams.device
+    tiles = triton.cdiv(num_tokens, _ROWS)
+    free = max(1, num_programs(device, 2) // tiles)
+    splits = min(_MOST_SPLITS, free, triton.cdiv(width, _DEPTH))
+    products = _Products(
+        fn.new_empty(splits, num_tokens, outputs), fn.new_empty(splits, num_tokens)
+    )
+    mixed, beside = streams, None
+    parts: tuple[Tensor | None, ...] = (None,) * 4
+    strides = [width, width]
+    if given is not None:
+        mixed, beside = torch.empty_like(streams), given.beside
+        parts = given.x, beside, given.post, given.comb
+        strides = [width if one is None else one.stride(0) for one in (given.x, beside)]
+    mix_streams_kernel[(tiles, splits)](
+        streams,
+        *parts,
+        fn,
+        mixed,
+        products.logits,
+        products.squares,
+        num_tokens,
+        width,
+        *strides,
+        splits,
+        COUNT=count,
+        OUTPUTS=outputs,
+        LANES=max(16, triton.next_power_of_2(outputs)),
+        ROWS=_ROWS,
+        DEPTH=_DEPTH,
+        MIXES=given is not None,
+        HAS_BESIDE=beside is not None,
+        PRECISION="ieee" if streams.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=1,
+        **in_turn(device, num_tokens),
+    )
+    return mixed, products
+
+
+def _norm(
+    streams: Tensor,
+    products: _Products,
+    weights: StreamWeights,
+    form: StreamForm,
+    norm: Norm,
+    out: Tensor,
+    post: Tensor,
+    comb: Tensor,
+) -> None:
+    """Computes the norm [T, H] of what is read, and `post` and `comb`, which a head has not."""
+    num_tokens, count, width = streams.shape
+    is_head, block = len(weights.fn) == count, triton.next_power_of_2(width)
+    norm_streams_kernel[(num_tokens, 1 if is_head else 2)](
+        streams,
+        products.logits,
+        products.squares,
+        weights.base,
+        weights.scale,
+        norm.weight,
+        out,
+        None if is_head else post,
+        None if is_head else comb,
+        num_tokens,
+        width,
+        form.eps,
+        form.norm_eps,
+        norm.eps,
+        len(products.squares),
+        COUNT=count,
+        OUTPUTS=len(weights.fn),
+        ITERATIONS=form.iterations,
+        SPLITS=_MOST_SPLITS,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **in_turn(streams.device, num_tokens),
+    )
