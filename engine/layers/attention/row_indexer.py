@@ -16,6 +16,7 @@ from engine.layers.attention.layer import AttentionInputs
 from engine.layers.attention.row_inputs import GroupPlaces
 from engine.layers.float32_sums import float32_sums
 from engine.layers.linear import ReplicatedLinear
+from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import IndexPages
@@ -54,7 +55,7 @@ class RowIndexer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        q_latent: Tensor,
+        q_latent: Rows,
         keys: Tensor,
         pages: IndexPages,
         inputs: AttentionInputs,

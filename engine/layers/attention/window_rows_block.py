@@ -27,6 +27,7 @@ from engine.layers.methods.registry import format_of
 from engine.layers.methods.weight_format import matrix_weight
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
+from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import CachesByGroup, IndexedLatents, LayerCache, OpenRows
@@ -137,7 +138,7 @@ class WindowRowsBlock(nn.Module):
         caches = kv_cache.caches if isinstance(kv_cache, CachesByGroup) else (kv_cache,)
         pages, sizes = _vectors_in(caches[0]), self.sizes
         latents, kv = self.inputs(x).split((sizes.q_rank, sizes.head_dim), dim=1)
-        latents = self.q_norm(latents.contiguous())
+        latents = self._normed(latents)
         heads = self.wq_b(latents).view(len(x), self.num_heads, sizes.head_dim)
         turn = inputs.positions, inputs.cos_sin_cache
         ops.shared_rope_and_cache(
@@ -151,6 +152,14 @@ class WindowRowsBlock(nn.Module):
         out: Tensor = self.wo_b(self._mixed(grouped).flatten(1))
         stream.add(out if self.norm is None else self.norm(out))
 
+    def _normed(self, latents: Tensor) -> Rows:
+        """Returns the norm of the queries' latents [T, rank], as all that read it ask for it."""
+        form, indexer = self.wq_b.input_form, self.indexer
+        if form is None or (indexer is not None and indexer.wq_b.input_form != form):
+            normed: Tensor = self.q_norm(latents)
+            return normed
+        return self.q_norm.add_quantised(None, latents, form)
+
     def _mixed(self, grouped: Tensor) -> Tensor:
         """Multiplies each group by its own weight: [groups, T, in] -> [T, groups, out]."""
         if self.fixed_order:
@@ -159,7 +168,7 @@ class WindowRowsBlock(nn.Module):
         return torch.bmm(grouped, self.wo_a.transpose(1, 2)).transpose(0, 1)
 
     def _rows(
-        self, x: Tensor, latents: Tensor, caches: tuple[LayerCache, ...], inputs: AttentionInputs
+        self, x: Tensor, latents: Rows, caches: tuple[LayerCache, ...], inputs: AttentionInputs
     ) -> SeenRows | None:
         """Closes rows, and returns those that tokens attend to."""
         if self.compressor is None:
