@@ -54,21 +54,21 @@ class RowIndexer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
         q_latent: Rows,
         keys: Tensor,
+        head_weights: Tensor,
         pages: IndexPages,
         inputs: AttentionInputs,
         places: GroupPlaces,
     ) -> Tensor | None:
-        """Writes the keys of closed rows, [T, dim], and chooses: [T, hidden] and [T, q_rank] ->
-        numbers of rows as `tandem_kernels.reference.index.index_topk` returns them. None: all that
-        a token sees are attended to."""
+        """Writes the keys of closed rows, [T, dim], and chooses: [T, q_rank] and [T, H] -> numbers
+        of rows as `tandem_kernels.reference.index.index_topk` returns them. None: all that a token
+        sees are attended to."""
         sizes, metadata = self.sizes, places.metadata
         queries, weights = ops.index_rows(
-            self.wq_b(q_latent).view(len(x), sizes.heads, sizes.dim),
+            self.wq_b(q_latent).view(len(keys), sizes.heads, sizes.dim),
             keys,
-            self._head_weights(x),
+            head_weights,
             inputs.positions,
             inputs.cos_sin_cache,
             pages,
@@ -78,8 +78,8 @@ class RowIndexer(nn.Module):
             return None
         return ops.index_topk(queries, weights, pages, metadata, sizes.top_k, self.tokens)
 
-    def _head_weights(self, x: Tensor) -> Tensor:
-        """Returns [T, H] float32, with the scale of scores."""
+    def head_weights(self, x: Tensor) -> Tensor:
+        """Returns those of tokens [T, hidden], with the scale of scores, [T, H] float32."""
         sums = float32_sums(x, self.weights_proj, self.gemms)
         if sums is None:
             sums = F.linear(x.float(), self.weights_proj.float())

@@ -13,6 +13,7 @@ Source: DeepSeek-V4, 2026, as transformers 5.24 computes it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import CachesByGroup, IndexedLatents, LayerCache, OpenRows
 from tandem_kernels.attention.token_rows import (
@@ -84,6 +86,21 @@ def _vectors_in(cache: LayerCache) -> RowPages:
     return cache[:, 0, 0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """Holds what a step's tokens give to rows.
+
+    Attributes:
+        rows: Those that they close, [T, dim] float32 of each kind.
+        weights: [T, H] float32, of the indexer's heads; None: there is no indexer.
+        side: Where both are computed; None: nowhere else.
+    """
+
+    rows: list[Tensor]
+    weights: Tensor | None
+    side: SideStream | None
+
+
 class WindowRowsBlock(nn.Module):
     """Adds such attention to the residual stream.
 
@@ -130,6 +147,9 @@ class WindowRowsBlock(nn.Module):
         if sizes.indexer is not None:
             own = sizes.indexer, sizes.tokens, shard.at("indexer")
             self.indexer = RowIndexer(hidden_size, sizes.q_rank, *own)
+        self.beside_rows = shard.gemms.beside_rows
+        if self.beside_rows > 0 and shard.device.type == "cuda":
+            side_stream(shard.device)
 
     def forward(
         self, x: Tensor, stream: ResidualStream, kv_cache: LayerCache, inputs: AttentionInputs
@@ -137,6 +157,7 @@ class WindowRowsBlock(nn.Module):
         """Attends for the normed `x`: [T, H]."""
         caches = kv_cache.caches if isinstance(kv_cache, CachesByGroup) else (kv_cache,)
         pages, sizes = _vectors_in(caches[0]), self.sizes
+        closed = self._closed(x, caches[1:], inputs)
         latents, kv = self.inputs(x).split((sizes.q_rank, sizes.head_dim), dim=1)
         latents = self._normed(latents)
         heads = self.wq_b(latents).view(len(x), self.num_heads, sizes.head_dim)
@@ -144,7 +165,7 @@ class WindowRowsBlock(nn.Module):
         ops.shared_rope_and_cache(
             heads, kv, self.kv_norm, *turn, pages, inputs.slot_mapping, sizes.eps
         )
-        rows = self._rows(x, latents, caches[1:], inputs)
+        rows = self._rows(closed, latents, caches[1:], inputs)
         scale = sizes.head_dim**-0.5
         attended = ops.window_rows_attention(heads, pages, inputs.metadata, scale, self.sinks, rows)
         ops.rotate_back(attended, *turn)
@@ -167,25 +188,45 @@ class WindowRowsBlock(nn.Module):
             return torch.stack(parts, dim=1)
         return torch.bmm(grouped, self.wo_a.transpose(1, 2)).transpose(0, 1)
 
-    def _rows(
-        self, x: Tensor, latents: Rows, caches: tuple[LayerCache, ...], inputs: AttentionInputs
-    ) -> SeenRows | None:
-        """Closes rows, and returns those that tokens attend to."""
+    def _closed(
+        self, x: Tensor, caches: tuple[LayerCache, ...], inputs: AttentionInputs
+    ) -> _Closed | None:
+        """Computes what is asked of tokens but queries and their own vectors, beside these in
+        recorded steps of few tokens."""
         if self.compressor is None:
             return None
-        opened, closed = caches
-        of_tokens, of_rows = inputs.others
+        opened, of_tokens = caches[0], inputs.others[0]
         assert isinstance(opened, OpenRows)
         left = OpenTokens(opened.planes[0], of_tokens.slot_mapping, of_tokens.metadata)
-        found = self.compressor(x, left, inputs)
+        is_beside = len(x) <= self.beside_rows and is_recording(x)
+        side = SideStream(x.device) if is_beside else None
+        with nullcontext() if side is None else side.beside():
+            rows = self.compressor(x, left, inputs)
+            weights = None if self.indexer is None else self.indexer.head_weights(x)
+        return _Closed(rows, weights, side)
+
+    def _rows(
+        self,
+        closed: _Closed | None,
+        latents: Rows,
+        caches: tuple[LayerCache, ...],
+        inputs: AttentionInputs,
+    ) -> SeenRows | None:
+        """Keeps closed rows, and returns those that tokens attend to."""
+        if closed is None:
+            return None
+        if closed.side is not None:
+            closed.side.join()
+        cache, of_rows = caches[1], inputs.others[1]
         chosen = None
         if self.indexer is not None:
-            assert isinstance(closed, IndexedLatents)
-            pages = closed.latents
-            chosen = self.indexer(x, latents, found[1], closed.index, inputs, of_rows)
+            assert isinstance(cache, IndexedLatents) and closed.weights is not None
+            pages = cache.latents
+            given = latents, closed.rows[1], closed.weights
+            chosen = self.indexer(*given, cache.index, inputs, of_rows)
         else:
-            pages = _vectors_in(closed)
-        ops.cache_rows(found[0], pages, of_rows.slot_mapping)
+            pages = _vectors_in(cache)
+        ops.cache_rows(closed.rows[0], pages, of_rows.slot_mapping)
         return SeenRows(pages, of_rows.metadata.block_tables, self.sizes.tokens, chosen)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
