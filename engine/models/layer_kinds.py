@@ -96,8 +96,9 @@ class LayerKinds:
     def inputs(self, step: ForwardInputs) -> list[LayerInputs]:
         """Returns what each layer is given."""
         scales = None if self._query_scales is None else self._query_scales[step.positions]
+        ids = self._token_ids(step)
         of_kind = [
-            self._inputs(step, *kind, scales if is_scaled else None)
+            self._inputs(step, *kind, scales if is_scaled else None, ids)
             for kind, is_scaled in zip(self._kinds, self._are_scaled, strict=True)
         ]
         return [of_kind[kind] for kind in self._of_layer]
@@ -108,6 +109,7 @@ class LayerKinds:
         own: tuple[int, ...],
         table: Tensor | None,
         scales: Tensor | None,
+        ids: Tensor | None,
     ) -> LayerInputs:
         group = step.groups[own[0]]
         metadata = group.metadata
@@ -125,13 +127,16 @@ class LayerKinds:
         beside = [step.groups[index].metadata for index in own[1:]]
         states = [one for one in beside if isinstance(one, StateMetadata)]
         others = () if states else tuple(self._places(step, index) for index in own[1:])
-        ids = None
-        if self._hashes:
-            padding = group.slot_mapping < 0
-            ids = step.input_ids.long().masked_fill(padding, -1)
         slots = group.slot_mapping
         inputs = AttentionInputs(positions, table, slots, *rest, choice, wholes, others, ids)
         return MixedInputs(inputs, _state_inputs(step, states[0])) if states else inputs
+
+    def _token_ids(self, step: ForwardInputs) -> Tensor | None:
+        """Returns those by which experts are chosen, [T] int64; -1: padding. None: none are."""
+        if not self._hashes:
+            return None
+        slots = step.groups[self._kinds[0][0][0]].slot_mapping
+        return torch.where(slots < 0, slots, step.input_ids)
 
     def _places(self, step: ForwardInputs, index: int) -> GroupPlaces:
         """Returns where a step's tokens are in a group."""

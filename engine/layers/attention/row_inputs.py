@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
@@ -27,5 +28,5 @@ class GroupPlaces:
 def closed_slots(slot_mapping: Tensor, tokens: int) -> Tensor:
     """Returns the slots of the rows that tokens close: of `slot_mapping` [T], which counts tokens,
     those behind which a row of `tokens` ends. -1: a token closes none."""
-    closes = (slot_mapping >= 0) & (slot_mapping % tokens == tokens - 1)
-    return slot_mapping.div(tokens, rounding_mode="floor").masked_fill(~closes, -1)
+    closes = slot_mapping % tokens == tokens - 1  # So does -1, whose row is -1.
+    return torch.where(closes, slot_mapping.div(tokens, rounding_mode="floor"), -1)
