@@ -110,4 +110,13 @@ ENGINE_BUGS = (
         "StateRun(block, first > 0 and stop - start > 1, start,",
         HAND_OVER,
     ),
+    Bug(
+        "joined-convolutions", "other ranks cut the inputs of q's and k's convolutions as one",
+        "engine/models/specs/linear.py",
+        """"q_inputs", self.key_heads, self.key_dim * last),
+            Plane("k_inputs", self.key_heads, self.key_dim * last),
+""",
+        '"q_inputs", self.key_heads, 2 * self.key_dim * last),\n',
+        ("tests/engine/models/test_hybrid_node.py", "-k", "from_prefill and olmo_hybrid"),
+    ),
 )  # fmt: skip
