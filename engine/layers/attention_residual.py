@@ -63,6 +63,19 @@ class BlockStream(ResidualStream):
         self._count = 0
         self._mixed = x
 
+    @classmethod
+    def resumed(cls, value: Tensor, size: int, most: int) -> BlockStream:
+        """Returns the stream that goes on from its `value` [T, (n + 1) H], where H is `size`."""
+        *blocks, last = value.view(len(value), -1, size).unbind(1)
+        stream = cls(last.contiguous(), most)
+        for block in blocks:
+            stream._keep(block)
+        return stream
+
+    def value(self) -> Tensor:
+        """Returns a copy of all blocks behind each other, the open one last: [T, (n + 1) H]."""
+        return torch.cat((*self._bank[: self._count], super().value()), dim=1)
+
     def enter(self, point: AttentionResidual) -> None:
         """Computes what is read next."""
         total = super().read(None)
@@ -73,11 +86,14 @@ class BlockStream(ResidualStream):
             self._close(total)
 
     def _close(self, total: Tensor) -> None:
-        block = self._bank[self._count].copy_(total)
-        if self._count == 0:
+        block = self._keep(total)
+        if self._count == 1:
             self._mixed = block
-        self._count += 1
         self.sum = total.zero_()
+
+    def _keep(self, block: Tensor) -> Tensor:
+        self._count += 1
+        return self._bank[self._count - 1].copy_(block)
 
     def settled(self) -> Tensor | None:
         """Returns None, not [T, H]: what is read is not what is added to."""

@@ -6,8 +6,8 @@ from engine.models.specs.dense import DenseSpec
 from engine.parallel.place import ParallelPlace
 from engine.parallel.stage_link import StageLink
 
-STREAM_HEAD = "model.hc_head"
-"""Begins the names of what makes one row of several streams, behind the last layer."""
+STREAM_HEADS = "model.hc_head", "model.output_attn_res"
+"""These begin the names of what makes one row of several streams, behind the last layer."""
 
 
 def has_embedding(link: StageLink, *, is_tied: bool) -> bool:
@@ -21,7 +21,7 @@ def weights_of_others(place: ParallelPlace, num_layers: int, *, is_tied: bool) -
     if not has_embedding(place.pp, is_tied=is_tied):
         names.add("model.embed_tokens.")
     if not place.pp.is_last:
-        names |= {"model.norm.", "lm_head.", STREAM_HEAD}
+        names |= {"model.norm.", "lm_head.", *STREAM_HEADS}
     return frozenset(names)
 
 

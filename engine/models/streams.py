@@ -41,11 +41,13 @@ class Streams(nn.Module):
         super().__init__()
         self.streams, self.norm_factor = spec.residual_streams, spec.norm_factor
         self.head = self.ends = self.mixture = None
-        width = spec.hidden_size * (1 if self.streams is None else self.streams.count)
-        self.like = torch.empty(0, width, dtype=shard.dtype, device=shard.device)
+        self.size, width = spec.hidden_size, 1 if self.streams is None else self.streams.count
+        self.num_blocks = 0
         if size := spec.block_layers:
             self.mixture = AttentionResidual(spec.hidden_size, spec.rms_norm_eps, shard)
             self.num_blocks = -(-num_layers // size)
+            width += -(-shard.place.layers.start // size)
+        self.like = torch.empty(0, width * self.size, dtype=shard.dtype, device=shard.device)
         if (alternating := spec.alternating_streams) is not None:
             self.ends = AltEnds(spec.hidden_size, alternating.count, shard.at("model"))
         if self.streams is not None:
@@ -66,6 +68,8 @@ class Streams(nn.Module):
     def resumed(self, value: Tensor) -> ResidualStream:
         """Returns the stream that goes on from its `value` [T, n H], whose memory becomes the
         stream's."""
+        if self.mixture is not None:
+            return BlockStream.resumed(value, self.size, self.num_blocks)
         if self.streams is None:
             return self.begin(value)
         return HyperStream(value.view(len(value), self.streams.count, -1))

@@ -14,7 +14,7 @@ from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import Activation
 from engine.models.specs.experts import number_of
 from engine.models.specs.kimi_linear import KimiLinearSpec
-from engine.models.specs.parallel_checks import check_counts, check_one_stage
+from engine.models.specs.parallel_checks import check_counts
 
 _LATENTS = {"to_latent": "routed_expert_down_proj", "from_latent": "routed_expert_up_proj"}
 _NORM = "routed_expert_norm"
@@ -64,7 +64,6 @@ class KimiK3Spec(KimiLinearSpec, frozen=True, kw_only=True):
 
     def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         super().check_parallel(model, parallel)
-        check_one_stage(model, parallel, "residuals that attend to those of earlier blocks")
         assert self.experts is not None
         if self.experts.names.latent_norm:
             counts = ((self.experts.latent_size, "numbers in latents of experts"),)

@@ -122,11 +122,12 @@ def test_a_tied_head_is_read_by_the_last_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "stages"), [("gemma2", 2), ("qwen3_moe_sharded", 3), ("deepseek_v4", 2)]
+    ("family", "stages"),
+    [("gemma2", 2), ("qwen3_moe_sharded", 3), ("deepseek_v4", 2), ("kimi_k3", 3)],
 )
 def test_stages_read_their_part_of_a_checkpoint(family: str, stages: int, tmp_path: Path) -> None:
-    """One has windows and a tied head, one experts in many files, and one four residual streams,
-    all of which a stage gives the next one."""
+    """One has windows and a tied head, one experts in many files, one four residual streams, and
+    one blocks of layers, all of which a stage gives the next one."""
     save_checkpoint(FAMILIES[family], tmp_path)
     model = load_model_config(tmp_path)
     prompts = {
