@@ -82,7 +82,7 @@ async def test_a_client_that_does_not_read_stops_the_node_from_sending(cluster: 
 
     pouring, quick = await cluster.decode("pouring", pour), await cluster.decode("quick")
     router = await cluster.router(pouring, quick)
-    async with _asked_without_reading(router, pouring) as client:
+    async with _asked_without_reading(router, pouring, quick) as client:
         before = 0
         while sent == 0 or sent != before:
             before = sent
@@ -96,11 +96,12 @@ async def test_a_client_that_does_not_read_stops_the_node_from_sending(cluster: 
 
 
 class _asked_without_reading:
-    """A raw client with a small receive buffer whose request `node` is answering."""
+    """A raw client with a small receive buffer whose request `node` is answering, and not `other`,
+    which the router may choose as well."""
 
-    def __init__(self, router: RunningRouter, node: FakeDecodeNode) -> None:
+    def __init__(self, router: RunningRouter, node: FakeDecodeNode, other: FakeDecodeNode) -> None:
         self._router = router
-        self._node = node
+        self._node, self._other = node, other
 
     async def __aenter__(self) -> socket.socket:
         host, port = self._router.url.removeprefix("http://").split(":")
@@ -114,11 +115,13 @@ class _asked_without_reading:
                 f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
             )
-            before = self._requests()
+            before = len(self._other.requests)
             await asyncio.get_running_loop().sock_sendall(
                 client, head.encode() + b"connection: close\r\n\r\n" + body
             )
-            await eventually(lambda before=before: self._requests() > before)
+            await eventually(
+                lambda before=before: self._node.requests or len(self._other.requests) > before
+            )
             if self._node.requests:
                 self._client = client
                 return client
@@ -127,11 +130,6 @@ class _asked_without_reading:
 
     async def __aexit__(self, *_exc: object) -> None:
         self._client.close()
-
-    def _requests(self) -> int:
-        placements = self._router.services.metrics.placements.collect()
-        samples = [s for m in placements for s in m.samples if s.name.endswith("_total")]
-        return int(sum(s.value for s in samples)) if samples else 0
 
 
 async def _drain(client: socket.socket) -> int:
