@@ -130,7 +130,10 @@ def _argv(module: str, *args: str) -> tuple[str, ...]:
 
 
 def _node_args(model: Path, args: Iterable[str]) -> list[str]:
-    return ["--model", str(model), "--served-model-name", "demo", "--device", "cpu", *args]
+    """Returns flags of a node with a cache of 4096 blocks, if `args` do not say otherwise: to find
+    out how many fit takes a worker a fifth of a second of work. `tandem up` does."""
+    usual = ["--model", str(model), "--served-model-name", "demo", "--device", "cpu"]
+    return [*usual, "--num-blocks", "4096", *args]
 
 
 def _decode_args(model: Path, args: Iterable[str]) -> list[str]:
