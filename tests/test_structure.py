@@ -19,6 +19,7 @@ import pytest
 
 import engine.config
 from engine.node.settings import EngineSettings
+from tests.statements import statements
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -305,7 +306,7 @@ def _imported_names(module: str) -> tuple[str, ...]:
 
 def _names_of_imports(module: str) -> Iterator[str]:
     package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree(module)):
+    for node in statements(tree(module)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
