@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     speed.add_argument("--metrics", action="append", default=[], metavar="URL", help="/metrics of "
                        "a prefill node and of a decode node under load, one flag each")  # fmt: skip
     speed.add_argument("--kv-store-gb-per-s", type=float, default=0.0, help="that a node gets "
-                       "from a KV store (bench.kv.store_tier): does it pay?")  # fmt: skip
+                       "from a KV store (docs/kv_tiers.md): does it pay?")  # fmt: skip
     speed.add_argument(
         "--prompt-order",
         choices=get_args(PromptOrderName),

@@ -6,8 +6,7 @@ adapter), so tenants with different salts never share a block, nor do an adapter
 tokens of all images are one id: a block that has some is hashed with the images' digests.
 
 SHA-256 and not a faster hash: a client that could craft two prompts with equal hashes could be
-served another tenant's KV, and beside packing the tokens the difference is small
-(bench/engine/scheduler.py reports both).
+served another tenant's KV, and beside packing the tokens the difference is small.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ Place = tuple[str, int, ssl.SSLContext | None]
 
 
 class HttpTransport:
-    """Speaks HTTP/1.1 by httptools, chosen by measurement (`bench/router/relay.py`). Whether it is
-    HTTPS is for `credentials` to say, not for URLs."""
+    """Speaks HTTP/1.1 by httptools, chosen by measurement. Whether it is HTTPS is for `credentials`
+    to say, not for URLs."""
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import pytest
 
 from bench.plan import PLANS, ROOT, read_plans
 from bench.record import RESULTS
+from tests.test_structure import RANKS, SOURCE_ROOTS
 
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -47,6 +48,18 @@ def commands_of_the_map() -> list[str]:
 
 def test_the_map_has_every_command_once():
     assert sorted(commands_of_the_map()) == sorted(commands())
+
+
+def test_code_names_benches_that_there_are():
+    named = re.compile(r"\bbench[./]((?:engine|kv|network|router|serving)[./]\w+)")
+    missing = [
+        f"{path.relative_to(ROOT)}: {place}"
+        for package in RANKS
+        for path in (SOURCE_ROOTS.get(package, ROOT) / package).rglob("*.py")
+        for place in named.findall(path.read_text())
+        if not list((ROOT / "bench").glob(place.replace(".", "/") + "*"))
+    ]
+    assert not missing, missing
 
 
 def problems_of(*plans_or_results: str) -> list[str]:

@@ -7,7 +7,6 @@ the norm or the activation that computes them where there is one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import ClassVar
 
 import torch
@@ -21,6 +20,7 @@ from engine.layers.methods.base import (
     LinearShare,
     bias_weights,
 )
+from engine.layers.methods.eight_bits import EightBitLinear
 from engine.layers.methods.fp8_format import Fp8Format
 from engine.layers.methods.weight_format import filled_weight
 from engine.layers.rows import RowForm, Rows, UnscaledProduct
@@ -66,24 +66,14 @@ def _by_block(order: Tensor) -> Tensor:
     return order.view(-1, BLOCK) // BLOCK
 
 
-class Fp8Linear(LinearMethod):
-    """Holds `weight` [out, in] in e4m3 and `weight_scale` [out] in float32: one scale of a tensor
-    is that of all its outputs."""
+class Fp8Linear(EightBitLinear):
+    """Has weights and inputs in e4m3."""
 
+    dtype = torch.float8_e4m3fn
     input_form: ClassVar[RowForm | None] = RowForm("e4m3")
 
     def __init__(self, form: Fp8Format) -> None:
         self.form = form
-
-    def create(
-        self, layer: LinearLayer, num_outputs: int, num_inputs: int, bias: bool, shard: Shard
-    ) -> None:
-        layer.weight = shard.parameter(num_outputs, num_inputs, dtype=torch.float8_e4m3fn)
-        layer.weight_scale = shard.parameter(num_outputs, dtype=torch.float32)
-        layer.bias = shard.parameter(num_outputs) if bias else None
-        if layer.weight.is_cuda:
-            # Imports triton.
-            import_module("tandem_kernels.gemm.fp8_gemm").prepare(layer.weight.device)
 
     def checkpoint_weights(
         self, layer: LinearLayer, part: LinearPart
@@ -103,11 +93,8 @@ class Fp8Linear(LinearMethod):
         yield filled_weight(weight, slices, fill)
         yield from bias_weights(layer, part)
 
-    def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
-        return self.apply_rows(layer, x)
-
     def apply_rows(self, layer: LinearLayer, x: Rows) -> Tensor:
-        given = self._form.quantised(x)
+        given = self._rows.quantised(x)
         return ops.fp8_gemm(
             given.numbers,
             given.scales,
@@ -120,14 +107,14 @@ class Fp8Linear(LinearMethod):
     def unscaled(self, layer: LinearLayer, x: Rows) -> Tensor | UnscaledProduct:
         if layer.bias is not None or not self._leaves_unscaled(layer, x):
             return self.apply_rows(layer, x)
-        given = self._form.quantised(x)
+        given = self._rows.quantised(x)
         product = ops.fp8_product(given.numbers, layer.weight)
         return UnscaledProduct(product, given.scales, layer.weight_scale)
 
     def gate_up_rows(
         self, layer: LinearLayer, x: Rows, form: RowForm | None, is_gelu: bool
     ) -> Rows:
-        given = self._form.quantised(x)
+        given = self._rows.quantised(x)
         is_small = fp8_path(len(given), layer.weight, layer.weight_scale) == "small"
         if is_small and not is_gelu:
             out = ops.fp8_gate_up(
@@ -139,11 +126,6 @@ class Fp8Linear(LinearMethod):
             plain = product.scaled() if isinstance(product, UnscaledProduct) else product
             return ops.gelu_tanh_and_mul(plain) if is_gelu else ops.silu_and_mul(plain)
         return form.activated(product, is_gelu)
-
-    @property
-    def _form(self) -> RowForm:
-        assert self.input_form is not None
-        return self.input_form
 
     @staticmethod
     def _leaves_unscaled(layer: LinearLayer, x: Rows) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from importlib import import_module
 from typing import ClassVar
 
 import torch
@@ -24,6 +23,7 @@ from engine.layers.methods.base import (
     LinearShare,
     bias_weights,
 )
+from engine.layers.methods.eight_bits import EightBitLinear
 from engine.layers.methods.integer_format import IntegerFormat, IntegerMatrix
 from engine.layers.methods.weight_format import filled_weight
 from engine.layers.methods.written_out import written_out
@@ -67,24 +67,14 @@ def signed(matrix: IntegerMatrix) -> Tensor:
     return (matrix.numbers ^ _ZERO).view(torch.int8)
 
 
-class Int8Linear(LinearMethod):
-    """Holds `weight` [out, in] in int8 and `weight_scale` [out] in float32: one scale of a tensor
-    is that of all its outputs. Inputs are int8."""
+class Int8Linear(EightBitLinear):
+    """Has weights and inputs in int8."""
 
+    dtype = torch.int8
     input_form: ClassVar[RowForm | None] = RowForm("int8")
 
     def __init__(self, form: IntegerFormat) -> None:
         self.form = form
-
-    def create(
-        self, layer: LinearLayer, num_outputs: int, num_inputs: int, bias: bool, shard: Shard
-    ) -> None:
-        layer.weight = shard.parameter(num_outputs, num_inputs, dtype=torch.int8)
-        layer.weight_scale = shard.parameter(num_outputs, dtype=torch.float32)
-        layer.bias = shard.parameter(num_outputs) if bias else None
-        if layer.weight.is_cuda:
-            # Imports triton.
-            import_module("tandem_kernels.gemm.fp8_gemm").prepare(layer.weight.device)
 
     def checkpoint_weights(
         self, layer: LinearLayer, part: LinearPart
@@ -100,11 +90,8 @@ class Int8Linear(LinearMethod):
         yield filled_weight(weight, slices, fill, self.form.beside(part.prefix))
         yield from bias_weights(layer, part)
 
-    def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
-        return self.apply_rows(layer, x)
-
     def apply_rows(self, layer: LinearLayer, x: Rows) -> Tensor:
-        given = _ROWS.quantised(x)
+        given = self._rows.quantised(x)
         return ops.int8_gemm(
             given.numbers,
             given.scales,
@@ -117,7 +104,7 @@ class Int8Linear(LinearMethod):
     def gate_up_rows(
         self, layer: LinearLayer, x: Rows, form: RowForm | None, is_gelu: bool
     ) -> Rows:
-        given = _ROWS.quantised(x)
+        given = self._rows.quantised(x)
         if is_gelu or layer.bias is not None:
             both = self.apply_rows(layer, given)
             if form is not None:
@@ -127,9 +114,6 @@ class Int8Linear(LinearMethod):
             given.numbers, given.scales, layer.weight, layer.weight_scale, torch.bfloat16
         )
         return out if form is None else form.quantised(out)
-
-
-_ROWS = RowForm("int8")
 
 
 class Int8WeightLinear(LinearMethod):

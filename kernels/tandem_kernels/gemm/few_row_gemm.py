@@ -50,7 +50,7 @@ class FewRowTuning:
 
 def few_row_tuning(num_rows: int, num_outputs: int) -> FewRowTuning:
     """Returns what was quickest for the layers of gpt-oss-120b on an H200, with some programs for
-    each of its 132 SMs. `python -m bench.engine.few_rows` times others."""
+    each of its 132 SMs. `bench.engine.gemms --formats few-rows --tune` times others."""
     few_outputs = num_outputs < 2048
     if num_rows > REGISTER_ROWS:
         return FewRowTuning(cols=16 if few_outputs else 32, depth=512, num_warps=4, num_stages=5)
