@@ -44,15 +44,26 @@ _TELLING = ("attention.", "experts.", "gemm.", "linear_attention.")
 """Rooms of kernels between which a device, a model or a batch chooses."""
 _SMALL = (
     "add_sinks",
+    "cache_rows",
+    "causal_conv",
+    "close_rows",
+    "gated_group_norm",
+    "gated_rms_norm",
+    "gated_square_sums",
     "gather_",
+    "index_rope_and_cache",
+    "index_rows",
+    "keep_open_tokens",
     "latent_rope_and_cache",
     "merge_attention",
     "pairs_add_rms_norm",
     "quantise_",
     "rms_norm_",
     "rope_and_cache",
+    "rotate_back",
     "route_tokens",
     "scale_product",
+    "shared_rope_and_cache",
     "silu_and_mul_",
     "sum_pairs",
 )
@@ -218,7 +229,7 @@ def _explained(
 ) -> Explanation:
     kinds: dict[tuple[KernelChoice, ...], list[int]] = {}
     for layer, found in launches.by_layer.items():
-        rows = tuple(_row(one, policy, gpu) for one in found if _is_telling(one))
+        rows = tuple(_row(one, policy, gpu) for one in found if is_telling(one.name, one.module))
         kinds.setdefault(rows, []).append(layer)
     name = type(attention).__name__
     if dense := getattr(attention, "dense", None):
@@ -228,10 +239,10 @@ def _explained(
     return Explanation(str(batch), name, graph, choices)
 
 
-def _is_telling(launch: Launch) -> bool:
-    if launch.name.startswith(_SMALL):
-        return False
-    return not launch.module or launch.module.startswith(_TELLING)
+def is_telling(name: str, module: str) -> bool:
+    """Returns whether an operation is a choice: a library's, whose module is empty, or one that
+    differs by device, model or batch."""
+    return not name.startswith(_SMALL) and (not module or module.startswith(_TELLING))
 
 
 def _row(launch: Launch, policy: GemmPolicy, gpu: GpuFacts | None) -> KernelChoice:

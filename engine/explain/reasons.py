@@ -7,6 +7,7 @@ from torch import Tensor
 from engine.explain.launches import LIBRARY, Launch
 from engine.layers.gemm_policy import GemmPolicy
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.gemm import small_m_shapes
 from tandem_kernels.gemm.few_row_shapes import MANY_OUTPUTS
 
@@ -17,7 +18,9 @@ def reason(launch: Launch, policy: GemmPolicy) -> str:
         return _of_library(launch, policy)
     if launch.name == "paged_attention":
         return _of_paged(*launch.arguments[:3])
-    rule = _RULES.get(launch.name)
+    if launch.name in OF_STATES:
+        return _of_states(launch.arguments[OF_STATES[launch.name]])
+    rule = RULES.get(launch.name)
     if rule is None:
         return ""
     text, field = rule
@@ -42,6 +45,16 @@ def _of_paged(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> str:
     return "decodes over whole contexts, which are cut into runs for all SMs"
 
 
+OF_STATES = {"gated_delta_rule": 5, "mamba_scan": 6}
+"""Which argument is the metadata of operations on states. Lightning attention is a `mamba_scan`."""
+
+
+def _of_states(metadata: StateMetadata) -> str:
+    if metadata.num_decodes == len(metadata.seq_lens):
+        return "decodes: token by token, the columns of a state shared out among programs"
+    return "prompts in chunks of 64 tokens, whose products are matrix products; decodes by token"
+
+
 def _of_library(launch: Launch, policy: GemmPolicy) -> str:
     most, num_rows = max(policy.small_m_rows, policy.few_rows), launch.num_rows
     if most == 0:
@@ -58,7 +71,7 @@ def _of_library(launch: Launch, policy: GemmPolicy) -> str:
     return "sizes that no kernel of our own takes"
 
 
-_RULES: dict[str, tuple[str, str]] = {
+RULES: dict[str, tuple[str, str]] = {
     "small_m_gemm": ("rows {rows} <= small_m_rows {limit}, whole tiles", "small_m_rows"),
     "small_m_gate_up": ("rows {rows} <= small_m_rows {limit}, whole tiles", "small_m_rows"),
     "few_row_gemm": ("rows {rows} <= few_rows {limit}, sizes that small_m leaves", "few_rows"),
@@ -71,7 +84,11 @@ _RULES: dict[str, tuple[str, str]] = {
     "fp4_gate_up": ("rows {rows} <= fp4_rows {limit}", "fp4_rows"),
     "int4_dequantise": ("rows {rows} > int4_rows {limit}: written out first", "int4_rows"),
     "fp4_dequantise": ("rows {rows} > fp4_rows {limit}: written out first", "fp4_rows"),
+    "int8_gemm": ("INT8 weights and rows, as the checkpoint says (int8_linear.py)", ""),
+    "int8_gate_up": ("INT8 weights and rows, as the checkpoint says (int8_linear.py)", ""),
     "int8_weight_gemm": ("rows {rows} <= int8_rows {limit}", "int8_rows"),
+    "int8_weight_gate_up": ("rows {rows} <= int8_rows {limit}", "int8_rows"),
+    "int8_dequantise": ("rows {rows} > int8_rows {limit}: written out first", "int8_rows"),
     "fp4_routed_experts": (
         "rows {rows} <= fused_router_rows {limit}, and the table has each pair by itself",
         "fused_router_rows",
@@ -82,6 +99,11 @@ _RULES: dict[str, tuple[str, str]] = {
     "fp8_product": ("FP8 weights; what reads the product applies the scales", ""),
     "invariant_gemm": ("deterministic: a row does not depend on the others", ""),
     "latent_attention": ("latents as they lie in the cache: absorbed", ""),
+    "index_topk": ("scores of all keys an indexer sees, of which the highest are chosen", ""),
+    "sparse_latent_attention": ("the chosen tokens' latents, in parts where programs are few", ""),
+    "window_rows_attention": ("a window's tokens and rows of several, by one softmax", ""),
+    "choose_blocks": ("scores of whole blocks, of which each KV head chooses its own", ""),
+    "block_sparse_attention": ("the blocks that each KV head has chosen", ""),
     "ragged_attention": ("expanded latents of long prompts", ""),
     "FlashAttention 3": ("long prompts: faster than our kernel (selection.py)", ""),
     "cuDNN": ("long uncached prompts, without FlashAttention 3 (selection.py)", ""),

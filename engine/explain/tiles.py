@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.explain.launches import Launch
+from engine.explain.reasons import OF_STATES
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_tuning import (
@@ -75,6 +76,42 @@ def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, *res
         )
     long = latent_tuning(size)
     return "latent_attention_kernel", _fields(long, "rows", "tile", "num_warps", "num_stages")
+
+
+def _of_heads(kernel: str) -> Callable[..., tuple[str, str]]:
+    """Of kernels whose programs share the heads [T, heads, numbers] of a token."""
+
+    def of(q: Tensor, *rest: Any) -> tuple[str, str]:
+        from tandem_kernels.attention.sparse_latent_attention import sparse_tuning
+
+        tuning = sparse_tuning(q.shape[1], q.element_size())
+        return kernel, _fields(tuning, "rows", "tile", "num_warps", "num_stages")
+
+    return of
+
+
+def _of_blocks(q: Tensor, kv_cache: PagedKV, chosen: Tensor, metadata: Any, choice: Any,
+               *rest: Any) -> tuple[str, str]:  # fmt: skip
+    from tandem_kernels.attention.block_sparse_attention import block_sparse_tuning
+
+    tuning = block_sparse_tuning(choice.size, q.element_size())
+    return "block_sparse_kernel", _fields(tuning, "tile", "num_warps", "num_stages")
+
+
+def _of_states(place: int, by_token: str, by_chunk: str) -> Callable[..., tuple[str, str]]:
+    """Of kernels of states. `place`: of the metadata among the arguments."""
+
+    def of(*arguments: Any) -> tuple[str, str]:
+        from tandem_kernels.linear_attention.delta_tuning import decode_tuning
+
+        metadata = arguments[place]
+        decodes, requests = metadata.num_decodes, len(metadata.seq_lens)
+        kernels = [by_token] * (decodes > 0) + [by_chunk] * (decodes < requests)
+        fields = "values", "num_warps"
+        tile = _fields(decode_tuning(decodes), *fields) if decodes else ""
+        return "; ".join(kernels), tile
+
+    return of
 
 
 def _few_rows(x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
@@ -151,6 +188,15 @@ def _tile(tuning: ExpertTuning) -> str:
 _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "paged_attention": _paged,
     "latent_attention": _latent,
+    "sparse_latent_attention": _of_heads("sparse_latent_kernel"),
+    "window_rows_attention": _of_heads("window_rows_kernel"),
+    "block_sparse_attention": _of_blocks,
+    "choose_blocks": lambda *_: ("block_scores_kernel, choose_blocks_kernel", ""),
+    "index_topk": lambda *_: ("index_scores_kernel, select kernels", ""),
+    "gated_delta_rule": _of_states(
+        OF_STATES["gated_delta_rule"], "delta_rule_kernel", "chunk kernels"
+    ),
+    "mamba_scan": _of_states(OF_STATES["mamba_scan"], "mamba_scan_kernel", "chunk kernels"),
     "few_row_gemm": _few_rows,
     "small_m_gemm": _small_m(gated=False),
     "small_m_gate_up": _small_m(gated=True),

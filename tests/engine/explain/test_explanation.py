@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from bench.engine.models.shapes import SHAPES
+from bench.engine.models.shapes import SHAPES, shape_config
 from engine.batch.input_batch import BatchOrder, InputBatch
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, QuantizationName
 from engine.explain.__main__ import main
-from engine.explain.explanation import Batch, Explanation, KernelChoice, explain
+from engine.explain.explanation import Batch, Explanation, KernelChoice, explain, is_telling
+from engine.explain.reasons import OF_STATES, RULES
 from engine.explain.report import report, summary
 from engine.layers.gemm_policy import GemmPolicy
 from engine.models.base import ForwardInputs
@@ -264,6 +265,35 @@ def test_decodes_are_launched_as_the_rule_says(
     kv_cache = torch.zeros(2, 2, 2, 16, 128, dtype=torch.bfloat16)
     paged_attention.paged_attention(q, kv_cache, metadata, 1.0)
     assert ran == [paged_attention.kernel_of_decode(q, kv_cache, metadata)]
+
+
+def test_every_choice_has_a_reason() -> None:
+    """An operation of a new kernel says why it runs, or counts among those that are no choice."""
+    known = {*RULES, *OF_STATES, "paged_attention"}
+    names = {
+        op.reference.__name__ for op in ops.Op.all if is_telling(op.__name__, op.kernel_module)
+    }
+    assert names <= known, names - known
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernels"),
+    [
+        ("deepseek-v4-flash-3-layers", {"window_rows_kernel": "rows 64, tile 64"}),
+        ("deepseek-v3.2-6-layers", {"sparse_latent_kernel": "rows 64, tile 64"}),
+        ("minimax-m3-4-layers", {"block_sparse_kernel": "tile 64"}),
+        ("nemotron-3-nano", {"mamba_scan_kernel": "values 32"}),
+        ("qwen3-next-80b-a3b", {"delta_rule_kernel": "values 32"}),
+    ],
+)
+def test_attention_that_is_sparse_and_states_say_how_they_run(
+    shape: str, kernels: dict[str, str]
+) -> None:
+    (found,) = explain(shape_config(shape), H200, [Batch(16)])
+    rows = [row for _, rows in found.choices for row in rows]
+    assert all(row.why for row in rows)
+    for kernel, tile in kernels.items():
+        assert any(row.kernel == kernel and row.tile.startswith(tile) for row in rows)
 
 
 def test_assumed_gpus_end_with_their_context() -> None:
