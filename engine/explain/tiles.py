@@ -79,7 +79,7 @@ def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, *res
 
 
 def _of_heads(kernel: str) -> Callable[..., tuple[str, str]]:
-    """Of kernels whose programs share the heads [T, heads, numbers] of a token."""
+    """Describes kernels whose programs share the heads [T, heads, numbers] of a token."""
 
     def of(q: Tensor, *rest: Any) -> tuple[str, str]:
         from tandem_kernels.attention.sparse_latent_attention import sparse_tuning
@@ -99,7 +99,7 @@ def _of_blocks(q: Tensor, kv_cache: PagedKV, chosen: Tensor, metadata: Any, choi
 
 
 def _of_states(place: int, by_token: str, by_chunk: str) -> Callable[..., tuple[str, str]]:
-    """Of kernels of states. `place`: of the metadata among the arguments."""
+    """Describes kernels of states. `place`: of the metadata among the arguments."""
 
     def of(*arguments: Any) -> tuple[str, str]:
         from tandem_kernels.linear_attention.delta_tuning import decode_tuning

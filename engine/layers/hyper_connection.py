@@ -46,6 +46,8 @@ class HyperConnection(nn.Module):
         return StreamWeights(self.fn, self.base, self.scale)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns of `streams` [T, n, H] what the block reads, [T, H], and by how much each takes
+        in what it adds, [T, n], and the others, [T, n, n]."""
         return ops.read_streams(streams, self.fn, self.base, self.scale, self.form)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -203,8 +203,8 @@ class DraftPasses:
         room: torch.Tensor | None,
         rows: RowTables,
     ) -> torch.Tensor:
-        """Runs all passes. `drawn`: the row of each draw; padding repeats a real row. Those of none
-        are some other's."""
+        """Runs all passes. `drawn`: the row of each draw; padding repeats a real row, and nothing
+        reads what is drawn for it."""
         network, chain = self._network, self._network.chain
         next_place = rows.total_len[drawn.long()]
         features = [part.contiguous() for part in feature.chunk(len(chain), dim=1)]

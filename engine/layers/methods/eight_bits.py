@@ -1,4 +1,4 @@
-"""What layers share whose weights and inputs both have 8 bits, of floats or of integers."""
+"""Holds layers whose weights and inputs both have 8 bits, as floats or as integers."""
 
 from __future__ import annotations
 
