@@ -46,5 +46,23 @@ def test_each_question_is_answered_by_four_files_at_most() -> None:
     for question in questions:
         files = set(_PATH.findall(question))
         assert 1 <= len(files) <= 4, question
-        for path, name in re.findall(r"`([\w./]+\.py)` \(`(\w+)`", question):
-            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), question
+
+
+def test_the_architecture_names_what_its_files_have() -> None:
+    """Names in brackets behind a file, or in front of it, stand there."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    behind = [
+        (file, name)
+        for file, names in re.findall(r"`([\w./]+\.py)` \(([^()]*)", page)
+        for name in re.findall(r"`(\w+)`", names)
+    ]
+    before = [(file, name) for name, file in re.findall(r"`(\w+)` (?:of|in) `([\w./]+\.py)`", page)]
+    assert len(behind) > 8 and len(before) > 4, "the patterns still find them"
+    missing = [pair for pair in behind + before if not is_in_file(*pair)]
+    assert not missing, missing
+
+
+def is_in_file(file: str, name: str) -> bool:
+    """Returns whether a name is in the file, whose path may begin with any folder."""
+    paths = [ROOT / file] if (ROOT / file).exists() else ROOT.glob(f"*/**/{file}")
+    return any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in paths)
