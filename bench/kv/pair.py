@@ -12,6 +12,7 @@ import random
 import select
 import time
 import uuid
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,7 +103,7 @@ class Caches:
     def handle(self, is_source: bool) -> KVCacheHandle:
         """Returns the handle by which transfer processes map it."""
         tensor = self._tensors[0 if is_source else 1]
-        with torch.cuda.device(tensor.device if tensor.is_cuda else None):
+        with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
             return replace(handle_of_tensor(0, self.layout, tensor), marks_fd=self.marks.fd)
 
     def clear(self) -> None:
