@@ -27,7 +27,8 @@ from triton.runtime.errors import OutOfResources
 
 from bench.arguments import names_among, numbers, parser_of
 from bench.engine.timing.device_time import compile_all, copy_bytes_per_us, graph_us
-from bench.engine.timing.expert_formats import FORMATS, SHAPES, ExpertWeights, LayerShape
+from bench.engine.timing.expert_formats import FORMATS, ExpertWeights
+from bench.engine.timing.expert_shapes import SHAPES, LayerShape
 from bench.record import write_result
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_rows import ExpertRows
@@ -63,8 +64,9 @@ class Layer:
     def floor_us(self, bytes_per_us: float) -> float:
         shape = self.shape
         touched = sum(len(chosen.unique()) for chosen in self.chosen) / _SETS
-        expert_bytes = 3 * shape.hidden * shape.width * self.held.bits / 8
-        operations = 6 * shape.hidden * shape.width * self.weights.numel()
+        numbers = shape.matrices * shape.hidden * shape.width
+        expert_bytes = numbers * self.held.bits / 8
+        operations = 2 * numbers * self.weights.numel()
         return max(touched * expert_bytes / bytes_per_us, operations / self.held.flops_per_us)
 
     def all_us(self) -> float:
@@ -254,6 +256,8 @@ def main() -> None:
     if given.tune and len(given.format) > 1:
         parser.error("--tune takes one format")
     whole, kind = SHAPES[given.shape], FORMATS[given.format[0]]
+    if whole.gate is not None and given.format != ["bf16"]:
+        parser.error(f"--format: {given.shape} is measured in bf16 alone")
     shape = replace(whole, width=whole.width // given.ranks)
     sweep = Sweep(given.tokens, given.like, given.tables)
     if not given.tune:

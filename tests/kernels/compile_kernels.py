@@ -1802,23 +1802,24 @@ def stream_cases(capability: int) -> Iterator[Case]:
         **named("*fp32", "fn", "logits", "squares", "base", "scale", "post", "comb"),
         **named("fp32", "eps", "norm_eps"),
     }
-    for outputs, lanes in ((24, 32), (4, 16)):
+    for outputs, lanes, rows in ((24, 32, 16), (24, 32, 64), (4, 16, 16)):
         yield Case(
             streams.stream_logits_kernel,
-            f"outputs={outputs}",
+            f"outputs={outputs}, rows={rows}",
             types,
             {
-                "OUTPUTS": outputs, "LANES": lanes, "ROWS": 16, "DEPTH": 128,
+                "OUTPUTS": outputs, "LANES": lanes, "ROWS": rows, "DEPTH": 128,
                 "PRECISION": "tf32",
             },
             {"num_warps": 4, "num_stages": 3},
         )  # fmt: skip
+    for outputs in (24, 4):
         yield Case(
             streams.read_streams_kernel,
             f"outputs={outputs}",
             types,
             {
-                "COUNT": 4, "OUTPUTS": outputs, "ITERATIONS": 20, "BLOCK": 1024,
+                "COUNT": 4, "OUTPUTS": outputs, "ITERATIONS": 20, "SPLITS": 32, "BLOCK": 1024,
                 **({} if outputs > 4 else {"post": None, "comb": None}),
             },
         )  # fmt: skip

@@ -87,9 +87,10 @@ def test_capped_gates(dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_residual_streams(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_tokens", [19, 70])
+def test_residual_streams(dtype: torch.dtype, num_tokens: int) -> None:
     kernels = ops.read_streams.kernel, ops.write_streams.kernel, ops.join_streams.kernel
-    check.residual_streams(*kernels, (19, 4, 40), dtype)
+    check.residual_streams(*kernels, (num_tokens, 4, 40), dtype)
 
 
 @dtypes

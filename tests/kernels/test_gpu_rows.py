@@ -91,7 +91,7 @@ def test_capped_gates(dtype: torch.dtype) -> None:
 
 
 @halves
-@pytest.mark.parametrize("shape", [(1, 4, 4096), (70, 4, 7168)])
+@pytest.mark.parametrize("shape", [(1, 4, 4096), (70, 4, 7168), (4500, 4, 512)])
 def test_residual_streams(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     kernels = ops.read_streams, ops.write_streams, ops.join_streams
     check.residual_streams(*kernels, shape, dtype, device="cuda")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from bench.engine.timing.expert_shapes import LayerShape
 from bench.engine.timing.tilings import tilings
 from tandem_kernels import ops
 from tandem_kernels.experts.expert_rows import ExpertRows
@@ -61,30 +61,6 @@ def random_int4(count: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     return packed, groups
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    num_experts: int
-    top_k: int
-    hidden: int
-    width: int
-
-
-SHAPES = {
-    "deepseek-v2-lite": LayerShape(64, 6, 2048, 1408),
-    "deepseek-v3": LayerShape(256, 8, 7168, 2048),
-    "deepseek-v4-flash": LayerShape(256, 6, 4096, 2048),
-    "gemma-4-26b-a4b": LayerShape(128, 8, 2816, 704),
-    "glm-4.5-air": LayerShape(128, 8, 4096, 1408),
-    "gpt-oss-20b": LayerShape(32, 4, 2880, 2880),
-    "gpt-oss-120b": LayerShape(128, 4, 2880, 2880),
-    "minimax-m2": LayerShape(256, 8, 3072, 1536),
-    "mixtral-8x7b": LayerShape(8, 2, 4096, 14336),
-    "qwen3-30b-a3b": LayerShape(128, 8, 2048, 768),
-    "qwen3-235b-a22b": LayerShape(128, 8, 4096, 1536),
-}
-"""Layers on one rank; `--ranks` divides their width."""
-
-
 class ExpertWeights(ABC):
     """Holds the weights of one layer on the GPU.
 
@@ -134,7 +110,8 @@ class Bf16Weights(ExpertWeights):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape)
-        sizes = (2 * shape.width, shape.hidden), (shape.hidden, shape.width)
+        first = (shape.matrices - 1) * shape.width
+        sizes = (first, shape.hidden), (shape.hidden, shape.width)
         self.w13, self.w2 = (
             torch.empty(shape.num_experts, *size, dtype=torch.bfloat16, device="cuda")
             for size in sizes
@@ -143,13 +120,14 @@ class Bf16Weights(ExpertWeights):
             weight.normal_(0, 0.02)
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return ops.fused_experts(x, self.w13, self.w2, weights, chosen)
+        return ops.fused_experts(x, self.w13, self.w2, weights, chosen, gate=self.shape.gate)
 
     def gemm(
         self, x: Tensor, weights: Tensor, rows: ExpertRows, tuning: ExpertTuning, *, gated: bool
     ) -> None:
-        weight = self.w13 if gated else self.w2
-        expert_gemm(x, weight, weights, rows, self._outputs(weights, gated), tuning, gated=gated)
+        weight, gate = (self.w13, self.shape.gate) if gated else (self.w2, None)
+        out = self._outputs(weights, gated)
+        expert_gemm(x, weight, weights, rows, out, tuning, gated=gated, gate=gate)
 
 
 class Fp8BlockWeights(ExpertWeights):

@@ -186,7 +186,10 @@ class WindowRowsBlock(nn.Module):
         if self.fixed_order:
             parts = [ops.invariant_gemm(*one) for one in zip(grouped, self.wo_a, strict=True)]
             return torch.stack(parts, dim=1)
-        return torch.bmm(grouped, self.wo_a.transpose(1, 2)).transpose(0, 1)
+        groups, num_tokens, _ = grouped.shape
+        mixed = grouped.new_empty(num_tokens, groups, self.wo_a.shape[1])
+        torch.bmm(grouped, self.wo_a.transpose(1, 2), out=mixed.transpose(0, 1))
+        return mixed
 
     def _closed(
         self, x: Tensor, caches: tuple[LayerCache, ...], inputs: AttentionInputs

@@ -18,7 +18,9 @@ from torch import Tensor
 from tandem_kernels.device import num_programs
 from tandem_kernels.stream_forms import StreamForm
 
-_ROWS, _DEPTH, _BLOCK = 16, 128, 1024
+_DEPTH, _BLOCK = 128, 1024
+_ROWS, _ROWS_OF_MANY = 16, 64
+"""Tokens of a program, and where this many programs have enough of them: each reads all weights."""
 _MOST_SPLITS = 32
 
 
@@ -69,12 +71,13 @@ def _sigmoid(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _sum_of_parts(
-    parts: tl.tensor, place: tl.tensor, step: tl.tensor, splits: tl.tensor
+    parts: tl.tensor, place: tl.tensor, step: tl.tensor, splits: tl.tensor, SPLITS: tl.constexpr
 ) -> tl.tensor:
-    found = tl.load(parts + place)
-    for split in range(1, splits):
-        found += tl.load(parts + place + split * step)
-    return found
+    """Sums up number `place` [N] of each part. All are loaded at once: a walk over them would wait
+    for memory as often as there are parts."""
+    split = tl.arange(0, SPLITS)[:, None]
+    found = tl.load(parts + split * step + place[None, :], mask=split < splits, other=0.0)
+    return tl.sum(found, axis=0)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "splits"])
@@ -95,34 +98,40 @@ def read_streams_kernel(
     COUNT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Finds the weights of token t in program t, and sums up its streams.
 
     OUTPUTS: Logits of a token: COUNT of a head, which has no `post` and no `comb`.
+    SPLITS: Parts of logits at most.
     """
     token = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
     one = tl.arange(0, COUNT)
+    square = tl.load(squares + split * num_tokens + token, mask=split < splits, other=0.0)
+    length = 1.0 / tl.sqrt_rn(tl.sum(square, axis=0) / (COUNT * width) + norm_eps)
+    own = logits + token * OUTPUTS
     step = num_tokens * OUTPUTS
-    square = _sum_of_parts(squares, token, num_tokens, splits)
-    length = 1.0 / tl.sqrt_rn(square / (COUNT * width) + norm_eps)
-    at = token * OUTPUTS
-    given = _sum_of_parts(logits, at + one, step, splits) * length
+    given = _sum_of_parts(own, one, step, splits, SPLITS) * length
     pre = _sigmoid(given * tl.load(scale) + tl.load(base + one)) + eps
     if OUTPUTS > COUNT:
-        given = _sum_of_parts(logits, at + COUNT + one, step, splits) * length
-        given = given * tl.load(scale + 1) + tl.load(base + COUNT + one)
-        tl.store(post + token * COUNT + one, 2.0 * _sigmoid(given))
-        pair = one[:, None] * COUNT + one[None, :]
-        given = _sum_of_parts(logits, at + 2 * COUNT + pair, step, splits) * length
-        given = given * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
+        # Nothing is stored before all is loaded, since loads are never moved before a store.
+        pair = tl.arange(0, COUNT * COUNT)
+        of_post = _sum_of_parts(own + COUNT, one, step, splits, SPLITS) * length
+        of_comb = _sum_of_parts(own + 2 * COUNT, pair, step, splits, SPLITS) * length
+        of_post = of_post * tl.load(scale + 1) + tl.load(base + COUNT + one)
+        of_comb = of_comb * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
+        tl.store(post + token * COUNT + one, 2.0 * _sigmoid(of_post))
+        given = tl.reshape(of_comb, [COUNT, COUNT])
         mixed = tl.exp(given - tl.max(given, axis=1)[:, None])
         mixed = mixed / tl.sum(mixed, axis=1)[:, None] + eps
         mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
         for _ in range(ITERATIONS - 1):
             mixed = mixed / (tl.sum(mixed, axis=1)[:, None] + eps)
             mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
-        tl.store(comb + token * (COUNT * COUNT) + pair, mixed)
+        to = comb + token * (COUNT * COUNT) + one[:, None] * COUNT + one[None, :]
+        tl.store(to, mixed)
     lane = tl.arange(0, BLOCK)
     for start in range(0, width, BLOCK):
         column = start + lane
@@ -193,8 +202,11 @@ def _read(
     out = torch.empty((num_tokens, width), dtype=streams.dtype, device=device)
     if num_tokens == 0:
         return out
-    tiles = triton.cdiv(num_tokens, _ROWS)
-    free = num_programs(device, 2) // tiles
+    programs = num_programs(device, 2)
+    rows = _ROWS_OF_MANY if 4 * num_tokens >= programs * _ROWS_OF_MANY else _ROWS
+    rows = _ROWS if form.fixed_order else rows
+    tiles = triton.cdiv(num_tokens, rows)
+    free = programs // tiles
     most = min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(count * width, _DEPTH)))
     splits = 1 if form.fixed_order else min(int(most), 1 << max(free.bit_length() - 1, 0))
     parts = splits, num_tokens
@@ -210,7 +222,7 @@ def _read(
         splits,
         OUTPUTS=outputs,
         LANES=max(16, triton.next_power_of_2(outputs)),
-        ROWS=_ROWS,
+        ROWS=rows,
         DEPTH=_DEPTH,
         PRECISION="ieee" if streams.dtype == torch.float32 else "tf32",
         num_warps=4,
@@ -233,6 +245,7 @@ def _read(
         COUNT=count,
         OUTPUTS=outputs,
         ITERATIONS=form.iterations,
+        SPLITS=1 if splits == 1 else _MOST_SPLITS,
         BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
         num_warps=4,
     )
