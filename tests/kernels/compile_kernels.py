@@ -1329,15 +1329,19 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     chunk = {**shape, "CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
     solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
     warps = {"num_warps": delta_tuning.CHUNK_WARPS}
-    yield Case(delta_chunks.delta_chunk_kernel, "", types, {**chunk, **solve}, warps)
-    walk = delta_tuning.walk_tuning()
+    chunk_types = {**types, **named("*bf16", "befores"), "lasts": "*fp32"}
+    yield Case(delta_chunks.delta_chunk_kernel, "", chunk_types, {**chunk, **solve}, warps)
+    walk = delta_tuning.walk_tuning(2)
+    walked = {name: value for name, value in chunk.items() if name != "NUM_KEYS"}
     yield Case(
         delta_chunks.delta_walk_kernel,
         "",
-        types,
-        {**chunk, "VALUES": walk.values},
+        chunk_types,
+        {**walked, "VALUES": walk.values},
         {"num_warps": walk.num_warps, "num_stages": walk.num_stages},
     )
+    read = {**chunk, "VALUES": delta_chunks.OUTPUT_VALUES}
+    yield Case(delta_chunks.delta_output_kernel, "", chunk_types, read, warps)
     yield from kda_prompt_cases(types, {**shape, "NUM_KEYS": 32})
     for is_sigmoid in (False, True):
         heads = {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS}
@@ -1353,7 +1357,7 @@ def kda_prompt_cases(types: dict[str, str], shape: dict[str, Any]) -> Iterator[C
     types = {**types, **named("*fp32", "lower", "kept"), **named("*bf16", "scores", "solved")}
     chunk = {"CHUNK": delta_chunks.CHUNK, "PART": delta_chunks.PART, "SOLVER": "tf32x3"}
     chunk |= {**shape, "CHANNELS": kda_chunks.CHANNELS, "PRECISION": "tf32", "FLOOR": 0.0}
-    walk = delta_tuning.walk_tuning()
+    walk = delta_tuning.walk_tuning(2)
     chunk["VALUES"] = walk.values
     warps = {"num_warps": delta_tuning.CHUNK_WARPS}
     for kernel, options in (

@@ -9,8 +9,9 @@ keys k, values v, rates b and the decay G_i since the chunk's beginning (a logar
     o = (q exp(G)) S + (q k^T * exp(G_i - G_j) for j <= i) D
     S <- exp(G_last) S + (k exp(G_last - G))^T D           chunk after chunk
 
-One kernel computes U and W of every chunk, another walks through the chunks of each request with a
-part of the state in registers. Source: Yang et al., Gated Delta Networks, 2024 (its WY form).
+Three kernels: U, W and the decayed keys of every chunk; a walk through the chunks of each request
+with a part of the state in registers, which does nothing but D and S, since all else waits for it;
+o of every chunk. Source: Yang et al., Gated Delta Networks, 2024 (its WY form).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tandem_kernels.linear_attention.delta_tuning import CHUNK_WARPS, DeltaTunin
 CHUNK = 64
 PART = 16
 """Rows of the triangular system that are solved one after the other; the parts are multiplied."""
+OUTPUT_VALUES = 64
+"""Columns of a state that a program reads for the tokens of a chunk."""
 
 
 @triton.jit
@@ -88,6 +91,18 @@ def token_rows(
     return tl.load(place, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
+@triton.jit
+def _chunk_of(
+    query_start_loc: tl.tensor, tile: tl.tensor, first_req: tl.tensor, num_reqs: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Returns (request, first token, end of its tokens) of chunk `tile`."""
+    r = request_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
+    start = tl.load(query_start_loc + r)
+    first = start + (tile - (start - first_req) // CHUNK - (r - first_req)) * CHUNK
+    return r, first, tl.load(query_start_loc + r + 1)
+
+
 @triton.jit(do_not_specialize=["first_req", "num_reqs"])
 def delta_chunk_kernel(
     mixed: tl.tensor,
@@ -97,6 +112,8 @@ def delta_chunk_kernel(
     query_start_loc: tl.tensor,
     changes: tl.tensor,
     reads: tl.tensor,
+    kept: tl.tensor,
+    lasts: tl.tensor,
     first_req: tl.tensor,
     num_reqs: tl.tensor,
     mixed_stride: tl.tensor,
@@ -113,13 +130,11 @@ def delta_chunk_kernel(
     PRECISION: tl.constexpr,
     SOLVER: tl.constexpr,
 ) -> None:
-    """Computes U and W of chunk i and value head h in program (i, h)."""
+    """Computes U, W, `kept` = k exp(G_last - G) and `lasts` = exp(G_last) of chunk i and value head
+    h in program (i, h)."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    r = request_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
-    start = tl.load(query_start_loc + r)
-    stop = tl.load(query_start_loc + r + 1)
-    first = start + (tile - (start - first_req) // CHUNK - (r - first_req)) * CHUNK
+    _, first, stop = _chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
     if first >= stop:
         return
     token = first + tl.arange(0, CHUNK)
@@ -131,46 +146,45 @@ def delta_chunk_kernel(
     )
     keys = mixed + (NUM_KEYS + key_head) * KEY_DIM
     key = token_rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
-    key = unit_length(key, 1)
-    values = mixed + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM
-    value = token_rows(values, token, inside, mixed_stride, VALUE_DIM, BLOCK_VALUE).to(tl.float32)
-    likeness = tl.dot(key.to(kind), tl.trans(key.to(kind)), input_precision=PRECISION)
+    key = unit_length(key, 1).to(kind)
+    likeness = tl.dot(key, tl.trans(key), input_precision=PRECISION)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     decay = tl.exp(tl.where(row > column, summed[:, None] - summed[None, :], 0.0))
     lower = tl.where(row > column, likeness * decay * rate[:, None], 0.0)
     solved = inverse_of_lower(lower, CHUNK, PART, SOLVER).to(kind)
-    change = tl.dot(solved, (value * rate[:, None]).to(kind), input_precision=PRECISION)
-    weighted = key * (rate * tl.exp(summed))[:, None]
-    read = tl.dot(solved, weighted.to(kind), input_precision=PRECISION)
     line = (tile.to(tl.int64) * NUM_VALUES + head) * CHUNK + tl.arange(0, CHUNK)
+    # Values, and keys again, are loaded behind the system: registers hold no more beside it.
+    values = mixed + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM
+    value = token_rows(values, token, inside, mixed_stride, VALUE_DIM, BLOCK_VALUE).to(tl.float32)
+    change = tl.dot(solved, (value * rate[:, None]).to(kind), input_precision=PRECISION)
     column = tl.arange(0, BLOCK_VALUE)
     to = changes + line[:, None] * VALUE_DIM + column[None, :]
     tl.store(to, change.to(kind), mask=(column < VALUE_DIM)[None, :])
+    full = token_rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
+    full = unit_length(full, 1)
     column = tl.arange(0, BLOCK_KEY)
-    to = reads + line[:, None] * KEY_DIM + column[None, :]
-    tl.store(to, read.to(kind), mask=(column < KEY_DIM)[None, :])
+    place, in_key = line[:, None] * KEY_DIM + column[None, :], (column < KEY_DIM)[None, :]
+    last = tl.min(summed, axis=0)
+    tl.store(kept + place, (full * tl.exp(last - summed)[:, None]).to(kind), mask=in_key)
+    tl.store(lasts + tile.to(tl.int64) * NUM_VALUES + head, tl.exp(last))
+    weighted = (full * (rate * tl.exp(summed))[:, None]).to(kind)
+    read = tl.dot(solved, weighted, input_precision=PRECISION)
+    tl.store(reads + place, read.to(kind), mask=in_key)
 
 
 @triton.jit(do_not_specialize=["first_req"])
 def delta_walk_kernel(
-    mixed: tl.tensor,
-    gates: tl.tensor,
-    a_log: tl.tensor,
-    dt_bias: tl.tensor,
     states: tl.tensor,
     blocks: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
     changes: tl.tensor,
     reads: tl.tensor,
-    out: tl.tensor,
+    kept: tl.tensor,
+    lasts: tl.tensor,
+    befores: tl.tensor,
     first_req: tl.tensor,
-    mixed_stride: tl.tensor,
-    gates_stride: tl.tensor,
     state_stride: tl.tensor,
-    scale: tl.tensor,
-    rate_scale: tl.tensor,
-    NUM_KEYS: tl.constexpr,
     NUM_VALUES: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -180,7 +194,8 @@ def delta_walk_kernel(
     PRECISION: tl.constexpr,
 ) -> None:
     """Walks, in program (r, h, j), through the chunks of request first_req + r for columns
-    j * VALUES and on of the state of value head h."""
+    j * VALUES and on of the state of value head h. Writes D in place of U, and the state before
+    each chunk into `befores` [chunks, Hv, K, V]."""
     r = tl.program_id(0) + first_req
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + r)
@@ -192,50 +207,97 @@ def delta_walk_kernel(
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_key, in_value = row < KEY_DIM, column < VALUE_DIM
     real = in_key[:, None] & in_value[None, :]
+    of_state = row[:, None] * VALUE_DIM + column[None, :]
     place = tl.load(blocks + r).to(tl.int64) * state_stride + head * (KEY_DIM * VALUE_DIM)
-    place = states + place + row[:, None] * VALUE_DIM + column[None, :]
+    place = states + place + of_state
     state = tl.load(place, mask=real & (seq_len > stop - start), other=0.0)
 
+    kind = changes.dtype.element_ty
+    tile = (start - first_req) // CHUNK + r - first_req
+    lane = tl.arange(0, CHUNK)
+    for _ in range(start, stop, CHUNK):
+        own = tile.to(tl.int64) * NUM_VALUES + head
+        line = own * CHUNK + lane
+        of_keys = line[:, None] * KEY_DIM + row[None, :]
+        to = changes + line[:, None] * VALUE_DIM + column[None, :]
+        read = tl.load(reads + of_keys, mask=in_key[None, :], other=0.0)
+        key = tl.load(kept + of_keys, mask=in_key[None, :], other=0.0)
+        change = tl.load(to, mask=in_value[None, :], other=0.0).to(tl.float32)
+        before = state.to(kind)
+        tl.store(befores + own * (KEY_DIM * VALUE_DIM) + of_state, before, mask=real)
+        change -= tl.dot(read, before, input_precision=PRECISION)
+        tl.store(to, change.to(kind), mask=in_value[None, :])
+        state *= tl.load(lasts + own)
+        state = tl.dot(tl.trans(key), change.to(kind), state, input_precision=PRECISION)
+        tile += 1
+    tl.store(place, state, mask=real)
+
+
+@triton.jit(do_not_specialize=["first_req", "num_reqs"])
+def delta_output_kernel(
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    changes: tl.tensor,
+    befores: tl.tensor,
+    out: tl.tensor,
+    first_req: tl.tensor,
+    num_reqs: tl.tensor,
+    mixed_stride: tl.tensor,
+    gates_stride: tl.tensor,
+    rate_scale: tl.tensor,
+    scale: tl.tensor,
+    NUM_KEYS: tl.constexpr,
+    NUM_VALUES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Computes, in program (i, h, j), columns j * VALUES and on of what the tokens of chunk i read
+    of value head h."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    r, first, stop = _chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
+    if (first >= stop) | (tl.load(seq_lens + r) == 0):
+        return
+    lane = tl.arange(0, CHUNK)
+    token = first + lane
+    inside = token < stop
+    summed, _ = _chunk_gates(
+        gates, gates_stride, a_log, dt_bias, rate_scale, token, inside, head, NUM_VALUES
+    )
     kind = mixed.dtype.element_ty
     key_head = head // (NUM_VALUES // NUM_KEYS)
     queries = mixed + key_head * KEY_DIM
-    keys = mixed + (NUM_KEYS + key_head) * KEY_DIM
-    tile = (start - first_req) // CHUNK + r - first_req
-    lane = tl.arange(0, CHUNK)
+    key = token_rows(
+        queries + NUM_KEYS * KEY_DIM, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY
+    ).to(tl.float32)
+    key = unit_length(key, 1).to(kind)
+    query = token_rows(queries, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
+    query = unit_length(query, 1) * scale
+    scores = tl.dot(query.to(kind), tl.trans(key), input_precision=PRECISION)
     seen = lane[:, None] >= lane[None, :]
-    for first in range(start, stop, CHUNK):
-        token = first + lane
-        inside = token < stop
-        summed, _ = _chunk_gates(
-            gates, gates_stride, a_log, dt_bias, rate_scale, token, inside, head, NUM_VALUES
-        )
-        last = tl.min(summed, axis=0)
-        line = (tile.to(tl.int64) * NUM_VALUES + head) * CHUNK + lane
-        read = tl.load(
-            reads + line[:, None] * KEY_DIM + row[None, :], mask=in_key[None, :], other=0.0
-        )
-        change = tl.load(
-            changes + line[:, None] * VALUE_DIM + column[None, :], mask=in_value[None, :], other=0.0
-        ).to(tl.float32)
-        before = state.to(kind)
-        change -= tl.dot(read, before, input_precision=PRECISION)
-        query = token_rows(queries, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
-        query = unit_length(query, 1) * scale
-        key = token_rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
-        key = unit_length(key, 1)
-        scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision=PRECISION)
-        decay = tl.exp(tl.where(seen, summed[:, None] - summed[None, :], 0.0))
-        scores = tl.where(seen, scores * decay, 0.0)
-        query = query * tl.exp(summed)[:, None]
-        found = tl.dot(query.to(kind), before, input_precision=PRECISION)
-        found = tl.dot(scores.to(kind), change.to(kind), found, input_precision=PRECISION)
-        to = out + (token.to(tl.int64) * NUM_VALUES + head)[:, None] * VALUE_DIM + column[None, :]
-        tl.store(to, found.to(kind), mask=inside[:, None] & in_value[None, :])
-        key = key * tl.exp(last - summed)[:, None]
-        state *= tl.exp(last)
-        state = tl.dot(tl.trans(key.to(kind)), change.to(kind), state, input_precision=PRECISION)
-        tile += 1
-    tl.store(place, state, mask=real)
+    decay = tl.exp(tl.where(seen, summed[:, None] - summed[None, :], 0.0))
+    scores = tl.where(seen, scores * decay, 0.0).to(kind)
+    query = (query * tl.exp(summed)[:, None]).to(kind)
+    own = tile.to(tl.int64) * NUM_VALUES + head
+    row = tl.arange(0, BLOCK_KEY)
+    column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    in_value = (column < VALUE_DIM)[None, :]
+    place = (own * KEY_DIM + row)[:, None] * VALUE_DIM + column[None, :]
+    before = tl.load(befores + place, mask=(row < KEY_DIM)[:, None] & in_value, other=0.0)
+    found = tl.dot(query, before, input_precision=PRECISION)
+    place = (own * CHUNK + lane)[:, None] * VALUE_DIM + column[None, :]
+    change = tl.load(changes + place, mask=in_value, other=0.0)
+    found = tl.dot(scores, change, found, input_precision=PRECISION)
+    to = out + (token.to(tl.int64) * NUM_VALUES + head)[:, None] * VALUE_DIM + column[None, :]
+    tl.store(to, found.to(kind), mask=inside[:, None] & in_value)
 
 
 def delta_chunks(
@@ -256,18 +318,22 @@ def delta_chunks(
     Args:
         out: [T, Hv, V]; rows of these requests are written.
         tuning: Of the walk; None: the choice for all shapes.
-        num_warps: Of a program that solves a chunk's system.
+        num_warps: Of a program that has a chunk to itself.
     """
-    tuning = tuning or walk_tuning()
+    tuning = tuning or walk_tuning(mixed.element_size())
     _, num_values, key_dim, value_dim = states.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     most = triton.cdiv(mixed.shape[0] - first_req, CHUNK) + num_reqs - first_req
     rows = most, num_values, CHUNK
-    changes, reads = (mixed.new_empty((*rows, width)) for width in (value_dim, key_dim))
+    changes, reads, kept = (
+        mixed.new_empty((*rows, width)) for width in (value_dim, key_dim, key_dim)
+    )
+    befores = mixed.new_empty((most, num_values, key_dim, value_dim))
+    lasts = mixed.new_empty((most, num_values), dtype=torch.float32)
     is_exact = mixed.dtype == torch.float32
-    given, strides = (mixed, gates, a_log, dt_bias), (mixed.stride(0), gates.stride(0))
+    given, ends = (mixed, gates, a_log, dt_bias), (first_req, num_reqs)
+    numbers = *ends, mixed.stride(0), gates.stride(0), rate_scale
     shape = {
-        "NUM_KEYS": (mixed.shape[1] - num_values * value_dim) // (2 * key_dim),
         "NUM_VALUES": num_values,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
@@ -275,33 +341,21 @@ def delta_chunks(
         "CHUNK": CHUNK,
         "PRECISION": "ieee" if is_exact else "tf32",
     }
+    num_keys = (mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
+    block_value = max(16, triton.next_power_of_2(value_dim))
+    starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
     delta_chunk_kernel[(most, num_values)](
-        *given,
-        metadata.query_start_loc,
-        changes,
-        reads,
-        first_req,
-        *(num_reqs, *strides, rate_scale),
-        BLOCK_VALUE=max(16, triton.next_power_of_2(value_dim)),
-        PART=PART,
-        SOLVER="ieee" if is_exact else "tf32x3",
-        num_warps=num_warps,
-        **shape,
-    )
+        *given, starts, changes, reads, kept, lasts, *numbers,
+        NUM_KEYS=num_keys, BLOCK_VALUE=block_value, PART=PART,
+        SOLVER="ieee" if is_exact else "tf32x3", num_warps=num_warps, **shape,
+    )  # fmt: skip
     delta_walk_kernel[(num_reqs - first_req, num_values, triton.cdiv(value_dim, tuning.values))](
-        *given,
-        states,
-        *(metadata.blocks, metadata.query_start_loc, metadata.seq_lens),
-        changes,
-        reads,
-        out,
-        first_req,
-        *strides,
+        states, metadata.blocks, starts, seq_lens, changes, reads, kept, lasts, befores, first_req,
         states.stride(0),
-        key_dim**-0.5,
-        rate_scale,
-        VALUES=tuning.values,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        **shape,
-    )
+        VALUES=tuning.values, num_warps=tuning.num_warps, num_stages=tuning.num_stages, **shape,
+    )  # fmt: skip
+    values = min(OUTPUT_VALUES, block_value)
+    delta_output_kernel[(most, num_values, triton.cdiv(value_dim, values))](
+        *given, starts, seq_lens, changes, befores, out, *numbers, key_dim**-0.5,
+        NUM_KEYS=num_keys, VALUES=values, num_warps=num_warps, **shape,
+    )  # fmt: skip

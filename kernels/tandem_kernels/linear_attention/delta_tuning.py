@@ -39,6 +39,7 @@ def decode_tuning(num_reqs: int) -> DeltaTuning:
     return FIXED if num_reqs < _MANY_REQUESTS else DeltaTuning(values=64, num_warps=2)
 
 
-def walk_tuning() -> DeltaTuning:
-    """Returns that of the walk through a prompt's chunks."""
-    return DeltaTuning(values=32, num_warps=MOST_WARPS, num_stages=1)
+def walk_tuning(itemsize: int) -> DeltaTuning:
+    """Returns that of the walk through a prompt's chunks of numbers of `itemsize` bytes: what the
+    next chunk reads is loaded ahead, where two of them have room beside each other."""
+    return DeltaTuning(values=32, num_warps=MOST_WARPS, num_stages=2 if itemsize == 2 else 1)

@@ -251,7 +251,16 @@ def kda_chunks(
     kda_factors_kernel[(most, num_values, triton.cdiv(max(key_dim, value_dim), CHANNELS))](
         *given, solved, changes, reads, last, *numbers, VALUE_DIM=value_dim, **shape, **of_keys
     )
-    _walk(scores, changes, reads, last, states, metadata, out, tuning or walk_tuning())
+    _walk(
+        scores,
+        changes,
+        reads,
+        last,
+        states,
+        metadata,
+        out,
+        tuning or walk_tuning(mixed.element_size()),
+    )
 
 
 def _walk(
