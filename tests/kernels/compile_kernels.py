@@ -106,6 +106,7 @@ from tandem_kernels.gemm import (
 )
 from tandem_kernels.linear_attention import (
     causal_conv,
+    chunk_systems,
     delta_chunks,
     delta_rule,
     delta_tuning,
@@ -1326,22 +1327,20 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
             part |= {"BY_CHANNEL": by_channel, "FLOOR": -5.0 * by_channel}
             name = f"{count}" + f", {pending} pending" * (pending > 0) + ", channels" * by_channel
             yield Case(delta_rule.delta_rule_kernel, name, types, {**shape, **part}, warps)
-    chunk = {**shape, "CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
-    solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
+    chunk = {**shape, "CHUNK": chunk_systems.CHUNK, "PRECISION": "tf32"}
     warps = {"num_warps": delta_tuning.CHUNK_WARPS}
-    chunk_types = {**types, **named("*bf16", "befores"), "lasts": "*fp32"}
-    yield Case(delta_chunks.delta_chunk_kernel, "", chunk_types, {**chunk, **solve}, warps)
+    of_chunks = {**types, **named("*fp32", "lasts", "lower"), **named("*bf16", "befores", "solved")}
     walk = delta_tuning.walk_tuning(2)
-    walked = {name: value for name, value in chunk.items() if name != "NUM_KEYS"}
-    yield Case(
-        delta_chunks.delta_walk_kernel,
-        "",
-        chunk_types,
-        {**walked, "VALUES": walk.values},
-        {"num_warps": walk.num_warps, "num_stages": walk.num_stages},
-    )
-    read = {**chunk, "VALUES": delta_chunks.OUTPUT_VALUES}
-    yield Case(delta_chunks.delta_output_kernel, "", chunk_types, read, warps)
+    ahead = {"num_warps": walk.num_warps, "num_stages": walk.num_stages}
+    for kernel, values, options in (
+        (delta_chunks.delta_system_kernel, 0, warps),
+        (delta_chunks.delta_factors_kernel, 0, warps),
+        (delta_chunks.delta_walk_kernel, walk.values, ahead),
+        (delta_chunks.delta_output_kernel, delta_chunks.OUTPUT_VALUES, warps),
+    ):
+        constants = {**chunk, "PART": chunk_systems.PART, "BLOCK_VALUE": 128, "VALUES": values}
+        known = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        yield Case(kernel, "", of_chunks, known, options)
     yield from kda_prompt_cases(types, {**shape, "NUM_KEYS": 32})
     for is_sigmoid in (False, True):
         heads = {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS}
@@ -1355,14 +1354,14 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
 
 def kda_prompt_cases(types: dict[str, str], shape: dict[str, Any]) -> Iterator[Case]:
     types = {**types, **named("*fp32", "lower", "kept"), **named("*bf16", "scores", "solved")}
-    chunk = {"CHUNK": delta_chunks.CHUNK, "PART": delta_chunks.PART, "SOLVER": "tf32x3"}
+    chunk = {"CHUNK": chunk_systems.CHUNK, "PART": chunk_systems.PART, "SOLVER": "tf32x3"}
     chunk |= {**shape, "CHANNELS": kda_chunks.CHANNELS, "PRECISION": "tf32", "FLOOR": 0.0}
     walk = delta_tuning.walk_tuning(2)
     chunk["VALUES"] = walk.values
     warps = {"num_warps": delta_tuning.CHUNK_WARPS}
     for kernel, options in (
         (kda_systems.kda_scores_kernel, warps),
-        (kda_systems.kda_solve_kernel, warps),
+        (chunk_systems.solve_kernel, warps),
         (kda_chunks.kda_factors_kernel, warps),
         (
             kda_chunks.kda_walk_kernel,

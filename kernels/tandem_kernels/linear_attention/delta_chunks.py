@@ -9,53 +9,35 @@ keys k, values v, rates b and the decay G_i since the chunk's beginning (a logar
     o = (q exp(G)) S + (q k^T * exp(G_i - G_j) for j <= i) D
     S <- exp(G_last) S + (k exp(G_last - G))^T D           chunk after chunk
 
-Three kernels: U, W and the decayed keys of every chunk; a walk through the chunks of each request
-with a part of the state in registers, which does nothing but D and S, since all else waits for it;
-o of every chunk. Source: Yang et al., Gated Delta Networks, 2024 (its WY form).
+Five kernels: A and T of all chunks (`chunk_systems`); U, W and the decayed keys; a walk through the
+chunks of each request with a part of the state in registers, which does nothing but D and S, since
+all else waits for it; o. Each holds what fits into the registers of two warps. Source: Yang et al.,
+Gated Delta Networks, 2024 (its WY form).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.attention.prefill_attention import request_of
 from tandem_kernels.batch.state_metadata import StateMetadata
+from tandem_kernels.linear_attention.chunk_systems import (
+    CHUNK,
+    PART,
+    chunk_of,
+    part_inverse,
+    solve_kernel,
+    token_rows,
+)
 from tandem_kernels.linear_attention.delta_gates import decay_and_rate, unit_length
 from tandem_kernels.linear_attention.delta_tuning import CHUNK_WARPS, DeltaTuning, walk_tuning
 
-CHUNK = 64
-PART = 16
-"""Rows of the triangular system that are solved one after the other; the parts are multiplied."""
 OUTPUT_VALUES = 64
 """Columns of a state that a program reads for the tokens of a chunk."""
-
-
-@triton.jit
-def inverse_of_lower(
-    lower: tl.tensor, CHUNK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr
-) -> tl.tensor:
-    """Returns the inverse of 1 + `lower`, which is strictly lower triangular: [CHUNK, CHUNK].
-
-    First that of the blocks on the diagonal, all of them row by row at once, as their columns do
-    not meet; then what is left is nilpotent after CHUNK / PART = 4 products.
-    """
-    row = tl.arange(0, CHUNK)[:, None]
-    column = tl.arange(0, CHUNK)[None, :]
-    same = (row // PART) == (column // PART)
-    diagonal = tl.where(same, -lower, 0.0)
-    inverse = tl.where(row == column, 1.0, 0.0)
-    for i in range(1, PART):
-        own = tl.sum(tl.where(row % PART == i, diagonal, 0.0), axis=0)
-        solved = tl.sum(own[:, None] * inverse, axis=0)
-        inverse += tl.where(same & (row % PART == i), solved[None, :], 0.0)
-    rest = tl.dot(inverse, tl.where(same, 0.0, -lower), input_precision=PRECISION)
-    twice = tl.dot(rest, rest, input_precision=PRECISION)
-    series = tl.where(row == column, 1.0, 0.0) + rest + twice
-    series += tl.dot(rest, twice, input_precision=PRECISION)
-    return tl.dot(series, inverse, input_precision=PRECISION)
 
 
 @triton.jit
@@ -80,36 +62,70 @@ def _chunk_gates(
     return summed, tl.where(inside, rate, 0.0)
 
 
-@triton.jit
-def token_rows(
-    start: tl.tensor, token: tl.tensor, inside: tl.tensor, stride: tl.tensor,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Returns rows [CHUNK, BLOCK] of tokens, zero where there is nothing."""
-    column = tl.arange(0, BLOCK)
-    place = start + token.to(tl.int64)[:, None] * stride + column[None, :]
-    return tl.load(place, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def _chunk_of(
-    query_start_loc: tl.tensor, tile: tl.tensor, first_req: tl.tensor, num_reqs: tl.tensor,
-    CHUNK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Returns (request, first token, end of its tokens) of chunk `tile`."""
-    r = request_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
-    start = tl.load(query_start_loc + r)
-    first = start + (tile - (start - first_req) // CHUNK - (r - first_req)) * CHUNK
-    return r, first, tl.load(query_start_loc + r + 1)
-
-
 @triton.jit(do_not_specialize=["first_req", "num_reqs"])
-def delta_chunk_kernel(
+def delta_system_kernel(
     mixed: tl.tensor,
     gates: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
     query_start_loc: tl.tensor,
+    lower: tl.tensor,
+    first_req: tl.tensor,
+    num_reqs: tl.tensor,
+    mixed_stride: tl.tensor,
+    gates_stride: tl.tensor,
+    rate_scale: tl.tensor,
+    NUM_KEYS: tl.constexpr,
+    NUM_VALUES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Computes, in program (i, h, p), rows of A of part p of chunk i for value head h, with T of the
+    part alone in place of its own block: [chunks, Hv, CHUNK, CHUNK]."""
+    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, first, stop = chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
+    if first + part * PART >= stop:
+        return
+    lane, column = tl.arange(0, PART), tl.arange(0, CHUNK)
+    own = part * PART + lane
+    other = first + column
+    summed, rate = _chunk_gates(
+        gates, gates_stride, a_log, dt_bias, rate_scale, other, other < stop, head, NUM_VALUES
+    )
+    is_own = own[:, None] == column[None, :]
+    own_summed = tl.sum(tl.where(is_own, summed[None, :], 0.0), axis=1)
+    own_rate = tl.sum(tl.where(is_own, rate[None, :], 0.0), axis=1)
+    kind = mixed.dtype.element_ty
+    keys = mixed + (NUM_KEYS + head // (NUM_VALUES // NUM_KEYS)) * KEY_DIM
+    token = first + own
+    key = token_rows(keys, token, token < stop, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
+    key = unit_length(key, 1).to(kind)
+    before = column < part * PART
+    earlier = token_rows(keys, other, before, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
+    earlier = unit_length(earlier, 1).to(kind)
+    line = ((tile.to(tl.int64) * NUM_VALUES + head) * CHUNK + own) * CHUNK
+    likeness = tl.dot(key, tl.trans(earlier), input_precision=PRECISION)
+    span = tl.where(before[None, :], own_summed[:, None] - summed[None, :], 0.0)
+    found = likeness * tl.exp(span) * own_rate[:, None]
+    tl.store(lower + line[:, None] + column[None, :], found, mask=before[None, :])
+    likeness = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    below = lane[:, None] > lane[None, :]
+    span = tl.where(below, own_summed[:, None] - own_summed[None, :], 0.0)
+    system = tl.where(below, likeness * tl.exp(span) * own_rate[:, None], 0.0)
+    tl.store(lower + line[:, None] + own[None, :], part_inverse(system, PART))
+
+
+@triton.jit(do_not_specialize=["first_req", "num_reqs"])
+def delta_factors_kernel(
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    query_start_loc: tl.tensor,
+    solved: tl.tensor,
     changes: tl.tensor,
     reads: tl.tensor,
     kept: tl.tensor,
@@ -126,50 +142,42 @@ def delta_chunk_kernel(
     BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     CHUNK: tl.constexpr,
-    PART: tl.constexpr,
     PRECISION: tl.constexpr,
-    SOLVER: tl.constexpr,
 ) -> None:
     """Computes U, W, `kept` = k exp(G_last - G) and `lasts` = exp(G_last) of chunk i and value head
     h in program (i, h)."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    _, first, stop = _chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
+    _, first, stop = chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
     if first >= stop:
         return
-    token = first + tl.arange(0, CHUNK)
+    lane = tl.arange(0, CHUNK)
+    token = first + lane
     inside = token < stop
-    key_head = head // (NUM_VALUES // NUM_KEYS)
     kind = mixed.dtype.element_ty
     summed, rate = _chunk_gates(
         gates, gates_stride, a_log, dt_bias, rate_scale, token, inside, head, NUM_VALUES
     )
-    keys = mixed + (NUM_KEYS + key_head) * KEY_DIM
-    key = token_rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
-    key = unit_length(key, 1).to(kind)
-    likeness = tl.dot(key, tl.trans(key), input_precision=PRECISION)
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    decay = tl.exp(tl.where(row > column, summed[:, None] - summed[None, :], 0.0))
-    lower = tl.where(row > column, likeness * decay * rate[:, None], 0.0)
-    solved = inverse_of_lower(lower, CHUNK, PART, SOLVER).to(kind)
-    line = (tile.to(tl.int64) * NUM_VALUES + head) * CHUNK + tl.arange(0, CHUNK)
-    # Values, and keys again, are loaded behind the system: registers hold no more beside it.
+    own = tile.to(tl.int64) * NUM_VALUES + head
+    line = own * CHUNK + lane
+    system = tl.load(solved + line[:, None] * CHUNK + lane[None, :])
     values = mixed + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM
     value = token_rows(values, token, inside, mixed_stride, VALUE_DIM, BLOCK_VALUE).to(tl.float32)
-    change = tl.dot(solved, (value * rate[:, None]).to(kind), input_precision=PRECISION)
+    change = tl.dot(system, (value * rate[:, None]).to(kind), input_precision=PRECISION)
     column = tl.arange(0, BLOCK_VALUE)
     to = changes + line[:, None] * VALUE_DIM + column[None, :]
     tl.store(to, change.to(kind), mask=(column < VALUE_DIM)[None, :])
-    full = token_rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
-    full = unit_length(full, 1)
+    keys = mixed + (NUM_KEYS + head // (NUM_VALUES // NUM_KEYS)) * KEY_DIM
+    key = token_rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
+    key = unit_length(key, 1)
     column = tl.arange(0, BLOCK_KEY)
-    place, in_key = line[:, None] * KEY_DIM + column[None, :], (column < KEY_DIM)[None, :]
+    to, in_key = line[:, None] * KEY_DIM + column[None, :], (column < KEY_DIM)[None, :]
     last = tl.min(summed, axis=0)
-    tl.store(kept + place, (full * tl.exp(last - summed)[:, None]).to(kind), mask=in_key)
-    tl.store(lasts + tile.to(tl.int64) * NUM_VALUES + head, tl.exp(last))
-    weighted = (full * (rate * tl.exp(summed))[:, None]).to(kind)
-    read = tl.dot(solved, weighted, input_precision=PRECISION)
-    tl.store(reads + place, read.to(kind), mask=in_key)
+    tl.store(kept + to, (key * tl.exp(last - summed)[:, None]).to(kind), mask=in_key)
+    tl.store(lasts + own, tl.exp(last))
+    weighted = (key * (rate * tl.exp(summed))[:, None]).to(kind)
+    read = tl.dot(system, weighted, input_precision=PRECISION)
+    tl.store(reads + to, read.to(kind), mask=in_key)
 
 
 @triton.jit(do_not_specialize=["first_req"])
@@ -263,7 +271,7 @@ def delta_output_kernel(
     of value head h."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    r, first, stop = _chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
+    r, first, stop = chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
     if (first >= stop) | (tl.load(seq_lens + r) == 0):
         return
     lane = tl.arange(0, CHUNK)
@@ -324,38 +332,63 @@ def delta_chunks(
     _, num_values, key_dim, value_dim = states.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     most = triton.cdiv(mixed.shape[0] - first_req, CHUNK) + num_reqs - first_req
-    rows = most, num_values, CHUNK
-    changes, reads, kept = (
-        mixed.new_empty((*rows, width)) for width in (value_dim, key_dim, key_dim)
-    )
-    befores = mixed.new_empty((most, num_values, key_dim, value_dim))
-    lasts = mixed.new_empty((most, num_values), dtype=torch.float32)
-    is_exact = mixed.dtype == torch.float32
-    given, ends = (mixed, gates, a_log, dt_bias), (first_req, num_reqs)
-    numbers = *ends, mixed.stride(0), gates.stride(0), rate_scale
+    given = mixed, gates, a_log, dt_bias
+    numbers = first_req, num_reqs, mixed.stride(0), gates.stride(0), rate_scale
+    starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
     shape = {
         "NUM_VALUES": num_values,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "BLOCK_KEY": max(16, triton.next_power_of_2(key_dim)),
         "CHUNK": CHUNK,
-        "PRECISION": "ieee" if is_exact else "tf32",
+        "PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",
     }
-    num_keys = (mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
-    block_value = max(16, triton.next_power_of_2(value_dim))
-    starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
-    delta_chunk_kernel[(most, num_values)](
-        *given, starts, changes, reads, kept, lasts, *numbers,
-        NUM_KEYS=num_keys, BLOCK_VALUE=block_value, PART=PART,
-        SOLVER="ieee" if is_exact else "tf32x3", num_warps=num_warps, **shape,
-    )  # fmt: skip
+    of_keys = {
+        "NUM_KEYS": (mixed.shape[1] - num_values * value_dim) // (2 * key_dim),
+        "num_warps": num_warps,
+    }
+    changes, reads, kept, lasts = _factors(given, starts, numbers, most, shape, of_keys)
+    befores = mixed.new_empty((most, num_values, key_dim, value_dim))
     delta_walk_kernel[(num_reqs - first_req, num_values, triton.cdiv(value_dim, tuning.values))](
         states, metadata.blocks, starts, seq_lens, changes, reads, kept, lasts, befores, first_req,
         states.stride(0),
         VALUES=tuning.values, num_warps=tuning.num_warps, num_stages=tuning.num_stages, **shape,
     )  # fmt: skip
-    values = min(OUTPUT_VALUES, block_value)
+    values = min(OUTPUT_VALUES, max(16, triton.next_power_of_2(value_dim)))
     delta_output_kernel[(most, num_values, triton.cdiv(value_dim, values))](
         *given, starts, seq_lens, changes, befores, out, *numbers, key_dim**-0.5,
-        NUM_KEYS=num_keys, VALUES=values, num_warps=num_warps, **shape,
+        VALUES=values, **shape, **of_keys,
     )  # fmt: skip
+
+
+def _factors(
+    given: tuple[Tensor, ...],
+    starts: Tensor,
+    numbers: tuple[float, ...],
+    most: int,
+    shape: dict[str, Any],
+    of_keys: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns U [most, Hv, CHUNK, V], W and decayed keys [most, Hv, CHUNK, K], and decays of whole
+    chunks [most, Hv] float32."""
+    mixed, num_values, value_dim = given[0], shape["NUM_VALUES"], shape["VALUE_DIM"]
+    rows = most, num_values, CHUNK
+    lower = mixed.new_empty((*rows, CHUNK), dtype=torch.float32)
+    widths = CHUNK, value_dim, shape["KEY_DIM"], shape["KEY_DIM"]
+    solved, changes, reads, kept = (mixed.new_empty((*rows, width)) for width in widths)
+    lasts = mixed.new_empty((most, num_values), dtype=torch.float32)
+    of_system = {name: value for name, value in shape.items() if name != "VALUE_DIM"}
+    delta_system_kernel[(most, num_values, CHUNK // PART)](
+        *given, starts, lower, *numbers, PART=PART, **of_system, **of_keys
+    )
+    solve_kernel[(most, num_values)](
+        starts, lower, solved, *numbers[:2],
+        NUM_VALUES=num_values, CHUNK=CHUNK, PART=PART,
+        SOLVER="ieee" if mixed.dtype == torch.float32 else "tf32x3",
+        num_warps=of_keys["num_warps"],
+    )  # fmt: skip
+    delta_factors_kernel[(most, num_values)](
+        *given, starts, solved, changes, reads, kept, lasts, *numbers,
+        BLOCK_VALUE=max(16, triton.next_power_of_2(value_dim)), **shape, **of_keys,
+    )  # fmt: skip
+    return changes, reads, kept, lasts

@@ -28,13 +28,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
-from tandem_kernels.linear_attention.delta_chunks import CHUNK, PART
+from tandem_kernels.linear_attention.chunk_systems import CHUNK, PART, chunk_of, solve_kernel
 from tandem_kernels.linear_attention.delta_gates import channel_decays, rate_of
 from tandem_kernels.linear_attention.delta_tuning import CHUNK_WARPS, DeltaTuning, walk_tuning
 from tandem_kernels.linear_attention.kda_systems import (
-    chunk_of,
     kda_scores_kernel,
-    kda_solve_kernel,
     part_rows,
     unit_scales,
 )
@@ -75,7 +73,7 @@ def kda_factors_kernel(
     """Computes, in program (i, h, j), channels j * CHANNELS and on of chunk i and value head h: U;
     W, q exp(G) and k exp(G_last - G), three rows of `reads` for each token; and exp(G_last)."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    first, stop = chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
+    _, first, stop = chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
     if first >= stop:
         return
     kind = mixed.dtype.element_ty
@@ -243,7 +241,7 @@ def kda_chunks(
     kda_scores_kernel[(most, num_values, CHUNK // PART)](
         *given, lower, scores, *numbers, PART=PART, **shape, **of_keys
     )
-    kda_solve_kernel[(most, num_values)](
+    solve_kernel[(most, num_values)](
         starts, lower, solved, *ends,
         NUM_VALUES=num_values, CHUNK=CHUNK, PART=PART,
         SOLVER="ieee" if mixed.dtype == torch.float32 else "tf32x3", num_warps=CHUNK_WARPS,
