@@ -1356,7 +1356,7 @@ def kda_prompt_cases(types: dict[str, str], shape: dict[str, Any]) -> Iterator[C
     types = {**types, **named("*fp32", "lower", "kept"), **named("*bf16", "scores", "solved")}
     chunk = {"CHUNK": chunk_systems.CHUNK, "PART": chunk_systems.PART, "SOLVER": "tf32x3"}
     chunk |= {**shape, "CHANNELS": kda_chunks.CHANNELS, "PRECISION": "tf32", "FLOOR": 0.0}
-    walk = delta_tuning.walk_tuning(2)
+    walk = delta_tuning.channel_walk_tuning()
     chunk["VALUES"] = walk.values
     warps = {"num_warps": delta_tuning.CHUNK_WARPS}
     for kernel, options in (
@@ -1783,7 +1783,7 @@ def token_row_cases(capability: int) -> Iterator[Case]:
     if capability >= 89:
         cases += [(of_narrow, narrow, 64, 1, 4, 512), (of_narrow, narrow, 8, 8, 128, 0)]
     for kinds, how, heads, splits, tokens, top_k in cases:
-        tuning = sparse_latent_attention.sparse_tuning(heads, 2)
+        tuning = window_rows_attention.window_rows_tuning(heads, 2, 4 if splits > 1 else 0)
         yield Case(
             window_rows_attention.window_rows_kernel,
             f"heads={heads} splits={splits} tokens={tokens} narrow={how is narrow}",

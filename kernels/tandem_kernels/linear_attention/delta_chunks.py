@@ -83,8 +83,8 @@ def delta_system_kernel(
     PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Computes, in program (i, h, p), rows of A of part p of chunk i for value head h, with T of the
-    part alone in place of its own block: [chunks, Hv, CHUNK, CHUNK]."""
+    """Computes, in program (i, h, p), rows of A [chunks, Hv, CHUNK, CHUNK] of part p of chunk i for
+    value head h, with T of the part alone in place of its own block."""
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, first, stop = chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
     if first + part * PART >= stop:

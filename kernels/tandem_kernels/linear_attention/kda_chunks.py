@@ -30,7 +30,10 @@ from torch import Tensor
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.linear_attention.chunk_systems import CHUNK, PART, chunk_of, solve_kernel
 from tandem_kernels.linear_attention.delta_gates import channel_decays, rate_of
-from tandem_kernels.linear_attention.delta_tuning import CHUNK_WARPS, DeltaTuning, walk_tuning
+from tandem_kernels.linear_attention.delta_tuning import (
+    CHUNK_WARPS,
+    DeltaTuning,
+)
 from tandem_kernels.linear_attention.kda_systems import (
     kda_scores_kernel,
     part_rows,
