@@ -260,7 +260,7 @@ def kda_chunks(
         states,
         metadata,
         out,
-        tuning or walk_tuning(mixed.element_size()),
+        tuning or channel_walk_tuning(),
     )
 
 
