@@ -1783,7 +1783,8 @@ def token_row_cases(capability: int) -> Iterator[Case]:
     if capability >= 89:
         cases += [(of_narrow, narrow, 64, 1, 4, 512), (of_narrow, narrow, 8, 8, 128, 0)]
     for kinds, how, heads, splits, tokens, top_k in cases:
-        tuning = window_rows_attention.window_rows_tuning(heads, 2, 4 if splits > 1 else 0)
+        queries = torch.empty(1 if splits > 1 else 64, heads, 512, dtype=torch.bfloat16)
+        tuning = window_rows_attention.window_rows_tuning(queries, False)
         yield Case(
             window_rows_attention.window_rows_kernel,
             f"heads={heads} splits={splits} tokens={tokens} narrow={how is narrow}",

@@ -57,9 +57,9 @@ def test_gated_delta_rule(
 
 @dtypes
 def test_a_prompt_of_equal_tokens_is_solved_as_exactly(dtype: torch.dtype) -> None:
-    """With rates of 2 each token turns the state round, and behind an even number of them nearly
-    nothing is left: half precision has no digit of that."""
     for sizes in SIZES:
+        # With rates of 2 each token turns the state round, and behind an even number of them nearly
+        # nothing is left: half precision has no digit of that.
         if sizes.rate_scale == 1.0 or dtype == torch.float32:
             check.repeated_tokens(ops.gated_delta_rule, sizes, dtype, "cuda")
 

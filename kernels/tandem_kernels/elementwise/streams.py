@@ -202,13 +202,8 @@ def _read(
     out = torch.empty((num_tokens, width), dtype=streams.dtype, device=device)
     if num_tokens == 0:
         return out
-    programs = num_programs(device, 2)
-    rows = _ROWS_OF_MANY if 4 * num_tokens >= programs * _ROWS_OF_MANY else _ROWS
-    rows = _ROWS if form.fixed_order else rows
+    rows, splits = _cut(num_tokens, count * width, device, form.fixed_order)
     tiles = triton.cdiv(num_tokens, rows)
-    free = programs // tiles
-    most = min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(count * width, _DEPTH)))
-    splits = 1 if form.fixed_order else min(int(most), 1 << max(free.bit_length() - 1, 0))
     parts = splits, num_tokens
     logits = torch.empty((*parts, outputs), dtype=torch.float32, device=device)
     squares = torch.empty(parts, dtype=torch.float32, device=device)
@@ -250,6 +245,17 @@ def _read(
         num_warps=4,
     )
     return out
+
+
+def _cut(num_tokens: int, inner: int, device: torch.device, fixed_order: bool) -> tuple[int, int]:
+    """Returns the tokens of a program, and into how many parts the `inner` inputs are cut."""
+    if fixed_order:
+        return _ROWS, 1
+    programs = num_programs(device, 2)
+    rows = _ROWS_OF_MANY if 4 * num_tokens >= programs * _ROWS_OF_MANY else _ROWS
+    free = programs // triton.cdiv(num_tokens, rows)
+    most = min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(inner, _DEPTH)))
+    return rows, min(int(most), 1 << max(free.bit_length() - 1, 0))
 
 
 def write_streams(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:

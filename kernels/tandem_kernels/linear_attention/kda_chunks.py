@@ -33,6 +33,7 @@ from tandem_kernels.linear_attention.delta_gates import channel_decays, rate_of
 from tandem_kernels.linear_attention.delta_tuning import (
     CHUNK_WARPS,
     DeltaTuning,
+    channel_walk_tuning,
 )
 from tandem_kernels.linear_attention.kda_systems import (
     kda_scores_kernel,
@@ -252,16 +253,8 @@ def kda_chunks(
     kda_factors_kernel[(most, num_values, triton.cdiv(max(key_dim, value_dim), CHANNELS))](
         *given, solved, changes, reads, last, *numbers, VALUE_DIM=value_dim, **shape, **of_keys
     )
-    _walk(
-        scores,
-        changes,
-        reads,
-        last,
-        states,
-        metadata,
-        out,
-        tuning or channel_walk_tuning(),
-    )
+    walk = tuning or channel_walk_tuning()
+    _walk(scores, changes, reads, last, states, metadata, out, walk)
 
 
 def _walk(
