@@ -327,15 +327,15 @@ class StepMachine:
             assert arrivals.num_with_blocks == arrivals.num_started == 0
             assert not scheduler._remote.prefill.lacks_token
             return
-        in_state: dict[ArrivalState, set[str]] = {state: set() for state in arrivals._in}
-        for name, one in found.items():
-            in_state[one.state].add(name)
-        assert in_state == {state: set(names) for state, names in arrivals._in.items()}
-        early, queued = in_state[ArrivalState.EARLY], in_state[ArrivalState.QUEUED]
+        in_state = arrivals._in
+        assert sum(map(len, in_state.values())) == len(found)
+        assert all(in_state[one.state].get(name) is one for name, one in found.items())
+        early, queued = (in_state[s].keys() for s in (ArrivalState.EARLY, ArrivalState.QUEUED))
         with_blocks = {name for name, one in found.items() if one.state in WITH_BLOCKS}
         assert with_blocks | early == found.keys() & set(scheduler._kv_cache.request_ids())
         assert len(with_blocks) == arrivals.num_with_blocks
-        assert {request.request_id for request in arrivals.ready} == in_state[ArrivalState.READY]
+        ready = {request.request_id for request in arrivals.ready}
+        assert ready == in_state[ArrivalState.READY].keys()
         assert arrivals.num_started == len(found) - len(queued) - len(early)
         assert scheduler._remote.prefill.lacks_token == bool(in_state[ArrivalState.HERE])
         started = Counter(one.source for name, one in found.items() if name not in queued)
