@@ -59,6 +59,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_head_dim": 4,
         "linear_conv_kernel_dim": 4,
     },
+    "kimi_k3": {
+        **_HYBRID,
+        **_LATENT,
+        "architectures": ["KimiK3ForCausalLM"],
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "attn_res_block_size": 2,
+        "routed_expert_hidden_size": 16,
+        "latent_moe_use_norm": True,
+        "mla_use_output_gate": True,
+        "linear_attn_config": {
+            "num_heads": 2,
+            "head_dim": 4,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+            "use_full_rank_gate": True,
+        },
+    },
     "mamba": {
         **_HYBRID,
         "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -151,6 +170,7 @@ _BESIDE_STATES = {"none", "planted", "ngram", "medusa"}
 _WITH_HEADS = {"eagle", "eagle3", "draft_model"}
 _NOT_FITTING = {
     "kimi_delta": {"mtp", *_WITH_HEADS},
+    "kimi_k3": {"mtp", *_WITH_HEADS},
     "mamba": {"mtp"},
     "short_conv": {"mtp"},
     "token_rows": _WITH_HEADS,
