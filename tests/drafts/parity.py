@@ -18,8 +18,8 @@ Models keep keys and values of all tokens (`attention`), or a state in three lay
 delta rule, with one decay for each head or for each channel, of Mamba 2, of a short convolution, or
 of lightning attention (`gated_delta`, `kimi_delta`, `mamba`, `short_conv`, `lightning`). Tokens,
 ends and log probabilities must be equal to the last bit. `ling` and `nemotron` are models with
-layers that predict ahead. Weights are random: heads are nearly always wrong, planted drafts right
-four times in five, n-grams in between.
+layers that predict ahead; `kimi_k3` has layers in blocks besides. Weights are random: heads are
+nearly always wrong, planted drafts right four times in five, n-grams in between.
 
     python tests/drafts/parity.py                     # 10^6 tokens
     python tests/drafts/parity.py --tokens 20000 --methods ngram eagle3
