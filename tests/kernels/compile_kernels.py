@@ -1728,7 +1728,8 @@ def token_row_cases(capability: int) -> Iterator[Case]:
         **named("*i64", "positions", "slot_mapping"),
         **named("fp32", "eps", "scale"),
     }
-    turn = {"NUM_HEADS": 64, "ROWS": 8, "D": 512, "ROPE": 64}
+    overlap = {"OVERLAP": capability >= 90}
+    turn = {"NUM_HEADS": 64, "ROWS": 8, "D": 512, "ROPE": 64, **overlap}
     plain = {"NARROW_ROPE": 0, "EXPONENTS": 0, "rotated": None, "exponents": None}
     narrow = {"NARROW_ROPE": 64, "EXPONENTS": 8}
     in_bytes = {**types, **named("*u8", "pages", "numbers", "exponents"), "rotated": "*bf16"}
@@ -1743,7 +1744,7 @@ def token_row_cases(capability: int) -> Iterator[Case]:
         row_cache.cache_narrow_rows_kernel,
         "",
         {**in_bytes, "x": "*fp32"},
-        {"DIM": 512, "ROPE": 64, "EXPONENTS": 8, "BLOCK_SIZE": 64},
+        {"DIM": 512, "ROPE": 64, "EXPONENTS": 8, "BLOCK_SIZE": 64, **overlap},
     )
     back = shared_rope_and_cache.rotate_back_kernel
     yield Case(back, "", {**types, "x": "*bf16"}, {**turn, "ROWS": 32})
@@ -1755,13 +1756,14 @@ def token_row_cases(capability: int) -> Iterator[Case]:
             {
                 "QUERY_LEN": 1, "TOKENS": tokens, "SERIES": series, "FIRST": 0, "D": 512,
                 "ROPE": 64, "WIDTH": 1024 * series, "BLOCK_SIZE": 16, "TILE": min(8, tokens),
+                **overlap,
             },
         )  # fmt: skip
     yield Case(
         row_cache.cache_rows_kernel,
         "",
         {**types, "x": "*fp32"},
-        {"WIDTH": 512, "BLOCK_SIZE": 64, "BLOCK": 512},
+        {"WIDTH": 512, "BLOCK_SIZE": 64, "BLOCK": 512, **overlap},
     )
     for rounds in (False, True):
         yield Case(
@@ -1770,7 +1772,7 @@ def token_row_cases(capability: int) -> Iterator[Case]:
             {**types, **named("*u8" if rounds else "*fp32", "keys", "queries")},
             {
                 "NUM_HEADS": 64, "ROWS": 16, "D": 128, "ROPE": 64, "BLOCK_SIZE": 64,
-                "NORM": 128**-0.5, "FP8": rounds,
+                "NORM": 128**-0.5, "FP8": rounds, **overlap,
             },
         )  # fmt: skip
     plain |= {"row_rotated": None, "row_exponents": None, "NARROW_SPAN": 0}

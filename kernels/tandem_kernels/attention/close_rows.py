@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem_kernels.attention.sparse_latent_attention import request_of_token
 from tandem_kernels.attention.token_rows import OpenTokens, TokenRowForm
 from tandem_kernels.attention.turned_pairs import pair_angles, turned_pairs
+from tandem_kernels.small_launches import in_turn, take_turn
 
 _TILE = 8
 """Tokens at once, at most."""
@@ -47,12 +48,14 @@ def close_rows_kernel(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Computes, in program t, the row that token t closes, [D]; zero if it closes none.
 
     SERIES: 2: tokens of the row before are read in the first one, its own in the second.
     WIDTH: Of what a token leaves.
     """
+    take_turn(OVERLAP)
     token = tl.program_id(0)
     r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
     start = tl.load(query_start_loc + r)
@@ -142,5 +145,6 @@ def close_rows(
         BLOCK_SIZE=pages.shape[1],
         TILE=min(_TILE, form.tokens),
         num_warps=4,
+        **in_turn(x.device, len(x)),
     )
     return out

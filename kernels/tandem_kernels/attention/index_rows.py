@@ -12,6 +12,7 @@ from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.index_rope_and_cache import hadamard_signs
 from tandem_kernels.attention.kv_scales import E4M3
 from tandem_kernels.attention.turned_pairs import pair_angles, turned_pairs
+from tandem_kernels.small_launches import in_turn, take_turn
 
 _ROWS = 16
 """Heads of a program; keys have one of their own."""
@@ -41,12 +42,14 @@ def index_rows_kernel(
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     FP8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Handles, in program (t, i), tile i of the heads of token t; behind them the key of the row
     that it closes.
 
     NORM: The root of D to the power of minus one, of the Hadamard matrix.
     """
+    take_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     is_key = tile * ROWS >= NUM_HEADS
@@ -137,5 +140,6 @@ def index_rows(
         NORM=dim**-0.5,
         FP8=fp8,
         num_warps=4,
+        **in_turn(q.device, num_tokens),
     )
     return queries, weights

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem_kernels.attention.narrow_vectors import store_narrow
 from tandem_kernels.attention.token_rows import NarrowRows, OpenTokens, RowPages
+from tandem_kernels.small_launches import in_turn, take_turn
 
 _BLOCK = 1024
 
@@ -23,8 +24,10 @@ def cache_rows_kernel(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Writes, in program (t, j), numbers j * BLOCK and on of the row of token t."""
+    take_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -48,8 +51,10 @@ def cache_narrow_rows_kernel(
     ROPE: tl.constexpr,
     EXPONENTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Writes, in program t, the row of token t."""
+    take_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -81,6 +86,7 @@ def cache_rows(x: Tensor, pages: RowPages, slot_mapping: Tensor) -> None:
         BLOCK_SIZE=pages.shape[1],
         BLOCK=block,
         num_warps=4,
+        **in_turn(x.device, num_tokens),
     )
 
 
@@ -98,6 +104,7 @@ def _cache_narrow_rows(x: Tensor, pages: NarrowRows, slot_mapping: Tensor) -> No
         EXPONENTS=pages.exponents.shape[2],
         BLOCK_SIZE=pages.shape[1],
         num_warps=4,
+        **in_turn(x.device, len(x)),
     )
 
 

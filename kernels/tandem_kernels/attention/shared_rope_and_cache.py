@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem_kernels.attention.narrow_vectors import page_pointers, page_widths, store_narrow
 from tandem_kernels.attention.token_rows import RowPages
 from tandem_kernels.attention.turned_pairs import pair_angles, turned_pairs
+from tandem_kernels.small_launches import in_turn, take_turn
 
 _ROWS = 8
 """Heads of a program; the shared vector has one of its own."""
@@ -37,11 +38,13 @@ def shared_rope_and_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     NARROW_ROPE: tl.constexpr,
     EXPONENTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Handles, in program (t, i), tile i of the heads of token t; behind them its vector.
 
     NARROW_ROPE: Numbers of a narrow vector that are not in e4m3; 0: vectors are not narrow.
     """
+    take_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     dim = tl.arange(0, D)
@@ -85,8 +88,10 @@ def rotate_back_kernel(
     ROWS: tl.constexpr,
     D: tl.constexpr,
     ROPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Rotates, in program (t, i), the last numbers of tile i of the heads of token t."""
+    take_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = (head < NUM_HEADS)[:, None]
@@ -132,6 +137,7 @@ def shared_rope_and_cache(
         BLOCK_SIZE=pages.shape[1],
         **page_widths(pages),
         num_warps=4,
+        **in_turn(q.device, num_tokens),
     )
 
 
@@ -150,4 +156,5 @@ def rotate_back(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
         D=dim,
         ROPE=cos_sin_cache.shape[1],
         num_warps=4,
+        **in_turn(x.device, num_tokens),
     )

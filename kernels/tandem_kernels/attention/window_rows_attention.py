@@ -26,6 +26,7 @@ from tandem_kernels.attention.sparse_latent_attention import (
 )
 from tandem_kernels.attention.token_rows import RowPages, SeenRows
 from tandem_kernels.device import num_programs
+from tandem_kernels.small_launches import in_turn
 
 _FEW_TOKENS, _SOME_TOKENS = 4, 32
 
@@ -230,7 +231,7 @@ def window_rows_attention(
     )
     if state is not None:
         grid = (num_tokens * num_heads,)
-        latent_merge_kernel[grid](target, state, out, OVERLAP=False, num_warps=4, **shape)
+        latent_merge_kernel[grid](target, state, out, num_warps=4, **shape, **in_turn(q.device))
     return out
 
 
