@@ -862,7 +862,8 @@ def attention_cases(capability: int) -> Iterator[Case]:
                 {"num_warps": 4},
             )
         for by_head in (False, True) if vary else (False,):
-            merge = {**shape_of_tile, "PARTS": 16, "BY_HEAD": by_head}
+            merge = {**shape_of_tile, "PARTS": 64 if by_head else 16, "BY_HEAD": by_head}
+            merge |= {"BLOCK_VALUE": min(64, merge["BLOCK_VALUE"])} if by_head else {}
             merge |= rare if vary else plain
             del merge["HEAD_DIM"], merge["BLOCK_DIM"]
             yield Case(decode_merge.merge_kernel, f"{label} by_head={by_head}", types, merge)

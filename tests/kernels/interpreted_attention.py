@@ -23,7 +23,12 @@ from interpreted_fixtures import (  # noqa: F401
 )
 
 from tandem_kernels import ops
-from tandem_kernels.attention import prefill_attention, prefill_parts, rope_and_cache
+from tandem_kernels.attention import (
+    decode_attention,
+    prefill_attention,
+    prefill_parts,
+    rope_and_cache,
+)
 from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
 from tandem_kernels.attention.value_form import ValueForm
 
@@ -79,6 +84,13 @@ def test_paged_attention(
         dtype=dtype,
     )
     check.paged_attention(ops.paged_attention.kernel, batch)
+
+
+def test_heads_that_are_merged_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_attention, "_MERGED_COLUMNS", 16)
+    monkeypatch.setattr(decode_attention, "_MERGED_PARTS", 2)
+    shape = {"num_kv_heads": 1, "group": 2, "head_dim": 24, "block_size": 16}
+    check.paged_attention(ops.paged_attention.kernel, oracle.paged_batch([900, 0], [1, 1], **shape))
 
 
 @pytest.mark.parametrize(

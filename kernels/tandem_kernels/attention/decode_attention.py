@@ -52,6 +52,8 @@ LOG2_E = 1.4426950408889634
 _FEW_UNITS = 16
 """Requests times KV heads that leave most programs one tile or none: then a program asks for its
 first tile ahead, heads are merged by programs of their own, and what follows may begin early."""
+_MERGED_COLUMNS, _MERGED_PARTS = 64, 64
+"""A program for some columns has this many, and reads this many parts at once."""
 
 
 @triton.jit
@@ -311,7 +313,10 @@ def decode_attention(
         BLOCK_DIM=_padded(head_dim, is_fp8=is_fp8),
         **shape,
     )  # fmt: skip
-    merge_kernel[(num_units if few else programs, group)](
+    whole = shape["BLOCK_VALUE"]
+    shape["BLOCK_VALUE"] = min(whole, _MERGED_COLUMNS) if few else whole
+    grid = num_units if few else programs, group, triton.cdiv(whole, shape["BLOCK_VALUE"])
+    merge_kernel[grid](
         metadata.seq_lens,
         sinks,
         out,
@@ -319,7 +324,7 @@ def decode_attention(
         partial_state,
         num_reqs,
         programs,
-        PARTS=16,
+        PARTS=_MERGED_PARTS if few else 16,
         BY_HEAD=few,
         num_warps=4,
         **shape,

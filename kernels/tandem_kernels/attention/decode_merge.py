@@ -1,7 +1,8 @@
 """The second kernel of `decode_attention`: parts of a head that was cut become its output.
 
 There are fewer cuts than runs, so a program is for the head whose first part ends a run, and most
-have nothing to do. Where there are fewer heads than runs, a program is for a head.
+have nothing to do. Where there are fewer heads than runs, a program is for some columns of a head:
+a head of one request may have over a hundred parts, which one program reads for too long.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ def merge_kernel(
     OVERLAP: tl.constexpr,
     BY_HEAD: tl.constexpr,
 ) -> None:
-    """Merges, in program (i, g), query head g of a KV head, if that is cut. BY_HEAD: of head i, as
-    heads are counted through all requests; else of the one whose first part is the end of run i.
+    """Merges, in program (i, g, c), columns c * BLOCK_VALUE and on of query head g of a KV head, if
+    that is cut. BY_HEAD: of head i, as heads are counted through all requests; else of the one
+    whose first part is the end of run i.
 
     Outputs of requests without a context become zero: of head i, or of requests i, i + programs,
     and so on.
     """
     g = tl.program_id(1)
-    dim = tl.arange(0, BLOCK_VALUE)
+    dim = tl.program_id(2) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     kind = out.dtype.element_ty
     seq_len, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
     run = tl.cdiv(length, num_runs)
