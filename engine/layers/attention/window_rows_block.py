@@ -93,11 +93,13 @@ class _Closed:
     Attributes:
         rows: Those that they close, [T, dim] float32 of each kind.
         weights: [T, H] float32, of the indexer's heads; None: there is no indexer.
-        side: Where both are computed; None: nowhere else.
+        pages: Of the attention's own rows.
+        side: Where all that is computed; None: nowhere else.
     """
 
     rows: list[Tensor]
     weights: Tensor | None
+    pages: RowPages
     side: SideStream | None
 
 
@@ -194,7 +196,7 @@ class WindowRowsBlock(nn.Module):
     def _closed(
         self, x: Tensor, caches: tuple[LayerCache, ...], inputs: AttentionInputs
     ) -> _Closed | None:
-        """Computes what is asked of tokens but queries and their own vectors, beside these in
+        """Computes and keeps closed rows, and weights of the indexer's heads: beside queries in
         recorded steps of few tokens."""
         if self.compressor is None:
             return None
@@ -203,10 +205,13 @@ class WindowRowsBlock(nn.Module):
         left = OpenTokens(opened.planes[0], of_tokens.slot_mapping, of_tokens.metadata)
         is_beside = len(x) <= self.beside_rows and is_recording(x)
         side = SideStream(x.device) if is_beside else None
+        cache, of_rows = caches[1], inputs.others[1]
+        pages = cache.latents if isinstance(cache, IndexedLatents) else _vectors_in(cache)
         with nullcontext() if side is None else side.beside():
             rows = self.compressor(x, left, inputs)
             weights = None if self.indexer is None else self.indexer.head_weights(x)
-        return _Closed(rows, weights, side)
+            ops.cache_rows(rows[0], pages, of_rows.slot_mapping)
+        return _Closed(rows, weights, pages, side)
 
     def _rows(
         self,
@@ -215,22 +220,18 @@ class WindowRowsBlock(nn.Module):
         caches: tuple[LayerCache, ...],
         inputs: AttentionInputs,
     ) -> SeenRows | None:
-        """Keeps closed rows, and returns those that tokens attend to."""
+        """Returns the rows that tokens attend to."""
         if closed is None:
             return None
         if closed.side is not None:
             closed.side.join()
-        cache, of_rows = caches[1], inputs.others[1]
-        chosen = None
+        of_rows, chosen = inputs.others[1], None
         if self.indexer is not None:
+            cache = caches[1]
             assert isinstance(cache, IndexedLatents) and closed.weights is not None
-            pages = cache.latents
             given = latents, closed.rows[1], closed.weights
             chosen = self.indexer(*given, cache.index, inputs, of_rows)
-        else:
-            pages = _vectors_in(cache)
-        ops.cache_rows(closed.rows[0], pages, of_rows.slot_mapping)
-        return SeenRows(pages, of_rows.metadata.block_tables, self.sizes.tokens, chosen)
+        return SeenRows(closed.pages, of_rows.metadata.block_tables, self.sizes.tokens, chosen)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         sizes = self.sizes
