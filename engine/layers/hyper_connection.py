@@ -110,7 +110,7 @@ class HyperStream(ResidualStream):
     def add(self, x: Addend) -> None:
         """Gives the streams what the block adds, [T, H]."""
         given, beside = x, None
-        if isinstance(x, PairOutputs) and x.experts is None:
+        if isinstance(x, PairOutputs) and x.experts is None and x.gate is None:
             given, beside = x.parts, x.beside
         elif isinstance(x, UnscaledProduct):
             given = x.scaled()

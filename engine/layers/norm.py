@@ -72,7 +72,9 @@ class RMSNorm(nn.Module):
     def add_pairs(self, x: PairOutputs, residual: Tensor) -> Tensor:
         """Returns the norm [T, size] of the sum of `residual` [T, size] and of what each token's
         experts give; `residual` becomes the sum."""
-        return ops.pairs_add_rms_norm(x.parts, x.experts, residual, self.weight, self.eps, x.beside)
+        return ops.pairs_add_rms_norm(
+            x.parts, x.experts, residual, self.weight, self.eps, x.beside, x.gate
+        )
 
     def add_quantised(
         self, x: Tensor | UnscaledProduct | None, residual: Tensor, form: RowForm

@@ -64,15 +64,20 @@ class PairOutputs:
     Attributes:
         experts: [T, k]; -1: none. None: `parts` [T, H] are sums.
         beside: [T, H], what a shared expert gives; None: nothing.
+        gate: Of that; see `ops.pairs_add_rms_norm`.
     """
 
     parts: Tensor
     experts: Tensor | None
     beside: Tensor | None = None
+    gate: tuple[Tensor, Tensor] | None = None
 
     def summed(self) -> Tensor:
         """Returns the sum over a token's experts, [T, H]."""
-        return ops.sum_pairs(self.parts, self.experts, self.beside)
+        beside = self.beside
+        if beside is not None and self.gate is not None:
+            beside = ops.row_gate(beside, *self.gate)
+        return ops.sum_pairs(self.parts, self.experts, beside)
 
 
 @dataclass(frozen=True, slots=True)

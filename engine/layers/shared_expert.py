@@ -46,6 +46,11 @@ class SharedExpert(nn.Module):
         out = self.mlp.partial(x)
         return out if self.gate is None else ops.row_gate(out, x, self.gate)
 
+    def ungated(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Returns what `forward` does, [T, H], in front of its gate, and that as `PairOutputs` has
+        it."""
+        return self.mlp.partial(x), None if self.gate is None else (x, self.gate)
+
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Adds what `forward` returns to `out`, [T, H]; in the GEMM where it can."""
         if self.gate is None:

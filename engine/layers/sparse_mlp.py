@@ -249,13 +249,15 @@ class SparseMLP(nn.Module):
             return
         if self.shared is not None and len(x) <= self.beside_rows and is_recording(x):
             side = SideStream(x.device)
-            with side.beside():
-                shared = self.shared(x)
             if self.leaves_sums:
+                with side.beside():
+                    shared, gate = self.shared.ungated(x)
                 pairs = self.unsummed(x, slot_mapping)
                 side.join()
-                stream.add(replace(pairs, beside=shared))
+                stream.add(replace(pairs, beside=shared, gate=gate))
                 return
+            with side.beside():
+                shared = self.shared(x)
             out = self.routed(x, slot_mapping)
             side.join()
             out.add_(shared)

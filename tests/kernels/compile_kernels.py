@@ -947,8 +947,8 @@ def expert_cases(capability: int) -> Iterator[Case]:
     yield Case(
         expert_sums.pairs_add_rms_norm_kernel,
         "",
-        types | named("*bf16", "residual"),
-        {**of_pairs, "BLOCK": 4096, "OVERLAP": capability >= 90},
+        types | named("*bf16", "residual", "given", "gate"),
+        {**of_pairs, "HAS_GATE": True, "BLOCK": 4096, "OVERLAP": capability >= 90},
         {"num_warps": 8},
     )
     many = capability >= 90

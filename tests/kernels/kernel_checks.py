@@ -873,6 +873,14 @@ def pairs_add_rms_norm(
         assert torch.equal(total, (sums + beside) + before)
         expected = oracle.rms_norm(total, weight, 1e-6)
         assert oracle.relative_error(normed, expected) < ELEMENTWISE[dtype]
+    total = before.clone()
+    gate = (0.2 * torch.randn(num_tokens + 1, hidden, device=device)).to(dtype).split(num_tokens)
+    normed = op(parts, experts, total, weight, 1e-6, beside.clone(), gate)
+    odds = 1 + torch.exp(-(gate[0].double() @ gate[1].double().T))
+    gated = (sums + (beside.double() / odds).to(dtype)) + before
+    assert oracle.relative_error(total, gated) < ELEMENTWISE[dtype]
+    expected = oracle.rms_norm(total, weight, 1e-6)
+    assert oracle.relative_error(normed, expected) < ELEMENTWISE[dtype]
 
 
 def add_normed(

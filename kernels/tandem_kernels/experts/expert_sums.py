@@ -90,6 +90,8 @@ def pairs_add_rms_norm_kernel(
     parts: tl.tensor,
     experts: tl.tensor,
     beside: tl.tensor,
+    given: tl.tensor,
+    gate: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
@@ -99,6 +101,7 @@ def pairs_add_rms_norm_kernel(
     TOP_K: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     HAS_BESIDE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -114,9 +117,18 @@ def pairs_add_rms_norm_kernel(
     kind = out.dtype.element_ty
     place = residual + token * residual_stride + col
     carried = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    # What has a gate is not added in there.
+    adds: tl.constexpr = HAS_BESIDE and not HAS_GATE
     total = sum_of_token(
-        parts, experts, beside, token, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, HAS_BESIDE
+        parts, experts, beside, token, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, adds
     )
+    if HAS_GATE:
+        at = token * width + col
+        own = tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
+        read = tl.load(given + at, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(gate + col, mask=inside, other=0.0).to(tl.float32)
+        odds = 1.0 + tl.exp(-tl.sum(read * factor, axis=0))
+        total = (total + (own / odds).to(kind).to(tl.float32)).to(kind).to(tl.float32)
     value = (total + carried).to(kind)
     tl.store(place, value, mask=inside)
     normed = normed_row(value, scale, width, eps)
@@ -151,6 +163,7 @@ def pairs_add_rms_norm(
     weight: Tensor,
     eps: float,
     beside: Tensor | None = None,
+    gate: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `reference.experts.pairs_add_rms_norm`."""
     num_tokens, width = residual.shape
@@ -162,12 +175,14 @@ def pairs_add_rms_norm(
         parts,
         experts,
         beside,
+        *((None, None) if gate is None else gate),
         residual,
         weight,
         out,
         residual.stride(0),
         width,
         eps,
+        HAS_GATE=gate is not None,
         BLOCK=block,
         **forms_of(experts, beside),
         num_warps=min(max(block // 512, 1), 16),

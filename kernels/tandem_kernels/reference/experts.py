@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem_kernels.elementwise.gate_form import GateForm, has_gate
 from tandem_kernels.reference import steady
 from tandem_kernels.reference.elementwise import fused_add_rms_norm, relu_squared, rms_norm
-from tandem_kernels.reference.gemm import few_row_gemm
+from tandem_kernels.reference.gemm import few_row_gemm, row_gate
 
 
 def normed_router(
@@ -178,6 +178,7 @@ def pairs_add_rms_norm(
     weight: Tensor,
     eps: float,
     beside: Tensor | None = None,
+    gate: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Adds what experts give to the residual stream, and normalises it.
 
@@ -186,10 +187,14 @@ def pairs_add_rms_norm(
         residual: [T, H]; becomes the sum.
         weight: [H].
         eps: Added to the mean square.
+        gate: Of what is beside: rows [T, H], contiguous, and a weight [1, H]; see `row_gate`. None:
+            it has none.
 
     Returns:
         [T, H], as `fused_add_rms_norm` of what `sum_pairs` returns.
     """
+    if beside is not None and gate is not None:
+        beside = row_gate(beside, *gate)
     return fused_add_rms_norm(sum_pairs(parts, experts, beside), residual, weight, eps)[0]
 
 

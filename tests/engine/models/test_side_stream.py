@@ -36,6 +36,7 @@ def block(
         renormalise=False,
         dense_layers=(),
         shared_size=hidden if shared_size is None else shared_size,
+        shared_gate=True,
         names=SHARED_EXPERTS,
     )
     shard = Shard(ParallelPlace(range(1)), dtype, torch.device(device), policy)
