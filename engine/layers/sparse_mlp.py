@@ -18,6 +18,7 @@ Shazeer et al. (arXiv 1701.06538); DeepSeekMoE (arXiv 2401.06066) for shared exp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -247,15 +248,12 @@ class SparseMLP(nn.Module):
             pairs = self.unsummed(x, slot_mapping)
             stream.add(pairs.parts if pairs.experts is None else pairs)
             return
-        if self.shared is not None and len(x) <= self.beside_rows and is_recording(x):
+        is_few = len(x) <= self.beside_rows
+        if self.shared is not None and is_few and self.leaves_sums:
+            self._add_sums(x, self.shared, stream, slot_mapping)
+            return
+        if self.shared is not None and is_few and is_recording(x):
             side = SideStream(x.device)
-            if self.leaves_sums:
-                with side.beside():
-                    shared, gate = self.shared.ungated(x)
-                pairs = self.unsummed(x, slot_mapping)
-                side.join()
-                stream.add(replace(pairs, beside=shared, gate=gate))
-                return
             with side.beside():
                 shared = self.shared(x)
             out = self.routed(x, slot_mapping)
@@ -270,6 +268,19 @@ class SparseMLP(nn.Module):
             return
         waits = self.group.fuses_norm
         stream.add(PartialSum(out, self.group) if waits else self.group.all_reduce(out))
+
+    def _add_sums(
+        self, x: Tensor, shared: SharedExpert, stream: ResidualStream, slot_mapping: Tensor
+    ) -> None:
+        """Leaves all sums to what reads the stream. Recorded or not, the same kernels are launched
+        for `x` [T, H]: a graph cannot record what is not loaded yet."""
+        side = SideStream(x.device) if is_recording(x) else None
+        with nullcontext() if side is None else side.beside():
+            beside, gate = shared.ungated(x)
+        pairs = self.unsummed(x, slot_mapping)
+        if side is not None:
+            side.join()
+        stream.add(replace(pairs, beside=beside, gate=gate))
 
     def take_part(self) -> None:
         """Computes what other ranks' tokens ask of this rank's experts, in a step in which it has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from engine.layers.sparse_mlp import SparseMLP
 from engine.models.expert_block import sparse_mlp
 from engine.models.specs.experts import SHARED_EXPERTS, ExpertSpec
 from engine.parallel.place import ParallelPlace
+from tandem_kernels import ops
 
 Block = SparseMLP | PairedMLP
 
@@ -58,6 +60,25 @@ def computed(mlp: Block, x: Tensor) -> Tensor:
         norm.weight.data = torch.linspace(0.5, 2.0, x.shape[1], dtype=x.dtype, device=x.device)
     mlp(stream, first, torch.arange(len(x), device=x.device))
     return torch.cat((stream.normed(last), stream.read(None)))
+
+
+def launched(mlp: Block) -> list[str]:
+    """Returns what a block of few rows asks for."""
+    asked: list[str] = []
+
+    def noting(op: ops.Op[..., Any]) -> Callable[..., Any]:
+        meaning = op.reference
+
+        def run(*args: Any, **options: Any) -> Any:
+            kinds = [type(one).__name__ for one in (*args, *options.values())]
+            asked.append(f"{meaning.__name__} {kinds}")
+            return meaning(*args, **options)
+
+        return run
+
+    with ops.standing_in(noting):
+        computed(mlp, torch.randn(3, 32))
+    return asked
 
 
 def paired(policy: GemmPolicy, hidden: int, dtype: torch.dtype, device: str) -> PairedMLP:
@@ -108,8 +129,10 @@ def test_forks_and_joins_where_it_may(name: str, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(computed(mlp, x), computed(alone, x), rtol=1e-5, atol=1e-5)
         assert done == (["fork", "beside", "join"] if forks else [])
         done.clear()
+    recorded = launched(mlp)
+    done.clear()
     recording = False
-    computed(mlp, torch.randn(1, 32))
+    assert launched(mlp) == recorded, "a graph cannot record what is not loaded yet"
     assert done == []
 
 
