@@ -10,15 +10,13 @@ over 1.15 times what it takes, there is a cliff.
     python -m bench.engine.sweep --engines 8b,8b-fp8 --cases 90  # ten of each
     python -m bench.engine.sweep --layers 8                      # of each model: starts sooner
     python -m bench.engine.sweep --engines 8b --name sweep-8b    # a part, in a file of its own
-    python -m bench.engine.sweep --plot sweep-8b,sweep-v2-lite   # draw what was measured before
 
 Weights are random, experts are chosen uniformly, contexts are not computed (`timing.bare_steps`).
-Results: bench/results/NAME.json and NAME.svg.
+Results: bench/results/NAME.json.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ from dataclasses import asdict, dataclass
 from bench.arguments import names_among, parser_of
 from bench.engine.models.shapes import shape_config
 from bench.engine.timing.bare_steps import BareSteps, bare_steps
-from bench.record import RESULTS, write_result
+from bench.record import write_result
 from engine.config import EngineConfig, KVCacheDtype
 
 _SMALLER, _LARGER = 0.8, 1.25
@@ -186,22 +184,6 @@ def compare(engine: str, case: Case, seconds: Sequence[float]) -> Figure:
     return Figure(engine, case.name, *rounded, ratio=round(own / expected, 3))
 
 
-def plot(name: str, parts: Sequence[str]) -> None:
-    """Draws the ratio of each case over its time, of the results with these names."""
-    from matplotlib import pyplot
-
-    found = [json.loads((RESULTS / f"{part}.json").read_text())["figures"] for part in parts]
-    figures = [Figure(**case) for one in found for case in one["cases"]]
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for engine in dict.fromkeys(one.engine for one in figures):
-        own = [one for one in figures if one.engine == engine]
-        axes.scatter([one.ms for one in own], [one.ratio for one in own], s=14, label=engine)
-    axes.axhspan(1 / _CLIFF, _CLIFF, alpha=0.1)
-    axes.set(xscale="log", xlabel="ms", ylabel="time over that between its neighbours")
-    axes.legend(fontsize=7, ncols=3)
-    figure.savefig(RESULTS / f"{name}.svg")
-
-
 def main() -> None:
     parser = parser_of(__doc__, "sweep")
     parser.add_argument("--engines", type=names_among(ENGINES), default=list(ENGINES))
@@ -210,11 +192,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=int, help="of each model; default: all that it has")
-    parser.add_argument("--plot", default="", help="draw what these files have, by comma")
     arguments = parser.parse_args()
-    if arguments.plot:
-        plot(arguments.name, arguments.plot.split(","))
-        return
     each = -(-arguments.cases // len(ENGINES))
     figures: list[Figure] = []
     for name in arguments.engines:

@@ -40,8 +40,7 @@ from typing import Any
 
 from bench.arguments import parser_of
 from bench.figures import markdown
-from bench.kv.pair import Caches, Case, KVPair, llama_8b
-from bench.kv.raw_tcp import RawTcp
+from bench.kv.pair import Caches, Case, KVPair, RawTcp, llama_8b
 from bench.record import write_result
 from edge.logs.setup import LogStyle, setup_logging
 
@@ -52,9 +51,8 @@ _REALTIME_PRIORITY = 10
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One setting, its values, and the case with it."""
+    """The values of a setting, and the case with one of them."""
 
-    label: str
     points: tuple[int, ...]
     at: Callable[[Case, int], Case]
 
@@ -71,21 +69,16 @@ def _with_processes(case: Case, count: int) -> Case:
 
 
 SWEEPS = {
-    "streams": Sweep("streams", (1, 2, 4, 8, 16), lambda case, n: replace(case, streams=n)),
-    "processes": Sweep("processes of each side", (1, 2, 4, 8), _with_processes),
+    "streams": Sweep((1, 2, 4, 8, 16), lambda case, n: replace(case, streams=n)),
+    "processes": Sweep((1, 2, 4, 8), _with_processes),
     "chunk-kib": Sweep(
-        "KiB of a chunk", (256, 512, 1024, 2048, 4096),
-        lambda case, kib: replace(case, chunk_bytes=kib << 10),
+        (256, 512, 1024, 2048, 4096), lambda case, kib: replace(case, chunk_bytes=kib << 10)
     ),
     "tokens": Sweep(
-        "tokens of the prompt", (500, 1000, 2000, 4000, 8000, 16_000, 32_000),
-        lambda case, n: replace(case, tokens=n),
+        (500, 1000, 2000, 4000, 8000, 16_000, 32_000), lambda case, n: replace(case, tokens=n)
     ),
-    "receive-threads": Sweep(
-        "threads that receive, of each process", (0, 1, 2, 4),
-        lambda case, n: replace(case, receive_threads=n),
-    ),
-}  # fmt: skip
+    "receive-threads": Sweep((0, 1, 2, 4), lambda case, n: replace(case, receive_threads=n)),
+}
 
 
 def say(line: str) -> None:

@@ -35,6 +35,9 @@ def _whole(name: str) -> dict[str, object]:
 SHAPES = {name: _whole(name) for name in _FILE["shapes"]}
 QUANTIZATIONS = _FILE["quantizations"]
 """Holds what config.json says of quantised weights; `fp8`: nothing, they are as they are loaded."""
+EXPERTS: dict[str, Any] = _FILE["experts"]
+"""Holds of layers on one rank: experts, those of a token, hidden size and width, and the kind of
+their gate where it is not SiLU."""
 TOWERS = _FILE["towers"]
 """Holds of each vision tower its architecture, the decoder behind it, and `vision_config` where it
 is not as a reader completes it."""

@@ -228,19 +228,33 @@ _MOST_FEW = 128
 """Rows: the kernel of few rows has a tile of all of them."""
 
 
-class Int8(Weights):
-    """Rows are quantised as well; `w8a16`: they stay in bf16."""
+class EightBits(Weights):
+    """Holds weights of 8 bits with a scale for each output; rows are quantised as well."""
 
     def _make(self) -> int:
         outputs, inner = self.shape.weight_outputs, self.shape.inputs
         self.nbytes = outputs * inner
         self.scales = torch.rand(outputs) / 1000
         count = max(2, rotations(self.nbytes, 8))
-        self.weights = [
-            torch.randint(-128, 128, (outputs, inner), dtype=torch.int8) for _ in range(count)
-        ]
-        self.given = fp8_activations.quantise_int8(self.x)
+        self.weights = [self._random(outputs, inner) for _ in range(count)]
+        self.given = self._quantised()
         return count
+
+    @abstractmethod
+    def _random(self, outputs: int, inner: int) -> Tensor: ...
+
+    @abstractmethod
+    def _quantised(self) -> tuple[Tensor, Tensor]: ...
+
+
+class Int8(EightBits):
+    """Multiplies integers; in its way `w8a16` rows stay in bf16."""
+
+    def _random(self, outputs: int, inner: int) -> Tensor:
+        return torch.randint(-128, 128, (outputs, inner), dtype=torch.int8)
+
+    def _quantised(self) -> tuple[Tensor, Tensor]:
+        return fp8_activations.quantise_int8(self.x)
 
     def ways(self) -> Mapping[str, Way]:
         found: dict[str, Way] = {"chosen": self._chosen}
@@ -275,15 +289,12 @@ class Int8(Weights):
                 yield few
 
 
-class Fp8(Weights):
-    def _make(self) -> int:
-        outputs, inner = self.shape.weight_outputs, self.shape.inputs
-        self.nbytes = outputs * inner
-        self.scales = torch.rand(outputs) / 1000
-        count = max(2, rotations(self.nbytes, 8))
-        self.weights = [reference.to_e4m3(torch.randn(outputs, inner)) for _ in range(count)]
-        self.given = fp8_activations.quantise_fp8(self.x)
-        return count
+class Fp8(EightBits):
+    def _random(self, outputs: int, inner: int) -> Tensor:
+        return reference.to_e4m3(torch.randn(outputs, inner))
+
+    def _quantised(self) -> tuple[Tensor, Tensor]:
+        return fp8_activations.quantise_fp8(self.x)
 
     def ways(self) -> Mapping[str, Way]:
         return {"chosen": self._chosen}
