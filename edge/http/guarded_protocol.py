@@ -112,9 +112,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_plaintext = transport.get_extra_info("sslcontext") is None
         self._names = certificate_names(transport.get_extra_info("peercert"))
         self._address = self.client[0] if self.client else ""
-        by_address = self.open_connections.by_address
-        by_address[self._address] += 1
-        if 0 < self.limits.max_per_address < by_address[self._address]:
+        shared.by_address[self._address] += 1
+        if 0 < self.limits.max_per_address < shared.by_address[self._address]:
             transport.abort()
             return
         self._expect_head()
@@ -275,13 +274,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self.close()
 
     def shutdown(self) -> None:
-        super().shutdown()
+        if not self.transport.is_closing():  # One of TLS that is closed twice is never cut.
+            super().shutdown()
         if self.transport.is_closing():
             self._send_clock.start()
 
     def close(self) -> None:
-        """Ends the connection as soon as the client has read what it was sent."""
-        self.transport.close()
+        """Ends the connection as soon as the client has read what it was sent. Idempotent."""
+        if not self.transport.is_closing():
+            self.transport.close()
         self._send_clock.start()
 
     def end_gently(self) -> None:

@@ -4,7 +4,10 @@ connections."""
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import threading
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -15,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from decode_node.http.callers import CallerCheck, CallerKeys
 from decode_node.http.middleware import EdgeMiddleware
 from edge.address import join_address
-from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.http.guarded_protocol import ConnectionLimits, GuardedProtocol, guarded_protocol
 from edge.http.outer_edge import OuterEdge
 from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
@@ -114,6 +117,40 @@ async def test_a_client_with_a_key_needs_no_certificate_and_is_no_router(authori
                 assert answer.status == 401
             async with client.get(f"https://{address}/health") as answer:
                 assert answer.status == 200
+
+
+async def test_a_server_ends_beside_a_connection_that_is_closing(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+):
+    """A client that was idle for too long has not taken note yet when the server ends."""
+    trust = ssl.create_default_context(cafile=authority.service("ca") / "ca.crt")
+    was_shut = threading.Event()
+    shutdown = GuardedProtocol.shutdown
+
+    def shut(protocol: GuardedProtocol) -> None:
+        shutdown(protocol)
+        was_shut.set()
+
+    monkeypatch.setattr(GuardedProtocol, "shutdown", shut)
+
+    def stay(address: str, is_closing: Callable[[], object]) -> None:
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as plain:
+            client = trust.wrap_socket(plain, server_hostname=host)
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+            while client.recv(4096):  # The end is not answered yet.
+                pass
+            is_closing()
+            assert was_shut.wait(30)
+            client.close()
+
+    async with decode_api(authority.credentials(Role.DECODE), "k", timeout_keep_alive=1) as address:
+        is_closing, loop = asyncio.Event(), asyncio.get_running_loop()
+        staying = asyncio.create_task(
+            asyncio.to_thread(stay, address, lambda: loop.call_soon_threadsafe(is_closing.set))
+        )
+        await is_closing.wait()
+    await staying
 
 
 async def test_the_token_makes_a_router(token_file):
