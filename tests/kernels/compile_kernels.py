@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 from registers_in_flight import faults_of, multiplies_from_registers
+from stack_bytes import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -152,6 +153,9 @@ MULTIPLES = (
 compiled for that."""
 NO_SCALES = {"k_scale": None, "v_scale": None}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+STACK_BYTES = 1536
+"""Memory of a thread beside its registers. The walk of the delta rule once had 18 kB, and took 20
+times as long as it does without."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HEAD_SIZES = {
     80: ((128, 128),),
@@ -205,6 +209,12 @@ def check_registers(case: Case, ptx: str, cubin: bytes) -> None:
     if multiplies_from_registers(ptx):
         faults = faults_of(cubin)
         assert not faults, (case.kernel.__name__, case.label, faults[:3])
+
+
+def check_spills(case: Case, cubin: bytes) -> None:
+    """Threads have what they compute in registers, but for little."""
+    found = stack_bytes(cubin)
+    assert found <= STACK_BYTES, (case.kernel.__name__, case.label, found)
 
 
 def check_order(case: Case, ptx: str) -> None:
@@ -1949,6 +1959,7 @@ def compile_all(capability: int) -> None:
         assert shared <= SHARED_BYTES[capability], (case.label, shared)
         check_order(case, compiled.asm["ptx"])
         check_registers(case, compiled.asm["ptx"], compiled.asm["cubin"])
+        check_spills(case, compiled.asm["cubin"])
         print(capability, "|", case.kernel.__name__, case.label, "|", shared, flush=True)
 
 
