@@ -87,7 +87,7 @@ def test_capped_gates(dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("num_tokens", [19, 70])
+@pytest.mark.parametrize("num_tokens", [19, 130])
 def test_residual_streams(dtype: torch.dtype, num_tokens: int) -> None:
     kernels = ops.read_streams.kernel, ops.write_streams.kernel, ops.join_streams.kernel
     check.residual_streams(*kernels, (num_tokens, 4, 40), dtype)

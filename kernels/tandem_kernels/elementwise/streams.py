@@ -19,8 +19,9 @@ from tandem_kernels.device import num_programs
 from tandem_kernels.stream_forms import StreamForm
 
 _DEPTH, _BLOCK = 128, 1024
-_ROWS, _ROWS_OF_MANY = 16, 64
-"""Tokens of a program, and where this many programs have enough of them: each reads all weights."""
+_ROWS, _ROWS_OF_MANY, _MANY = 16, 32, 128
+"""Tokens of a program, and of steps with this many: each reads all weights. With 64 rows four warps
+multiply together, and the compiler overwrites what they still read (`warpgroup_waits`)."""
 _MOST_SPLITS = 32
 
 
@@ -252,7 +253,7 @@ def _cut(num_tokens: int, inner: int, device: torch.device, fixed_order: bool) -
     if fixed_order:
         return _ROWS, 1
     programs = num_programs(device, 2)
-    rows = _ROWS_OF_MANY if 4 * num_tokens >= programs * _ROWS_OF_MANY else _ROWS
+    rows = _ROWS_OF_MANY if num_tokens >= _MANY else _ROWS
     free = programs // triton.cdiv(num_tokens, rows)
     most = min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(inner, _DEPTH)))
     return rows, min(int(most), 1 << max(free.bit_length() - 1, 0))

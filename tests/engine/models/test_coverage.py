@@ -25,6 +25,7 @@ ELSEWHERE = {
     "InternS2PreviewForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
     "MiniMaxM1ForCausalLM",
     "MiniMaxText01ForCausalLM",
     "MistralLarge3ForCausalLM",
