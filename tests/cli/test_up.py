@@ -55,6 +55,12 @@ def test_each_argument_reaches_whom_it_concerns(
         assert settings.model.endswith("m" if own else "demo_checkpoint")
 
 
+def only_line(text: str) -> str:
+    lines = text.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -67,7 +73,7 @@ def test_an_unknown_flag_is_one_line_with_the_nearest_known_one(
     args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tandem(["serve", *args]) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    line = only_line(capsys.readouterr().err)
     assert line.startswith("tandem up: there is no ")
     assert all(word in line for word in words)
 
@@ -76,7 +82,7 @@ def test_several_models_are_led_to_where_they_are_served(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert tandem(["up", "a", "--decode", "2", "b"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    line = only_line(capsys.readouterr().err)
     assert "one model" in line and "a, b" in line and "Several models" in line
 
 
@@ -94,7 +100,7 @@ def test_a_check_starts_nothing(
 
 def test_the_demo_checks_flags_of_nodes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert tandem(["demo", "--blok-size", "32"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    line = only_line(capsys.readouterr().err)
     assert line.startswith("tandem demo: there is no --blok-size; did you mean --block-size?")
 
 
@@ -171,7 +177,7 @@ def test_it_is_said_before_loading(
 ) -> None:
     monkeypatch.setattr(cli.local_cluster.memory_check, "available_memory", lambda: GIB)
     assert tandem(["up", str(checkpoint(tmp_path, 2)), "--device", "cpu"]) == 1
-    [line] = capsys.readouterr().err.splitlines()
+    line = only_line(capsys.readouterr().err)
     assert "of weights" in line
 
 
