@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem_kernels.device import num_programs
 from tandem_kernels.elementwise.norm_forms import Norm
 from tandem_kernels.elementwise.rms_norm import normed_row
+from tandem_kernels.elementwise.streams import doubly_stochastic, sigmoid
 from tandem_kernels.small_launches import in_turn, take_turn
 from tandem_kernels.stream_forms import GivenToStreams, StreamForm, StreamWeights
 
@@ -101,11 +102,6 @@ def mix_streams_kernel(
     tl.store(squares + to, total, mask=real)
 
 
-@triton.jit
-def _sigmoid(x: tl.tensor) -> tl.tensor:
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
 @triton.jit(do_not_specialize=["num_tokens", "splits"])
 def norm_streams_kernel(
     streams: tl.tensor,
@@ -148,7 +144,7 @@ def norm_streams_kernel(
         place = streams + (token * COUNT + one)[:, None] * width + column[None, :]
         own = tl.load(place, mask=inside[None, :], other=0.0).to(tl.float32)
         found = tl.sum(tl.load(given + one[None, :], mask=there[:, None], other=0.0), axis=0)
-        pre = _sigmoid(found * length * tl.load(scale) + tl.load(base + one)) + eps
+        pre = sigmoid(found * length * tl.load(scale) + tl.load(base + one)) + eps
         kind = out.dtype.element_ty
         row = tl.sum(own * pre[:, None], axis=0).to(kind)
         normed = normed_row(row, by, width, row_eps)
@@ -157,18 +153,12 @@ def norm_streams_kernel(
         of_post = given + COUNT + one[None, :]
         share = tl.sum(tl.load(of_post, mask=there[:, None], other=0.0), axis=0) * length
         share = share * tl.load(scale + 1) + tl.load(base + COUNT + one)
-        tl.store(post + token * COUNT + one, 2.0 * _sigmoid(share))
+        tl.store(post + token * COUNT + one, 2.0 * sigmoid(share))
         pair = tl.arange(0, COUNT * COUNT)
         of_comb = given + 2 * COUNT + pair[None, :]
         mixed = tl.sum(tl.load(of_comb, mask=there[:, None], other=0.0), axis=0) * length
         mixed = mixed * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
-        mixed = tl.reshape(mixed, [COUNT, COUNT])
-        mixed = tl.exp(mixed - tl.max(mixed, axis=1)[:, None])
-        mixed = mixed / tl.sum(mixed, axis=1)[:, None] + eps
-        mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
-        for _ in range(ITERATIONS - 1):
-            mixed = mixed / (tl.sum(mixed, axis=1)[:, None] + eps)
-            mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
+        mixed = doubly_stochastic(tl.reshape(mixed, [COUNT, COUNT]), eps, ITERATIONS)
         to = comb + token * (COUNT * COUNT) + one[:, None] * COUNT + one[None, :]
         tl.store(to, mixed)
 

@@ -66,8 +66,20 @@ def stream_logits_kernel(
 
 
 @triton.jit
-def _sigmoid(x: tl.tensor) -> tl.tensor:
+def sigmoid(x: tl.tensor) -> tl.tensor:
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def doubly_stochastic(given: tl.tensor, eps: tl.tensor, ITERATIONS: tl.constexpr) -> tl.tensor:
+    """Returns weights [n, n] whose rows and columns were divided by their sums in turns."""
+    mixed = tl.exp(given - tl.max(given, axis=1)[:, None])
+    mixed = mixed / tl.sum(mixed, axis=1)[:, None] + eps
+    mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
+    for _ in range(ITERATIONS - 1):
+        mixed = mixed / (tl.sum(mixed, axis=1)[:, None] + eps)
+        mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
+    return mixed
 
 
 @triton.jit
@@ -115,7 +127,7 @@ def read_streams_kernel(
     own = logits + token * OUTPUTS
     step = num_tokens * OUTPUTS
     given = _sum_of_parts(own, one, step, splits, SPLITS) * length
-    pre = _sigmoid(given * tl.load(scale) + tl.load(base + one)) + eps
+    pre = sigmoid(given * tl.load(scale) + tl.load(base + one)) + eps
     if OUTPUTS > COUNT:
         # Nothing is stored before all is loaded, since loads are never moved before a store.
         pair = tl.arange(0, COUNT * COUNT)
@@ -123,14 +135,8 @@ def read_streams_kernel(
         of_comb = _sum_of_parts(own + 2 * COUNT, pair, step, splits, SPLITS) * length
         of_post = of_post * tl.load(scale + 1) + tl.load(base + COUNT + one)
         of_comb = of_comb * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
-        tl.store(post + token * COUNT + one, 2.0 * _sigmoid(of_post))
-        given = tl.reshape(of_comb, [COUNT, COUNT])
-        mixed = tl.exp(given - tl.max(given, axis=1)[:, None])
-        mixed = mixed / tl.sum(mixed, axis=1)[:, None] + eps
-        mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
-        for _ in range(ITERATIONS - 1):
-            mixed = mixed / (tl.sum(mixed, axis=1)[:, None] + eps)
-            mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
+        tl.store(post + token * COUNT + one, 2.0 * sigmoid(of_post))
+        mixed = doubly_stochastic(tl.reshape(of_comb, [COUNT, COUNT]), eps, ITERATIONS)
         to = comb + token * (COUNT * COUNT) + one[:, None] * COUNT + one[None, :]
         tl.store(to, mixed)
     lane = tl.arange(0, BLOCK)
