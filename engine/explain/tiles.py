@@ -78,16 +78,22 @@ def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, *res
     return "latent_attention_kernel", _fields(long, "rows", "tile", "num_warps", "num_stages")
 
 
-def _of_heads(kernel: str) -> Callable[..., tuple[str, str]]:
-    """Describes kernels whose programs share the heads [T, heads, numbers] of a token."""
+_OF_HEADS = "rows", "tile", "num_warps", "num_stages"
+"""Fields of kernels whose programs share the heads of a token."""
 
-    def of(q: Tensor, *rest: Any) -> tuple[str, str]:
-        from tandem_kernels.attention.sparse_latent_attention import sparse_tuning
 
-        tuning = sparse_tuning(q.shape[1], q.element_size())
-        return kernel, _fields(tuning, "rows", "tile", "num_warps", "num_stages")
+def _sparse_latents(q_latent: Tensor, *rest: Any) -> tuple[str, str]:
+    from tandem_kernels.attention.sparse_latent_attention import sparse_tuning
 
-    return of
+    tuning = sparse_tuning(q_latent.shape[1], q_latent.element_size())
+    return "sparse_latent_kernel", _fields(tuning, *_OF_HEADS)
+
+
+def _window_rows(q: Tensor, pages: Any, metadata: Any, *rest: Any) -> tuple[str, str]:
+    from tandem_kernels.attention.window_rows_attention import window_rows_tuning
+
+    tuning = window_rows_tuning(q, metadata.fixed_order)
+    return "window_rows_kernel", _fields(tuning, *_OF_HEADS)
 
 
 def _of_blocks(q: Tensor, kv_cache: PagedKV, chosen: Tensor, metadata: Any, choice: Any,
@@ -98,20 +104,31 @@ def _of_blocks(q: Tensor, kv_cache: PagedKV, chosen: Tensor, metadata: Any, choi
     return "block_sparse_kernel", _fields(tuning, "tile", "num_warps", "num_stages")
 
 
-def _of_states(place: int, by_token: str, by_chunk: str) -> Callable[..., tuple[str, str]]:
-    """Describes kernels of states. `place`: of the metadata among the arguments."""
+def _delta(*arguments: Any) -> tuple[str, str]:
+    from tandem_kernels.linear_attention.delta_tuning import decode_tuning
 
-    def of(*arguments: Any) -> tuple[str, str]:
-        from tandem_kernels.linear_attention.delta_tuning import decode_tuning
+    return _of_states("gated_delta_rule", "delta_rule_kernel", decode_tuning, arguments)
 
-        metadata = arguments[place]
-        decodes, requests = metadata.num_decodes, len(metadata.seq_lens)
-        kernels = [by_token] * (decodes > 0) + [by_chunk] * (decodes < requests)
-        fields = "values", "num_warps"
-        tile = _fields(decode_tuning(decodes), *fields) if decodes else ""
-        return "; ".join(kernels), tile
 
-    return of
+def _mamba(*arguments: Any) -> tuple[str, str]:
+    from tandem_kernels.linear_attention.mamba_scan import token_tuning
+
+    return _of_states("mamba_scan", "mamba_scan_kernel", token_tuning, arguments)
+
+
+def _of_states(
+    name: str, by_token: str, tuning_of: Callable[[int], Any], arguments: tuple[Any, ...]
+) -> tuple[str, str]:
+    """Describes kernels of states. In fixed order prompts are walked through by token, too."""
+    from tandem_kernels.linear_attention.delta_tuning import FIXED
+
+    metadata, *rest = arguments[OF_STATES[name] :]
+    decodes, requests = metadata.num_decodes, len(metadata.seq_lens)
+    fields = "values", "num_warps"
+    if rest and rest[0]:
+        return by_token, _fields(FIXED, *fields)
+    kernels = [by_token] * (decodes > 0) + ["chunk kernels"] * (decodes < requests)
+    return "; ".join(kernels), _fields(tuning_of(decodes), *fields) if decodes else ""
 
 
 def _few_rows(x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
@@ -188,15 +205,13 @@ def _tile(tuning: ExpertTuning) -> str:
 _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "paged_attention": _paged,
     "latent_attention": _latent,
-    "sparse_latent_attention": _of_heads("sparse_latent_kernel"),
-    "window_rows_attention": _of_heads("window_rows_kernel"),
+    "sparse_latent_attention": _sparse_latents,
+    "window_rows_attention": _window_rows,
     "block_sparse_attention": _of_blocks,
     "choose_blocks": lambda *_: ("block_scores_kernel, choose_blocks_kernel", ""),
     "index_topk": lambda *_: ("index_scores_kernel, select kernels", ""),
-    "gated_delta_rule": _of_states(
-        OF_STATES["gated_delta_rule"], "delta_rule_kernel", "chunk kernels"
-    ),
-    "mamba_scan": _of_states(OF_STATES["mamba_scan"], "mamba_scan_kernel", "chunk kernels"),
+    "gated_delta_rule": _delta,
+    "mamba_scan": _mamba,
     "few_row_gemm": _few_rows,
     "small_m_gemm": _small_m(gated=False),
     "small_m_gate_up": _small_m(gated=True),

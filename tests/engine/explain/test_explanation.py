@@ -277,19 +277,23 @@ def test_every_choice_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kernels"),
+    ("shape", "decodes", "kernels"),
     [
-        ("deepseek-v4-flash-3-layers", {"window_rows_kernel": "rows 64, tile 64"}),
-        ("deepseek-v3.2-6-layers", {"sparse_latent_kernel": "rows 64, tile 64"}),
-        ("minimax-m3-4-layers", {"block_sparse_kernel": "tile 64"}),
-        ("nemotron-3-nano", {"mamba_scan_kernel": "values 32"}),
-        ("qwen3-next-80b-a3b", {"delta_rule_kernel": "values 32"}),
+        ("deepseek-v4-flash-3-layers", 1, {"window_rows_kernel": "rows 16, tile 16"}),
+        ("deepseek-v4-flash-3-layers", 16, {"window_rows_kernel": "rows 64, tile 32"}),
+        ("deepseek-v4-flash-3-layers", 64, {"window_rows_kernel": "rows 64, tile 64"}),
+        ("deepseek-v3.2-6-layers", 16, {"sparse_latent_kernel": "rows 64, tile 64"}),
+        ("minimax-m3-4-layers", 16, {"block_sparse_kernel": "tile 64"}),
+        ("nemotron-3-nano", 16, {"mamba_scan_kernel": "values 32, warps 2"}),
+        ("nemotron-3-nano", 64, {"mamba_scan_kernel": "values 64, warps 4"}),
+        ("qwen3-next-80b-a3b", 16, {"delta_rule_kernel": "values 32, warps 1"}),
+        ("qwen3-next-80b-a3b", 64, {"delta_rule_kernel": "values 64, warps 2"}),
     ],
 )
 def test_attention_that_is_sparse_and_states_say_how_they_run(
-    shape: str, kernels: dict[str, str]
+    shape: str, decodes: int, kernels: dict[str, str]
 ) -> None:
-    (found,) = explain(shape_config(shape), H200, [Batch(16)])
+    (found,) = explain(shape_config(shape), H200, [Batch(decodes)])
     rows = [row for _, rows in found.choices for row in rows]
     assert all(row.why for row in rows)
     for kernel, tile in kernels.items():
