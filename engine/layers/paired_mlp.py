@@ -19,7 +19,7 @@ from engine.layers.mlp import DenseMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import PairOutputs, UnnormedSum
-from engine.layers.side_stream import SideStream, is_recording
+from engine.layers.side_stream import fork
 from engine.layers.sparse_mlp import SparseMLP
 from tandem_kernels.elementwise.norm_forms import PairedExperts
 
@@ -47,15 +47,11 @@ class PairedMLP(nn.Module):
         sparse, given = self.sparse, (norm, self.sparse.router.norm, self.sparse.input_norm)
         if sparse.leaves_sums and self.dense.input_form is None and all_there(given):
             x, routing, to_experts = stream.normed_by(*given)
-            if len(x) <= sparse.beside_rows and is_recording(x):
-                side = SideStream(x.device)
-                with side.beside():
-                    dense = self.dense.partial(x)
-                pairs = sparse.unsummed(routing, slot_mapping, to_experts)
-                side.join()
-            else:
+            side = fork(x, sparse.beside_rows)
+            with side.beside():
                 dense = self.dense.partial(x)
-                pairs = sparse.unsummed(routing, slot_mapping, to_experts)
+            pairs = sparse.unsummed(routing, slot_mapping, to_experts)
+            side.join()
         else:
             dense = self.dense.partial(stream.read_rows(norm, self.dense.input_form))
             routed = sparse.routed(stream.read(None), slot_mapping)

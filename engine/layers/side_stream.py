@@ -10,7 +10,7 @@ the fork and at the join, so that none is written while it is read.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -52,3 +52,20 @@ class SideStream:
     def join(self) -> None:
         """Lets what is launched from now on wait for the side."""
         self._main.wait_stream(self._side)
+
+
+class NoSide:
+    """Stands where there is no fork: all is launched in order."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self) -> None:
+        """Has nothing to wait for."""
+
+
+def fork(x: Tensor, most_rows: int) -> SideStream | NoSide:
+    """Returns what to launch beside the work on `x` [T, ...]: on the side in recorded steps of up
+    to `most_rows` tokens. Recorded or not, the same kernels are launched, since a graph cannot
+    record what is not loaded yet."""
+    return SideStream(x.device) if len(x) <= most_rows and is_recording(x) else NoSide()

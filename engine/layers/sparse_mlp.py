@@ -18,7 +18,6 @@ Shazeer et al. (arXiv 1701.06538); DeepSeekMoE (arXiv 2401.06066) for shared exp
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -36,7 +35,7 @@ from engine.layers.router import Router, RouterOptions
 from engine.layers.rows import PairOutputs, PartialSum, UnnormedSum
 from engine.layers.shard import CheckpointWeight, Shard, unread
 from engine.layers.shared_expert import SharedExpert
-from engine.layers.side_stream import SideStream, is_recording, side_stream
+from engine.layers.side_stream import SideStream, fork, is_recording, side_stream
 from tandem_kernels.elementwise.gate_form import GateForm, has_gate
 
 PROJECTION_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -272,14 +271,12 @@ class SparseMLP(nn.Module):
     def _add_sums(
         self, x: Tensor, shared: SharedExpert, stream: ResidualStream, slot_mapping: Tensor
     ) -> None:
-        """Leaves all sums to what reads the stream. Recorded or not, the same kernels are launched
-        for `x` [T, H]: a graph cannot record what is not loaded yet."""
-        side = SideStream(x.device) if is_recording(x) else None
-        with nullcontext() if side is None else side.beside():
+        """Leaves all sums of `x` [T, H] to what reads the stream."""
+        side = fork(x, self.beside_rows)
+        with side.beside():
             beside, gate = shared.ungated(x)
         pairs = self.unsummed(x, slot_mapping)
-        if side is not None:
-            side.join()
+        side.join()
         stream.add(replace(pairs, beside=beside, gate=gate))
 
     def take_part(self) -> None:

@@ -13,7 +13,6 @@ Source: DeepSeek-V4, 2026, as transformers 5.24 computes it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
-from engine.layers.side_stream import SideStream, is_recording, side_stream
+from engine.layers.side_stream import NoSide, SideStream, fork, side_stream
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import CachesByGroup, IndexedLatents, LayerCache, OpenRows
 from tandem_kernels.attention.token_rows import (
@@ -94,13 +93,13 @@ class _Closed:
         rows: Those that they close, [T, dim] float32 of each kind.
         weights: [T, H] float32, of the indexer's heads; None: there is no indexer.
         pages: Of the attention's own rows.
-        side: Where all that is computed; None: nowhere else.
+        side: Where all that is computed.
     """
 
     rows: list[Tensor]
     weights: Tensor | None
     pages: RowPages
-    side: SideStream | None
+    side: SideStream | NoSide
 
 
 class WindowRowsBlock(nn.Module):
@@ -203,11 +202,10 @@ class WindowRowsBlock(nn.Module):
         opened, of_tokens = caches[0], inputs.others[0]
         assert isinstance(opened, OpenRows)
         left = OpenTokens(opened.planes[0], of_tokens.slot_mapping, of_tokens.metadata)
-        is_beside = len(x) <= self.beside_rows and is_recording(x)
-        side = SideStream(x.device) if is_beside else None
+        side = fork(x, self.beside_rows)
         cache, of_rows = caches[1], inputs.others[1]
         pages = cache.latents if isinstance(cache, IndexedLatents) else _vectors_in(cache)
-        with nullcontext() if side is None else side.beside():
+        with side.beside():
             rows = self.compressor(x, left, inputs)
             weights = None if self.indexer is None else self.indexer.head_weights(x)
             ops.cache_rows(rows[0], pages, of_rows.slot_mapping)
@@ -223,8 +221,7 @@ class WindowRowsBlock(nn.Module):
         """Returns the rows that tokens attend to."""
         if closed is None:
             return None
-        if closed.side is not None:
-            closed.side.join()
+        closed.side.join()
         of_rows, chosen = inputs.others[1], None
         if self.indexer is not None:
             cache = caches[1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layers import paired_mlp as paired_mlp_module
+from engine.layers import side_stream as side_stream_module
 from engine.layers import sparse_mlp as sparse_mlp_module
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.mlp import GatedMLP
@@ -119,7 +119,7 @@ def test_forks_and_joins_where_it_may(name: str, monkeypatch: pytest.MonkeyPatch
             done.append("join")
 
     recording = True
-    for module in (sparse_mlp_module, paired_mlp_module):
+    for module in (sparse_mlp_module, side_stream_module):
         monkeypatch.setattr(module, "SideStream", Side)
         monkeypatch.setattr(module, "is_recording", lambda x: recording)
     mlp = BLOCKS[name](GemmPolicy(beside_rows=4), 32, torch.float32, "cpu")
