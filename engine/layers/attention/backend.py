@@ -178,9 +178,9 @@ class AttentionBackend(ABC):
         """Returns the same chunks as they shall lie behind each other."""
         return chunks
 
-    @abstractmethod
     def graph_ok(self, order: StepOrder) -> bool:
         """Returns whether a graph that was recorded with this backend may compute the step."""
+        return True
 
     @abstractmethod
     def metadata(self, batch: StepBatch) -> AttentionMetadata:

@@ -43,9 +43,6 @@ class PagedBackend(AttentionBackend):
     dense_tokens: int | None = None
     recorded_context: int = 0
 
-    def graph_ok(self, order: StepOrder) -> bool:
-        return True
-
     def metadata(self, batch: StepBatch) -> AttentionMetadata:
         return AttentionMetadata(
             block_tables=batch.block_tables,

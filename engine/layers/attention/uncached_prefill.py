@@ -136,7 +136,7 @@ class UncachedPrefillBackend(AttentionBackend):
         return sorted(chunks, key=self._place)
 
     def graph_ok(self, order: StepOrder) -> bool:
-        return not any(self._apart(order)) and self.paged.graph_ok(order)
+        return not any(self._apart(order))
 
     def metadata(self, batch: StepBatch) -> AttentionMetadata:
         metadata = self.paged.metadata(batch)
