@@ -106,6 +106,12 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         "ignored, with one warning in the log for each name, and counted in "
         "tandem_ignored_fields_total. Known fields that are not built are always refused.",
     )
+    strict_max_tokens: bool = Field(
+        default=False,
+        description="Refuse requests for more tokens (max_tokens) than their prompt leaves of the "
+        "context, as vLLM does. Off: they get what is left, and finish_reason length says so. "
+        "Prompts that are too long are always refused.",
+    )
     send_timeout_s: float = Field(
         default=30.0,
         gt=0,

@@ -149,6 +149,7 @@ def create_served_model(
             trusts_templates=settings.trust_request_chat_template,
             sanitizes=settings.sanitize_control_tokens,
             moves_system_turns=settings.system_turns == "first",
+            cuts_answers=not settings.strict_max_tokens,
         ),
         images=ImagePrompts(
             images, model.vision, partial(tokenizer.encode, add_special_tokens=False)

@@ -361,7 +361,7 @@ def create_node_app(
     )
     serving = OpenAIServing(
         RequestReader(served, grammars, forces_usage=settings.enable_force_include_usage),
-        ChoicePreparer(engine.config),
+        ChoicePreparer(engine.config, cuts_answers=not settings.strict_max_tokens),
         Responder(proxy, metrics, liveness),
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)

@@ -210,6 +210,10 @@ DIFFERENCES = """
 Besides endpoints and fields that are not built, a client of vLLM can notice:
 
 - `stream_options` without `stream` ask for nothing and are accepted; vLLM refuses them.
+- `max_tokens` beyond the context is cut to what the prompt leaves, as in llama.cpp and with
+  SGLang's `--allow-auto-truncate`: agents ask for 32,000 tokens of any model. The answer ends with
+  `length`, in /v1/messages with `model_context_window_exceeded`. vLLM refuses it, and so does
+  `--strict-max-tokens`. A prompt that is too long is a 400 in vLLM's words.
 - `/v1/completions` without `max_tokens` goes on as long as the context allows; vLLM and OpenAI stop
   after 16 tokens.
 - `top_p` may be 0, as in OpenAI's API: the most likely token.

@@ -42,6 +42,8 @@ class Choice:
     echoes_logprobs: bool = False
     is_prompt_only: bool = False
     """The answer is only about the prompt: what is generated is not part of it."""
+    is_cut: bool = False
+    """The context has no room for all the tokens that were asked for."""
     num_cached: int | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None
     replay: RequestOutput | None = None

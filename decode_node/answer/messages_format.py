@@ -85,7 +85,7 @@ class MessagesFormat(ResponseFormat):
         (result,) = results
         self._blocks.take(self._readers.read_whole(result))
         self._blocks.finish()
-        self._note_end(result.finish_reason, result.stop_reason)
+        self._note_end(result.choice, result.finish_reason, result.stop_reason)
         message = self._message(self._blocks.blocks, _usage_of(usage))
         if timeline is not UNSET:
             message["timeline"] = timeline
@@ -104,14 +104,15 @@ class MessagesFormat(ResponseFormat):
     def _read(self, choice: Choice, output: RequestOutput) -> list[Json]:
         found = self._blocks.take(self._readers.read(choice.index, output))
         if output.finished:
-            self._note_end(output.finish_reason, output.stop_reason)
+            self._note_end(choice, output.finish_reason, output.stop_reason)
             found += self._blocks.finish()
         return found
 
-    def _note_end(self, reason: str | None, stop_reason: int | str | None) -> None:
+    def _note_end(self, choice: Choice, reason: str | None, stop_reason: int | str | None) -> None:
         self._stop = {"stop_reason": "end_turn", "stop_sequence": None}
         if reason == "length":
-            self._stop["stop_reason"] = "max_tokens"
+            why = "model_context_window_exceeded" if choice.is_cut else "max_tokens"
+            self._stop["stop_reason"] = why
         elif isinstance(stop_reason, str):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         elif self._blocks.num_calls:

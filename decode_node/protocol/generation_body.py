@@ -37,7 +37,8 @@ class GenerationBody(StructuredFields):
     model: Name | None = None
     """A name that this server gives its model; any of them, or none."""
     max_tokens: Int | None = None
-    """The most tokens to generate; what is left of the context where it is not given."""
+    """The most tokens to generate; what is left of the context where it is not given, or is more
+    (`--strict-max-tokens` refuses more)."""
     temperature: float | None = None
     """How freely tokens are drawn: 0 always takes the most likely one; up to 100."""
     top_p: float | None = None
@@ -218,14 +219,14 @@ class GenerationBody(StructuredFields):
         """Says whether the answer goes on with the text of the prompt."""
         return True
 
-    def kept_part(self, context: int) -> KeptPart | None:
-        """Returns what is kept of a longer prompt in a model with so large a context; None to
-        refuse what does not fit. Raises `BadRequest`."""
+    def kept_part(self, context: int, room: int) -> KeptPart | None:
+        """Returns what is kept of a longer prompt in a model with so large a context, of which the
+        answer gets `room`; None to refuse what does not fit. Raises `BadRequest`."""
         asked = self.truncate_prompt_tokens
         if asked is None:
             return None
         if asked == -1:
-            asked = max(1, context - (self.wanted_max_tokens or 1))
+            asked = max(1, context - room)
         if not 1 <= asked <= context:
             raise BadRequest(
                 f"truncate_prompt_tokens must be -1 or 1 to {context}, this model's context, "

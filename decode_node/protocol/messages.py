@@ -182,7 +182,8 @@ class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
     max_tokens: Int
-    """The most tokens to generate, thinking included."""
+    """The most tokens to generate, thinking included. More than the context has left gets that, and
+    stop_reason `model_context_window_exceeded` if it ends there (`--strict-max-tokens` refuses)."""
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     """Up to 64 texts that end the answer; it ends before them."""
     stream: bool | None = None

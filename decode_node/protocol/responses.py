@@ -77,7 +77,7 @@ class ResponsesRequest(StrictBody):
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: Int | None = None
-    """The most tokens to generate, reasoning included."""
+    """The most tokens to generate, reasoning included; as `max_tokens` of chats."""
     stream: bool | None = None
     """Send the answer as events while it is generated."""
     temperature: float | None = None

@@ -29,10 +29,10 @@ from engine.frontend.output_processor import OutputProcessor
 
 
 class ChoicePreparer:
-    """Prepares requests for one engine."""
+    """Prepares requests for one engine. `cuts_answers`: as `InputProcessor` has it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._input_processor = InputProcessor(config)
+    def __init__(self, config: EngineConfig, *, cuts_answers: bool = False) -> None:
+        self._input_processor = InputProcessor(config, cuts_answers=cuts_answers)
         self._serial = itertools.count()
         """Makes request ids of the engine unique, whatever ids clients send."""
 
@@ -128,6 +128,7 @@ def _choice(
         prompt_text=prompt.echo,
         echoes_logprobs=read.body.echoes_logprobs,
         is_prompt_only=read.body.is_prompt_only,
+        is_cut=record.max_tokens < (read.body.wanted_max_tokens or 0),
     )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from decode_node.chat_templates.control_tokens import MARK
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
-from decode_node.protocol.generation_body import too_long
+from decode_node.protocol.generation_body import GenerationBody, too_long
 from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.tools import ToolUse
 from decode_node.serving.chat_prompt import RENDER_S, TOO_COSTLY, ChatPrompt
@@ -29,7 +29,8 @@ _QUICK_S = 0.03
 class Prompts:
     """Forms prompts for one model. `is_long`: the body is long, and what is done to all of it
     happens beside the event loop. `sanitizes`: control tokens that users and tools write in chats
-    are text. `moves_system_turns`: system turns come first, where the API has them later."""
+    are text. `moves_system_turns`: system turns come first, where the API has them later.
+    `cuts_answers`: an answer may get less room than it asks for."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Prompts:
         trusts_templates: bool = False,
         sanitizes: bool = False,
         moves_system_turns: bool = True,
+        cuts_answers: bool = False,
     ) -> None:
         self._max_tokens = model.max_model_len
         self._vocab_size = model.vocab_size
@@ -46,6 +48,7 @@ class Prompts:
         self._sanitizes = sanitizes
         self._long_texts = LongTexts()
         self._moves_system_turns = moves_system_turns
+        self._cuts_answers = cuts_answers
         self._chat_prompt = ChatPrompt(
             tokenizer,
             trusts_templates=trusts_templates,
@@ -58,7 +61,7 @@ class Prompts:
     ) -> tuple[list[list[int]], list[str]]:
         """Returns the tokens of each prompt, and each as text, empty unless the answer repeats it.
         Raises `BadRequest`."""
-        keep = body.kept_part(self._max_tokens)
+        keep = body.kept_part(self._max_tokens, self._room_for_answer(body))
         prompts = await long_work.run(is_long, partial(self._given, body, keep))
         with_special = body.add_special_tokens is not False
         tokens: list[list[int]] = []
@@ -112,16 +115,23 @@ class Prompts:
     async def _of_chat(
         self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool
     ) -> tuple[str, list[int]]:
-        keep = body.kept_part(self._max_tokens)
+        room = self._room_for_answer(body)
+        keep = body.kept_part(self._max_tokens, room)
         text = await self.render(body, tool_use, is_long=is_long)
         # A rendered chat has its special tokens written out.
         with_special = bool(body.add_special_tokens)
         tokens = await self.encode(
             text, "messages", keep, is_long=is_long, add_special_tokens=with_special
         )
-        if body.drops_turns and len(tokens) + (body.wanted_max_tokens or 1) > self._max_tokens:
+        if body.drops_turns and len(tokens) + room > self._max_tokens:
             raise too_long(self._max_tokens, f"{len(tokens)} tokens", "messages")
         return text, tokens
+
+    def _room_for_answer(self, body: GenerationBody) -> int:
+        """Returns the tokens of the context that a prompt leaves to the answer where it is cut: all
+        that it asks for, but no more than half of the context if it may get less."""
+        asked = body.wanted_max_tokens or 1
+        return min(asked, self._max_tokens // 2) if self._cuts_answers else asked
 
     async def render(self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool) -> str:
         """Returns the text of a chat's prompt. A short request of which its template makes much is

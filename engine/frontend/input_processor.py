@@ -102,11 +102,13 @@ class GenerationRequest:
 
 
 class InputProcessor:
-    """Checks requests against one engine's limits."""
+    """Checks requests against one engine's limits. `cuts_answers`: longer answers than the context
+    has room for are cut to what is left of it, not refused."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, cuts_answers: bool = False) -> None:
         self._config = config
         self._model = config.model
+        self._cuts_answers = cuts_answers
 
     def process(
         self, request_id: str, spec: RequestSpec, *, max_tokens: int | None
@@ -182,10 +184,10 @@ class InputProcessor:
         if max_tokens is None:
             return left
         check(max_tokens >= 1, "max_tokens", f"must be at least 1, not {max_tokens}")
-        if max_tokens > left:
+        if max_tokens > left and not self._cuts_answers:
             message = answer_too_long(context, num_prompt_tokens, max_tokens)
             raise InvalidRequest(message, "max_tokens", CONTEXT_EXCEEDED)
-        return max_tokens
+        return min(max_tokens, left)
 
 
 def wrong_token(token_ids: Sequence[int], vocab_size: int) -> int | None:

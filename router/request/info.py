@@ -132,8 +132,8 @@ class RequestInfo:
         return self.priority is Priority.IDLE
 
     def bounded(self, max_model_len: int) -> Self:
-        """Returns it with no more tokens than its model can take, whose nodes refuse what is
-        longer. 0: the model's length is not known."""
+        """Returns it with no more tokens than its model can take, whose nodes refuse or cut what
+        is longer. 0: the model's length is not known."""
         if not max_model_len:
             return self
         num_tokens = min(self.num_prompt_tokens, max_model_len * self.num_prompts)

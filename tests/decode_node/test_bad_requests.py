@@ -67,7 +67,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [-1], "echo": True}, "prompt"),
     ({"prompt": [[1], [1, 2**32]], "echo": True}, "prompt"),
     ({"prompt": [1] * CONTEXT}, "prompt"),
-    ({"prompt": [1], "max_tokens": CONTEXT}, "max_tokens"),
     ({"prompt": [1], "max_tokens": 0}, "max_tokens"),
     ({"prompt": [1], "max_tokens": -5}, "max_tokens"),
     ({"prompt": [1], "max_tokens": 10**40}, "max_tokens"),
@@ -291,7 +290,7 @@ async def test_bodies_that_are_no_json_object(raw: bytes) -> None:
 
 
 async def test_the_context_message_has_both_numbers() -> None:
-    async with http_node() as node:
+    async with http_node(strict_max_tokens=True) as node:
         body = {"prompt": [1] * 10, "max_tokens": CONTEXT}
         error = check_error(await node.client.post(COMPLETIONS, json=body), 400, "max_tokens")
         assert f"10 + {CONTEXT} > {CONTEXT}" in error["message"]

@@ -342,7 +342,7 @@ async def test_errors_reach_the_official_client_as_its_own() -> None:
 
 async def test_what_exceeds_the_context_is_told_in_words_that_agents_look_for() -> None:
     """They ask for a shorter answer, or compact the conversation, by these."""
-    async with one_node() as node:
+    async with one_node(strict_max_tokens=True) as node:
         body = {**ASK, "max_tokens": 1200}
         refused = await node.client.post(MESSAGES, json=body)
         message = refused.json()["error"]["message"]
@@ -365,3 +365,22 @@ async def test_what_exceeds_the_context_is_told_in_words_that_agents_look_for() 
         assert refused.status_code == 400 and found is not None, message
         assert int(found[1]) > int(found[2]) == 1199
         assert "maximum context length is 1200 tokens" in message
+
+
+async def test_an_answer_that_the_context_cuts_says_so() -> None:
+    """Agents ask for 32,000 tokens of any model; prompts that are too long must be refused."""
+    async with one_node("so on, " * 1200) as node:
+        body = {**ASK, "max_tokens": 32_000}
+        whole = (await node.client.post(MESSAGES, json=body)).json()
+        streamed = await node.client.post(MESSAGES, json={**body, "stream": True})
+        message = joined(events_of(streamed.text))
+        for answer in (whole, message):
+            usage = answer["usage"]
+            assert answer["stop_reason"] == "model_context_window_exceeded"
+            assert usage["input_tokens"] + usage["output_tokens"] == 1200
+        left = usage["output_tokens"]
+        fits = (await node.client.post(MESSAGES, json={**ASK, "max_tokens": left})).json()
+        assert fits["stop_reason"] == "max_tokens" and fits["content"] == whole["content"]
+        long = {**body, "messages": [{"role": "user", "content": "hello " * 1300}]}
+        refused = await node.client.post(MESSAGES, json=long)
+        assert "prompt is too long" in refused.json()["error"]["message"]

@@ -382,7 +382,7 @@ async def test_the_oldest_turns_are_left_out_of_an_input_that_is_too_long() -> N
         )
     ]
     body = {"input": turns, "instructions": "be kind", "max_output_tokens": 9}
-    async with one_node() as node:
+    async with one_node("so on, " * 1200) as node:
         refused = await node.client.post(RESPONSES, json=body)
         assert refused.json()["error"]["code"] == "context_length_exceeded"
         answer = await node.client.post(RESPONSES, json={**body, "truncation": "auto"})
@@ -393,6 +393,15 @@ async def test_the_oldest_turns_are_left_out_of_an_input_that_is_too_long() -> N
         longer = len(node.tokenizer.encode("user:question 10assistant:None{}tool:result 10"))
         room = node.engine.config.model.max_model_len - len(spec.prompt_token_ids)
         assert 9 <= room < 9 + longer + 4
+        context = node.engine.config.model.max_model_len
+        usages = []
+        for asked in (context // 2, 32_000):
+            more = {**body, "truncation": "auto", "max_output_tokens": asked}
+            cut = (await node.client.post(RESPONSES, json=more)).json()
+            assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
+            usages.append(cut["usage"])
+        assert usages[0]["input_tokens"] == usages[1]["input_tokens"] > 0
+        assert usages[1]["total_tokens"] == context
         counted = await node.client.post(f"{RESPONSES}/input_tokens", json={**body, "input": "a"})
         assert counted.json()["object"] == "response.input_tokens"
         assert (await node.client.post(RESPONSES, json={**body, "input": "a"})).status_code == 200

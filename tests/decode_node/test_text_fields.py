@@ -109,6 +109,9 @@ async def test_prompts_are_cut_in_front(url: str) -> None:
             assert answer["usage"]["prompt_tokens"] == kept
             ids = node.engine.only.request.spec.prompt_token_ids
             assert "dog" in node.tokenizer.decode(ids)[-8:]
+        body = {**URLS[url], **long, "truncate_prompt_tokens": -1, "max_tokens": 32_000}
+        usage = (await post(node, url, body))["usage"]
+        assert usage["prompt_tokens"] == usage["completion_tokens"] == CONTEXT // 2
         short = await post(node, url, {**URLS[url], "truncate_prompt_tokens": 200})
         assert short["usage"] == (await post(node, url, URLS[url]))["usage"]
         for wrong in (0, -2, CONTEXT + 1):

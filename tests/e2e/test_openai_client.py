@@ -29,6 +29,7 @@ async def test_everything_a_program_does(start_cluster: Any) -> None:
             await _models(client)
             await _chat(client)
             await _completions(client)
+            await _long_answer(client)
             await _structured(client)
             await _errors(client)
             await _tool_calls(client)
@@ -109,6 +110,15 @@ async def _completions(client: openai.AsyncOpenAI) -> None:
             allowed = extra.get("allowed_token_ids")
             assert allowed is None or set(choice.token_ids) <= set(allowed)  # type: ignore[attr-defined]
     assert stopped.choices[0].finish_reason == "stop"
+
+
+async def _long_answer(client: openai.AsyncOpenAI) -> None:
+    """One may ask for more than the context has left, and gets that."""
+    asked: Any = {"model": "demo", "prompt": [20] * 2030, "extra_body": {"ignore_eos": True}}
+    cut = await client.completions.create(**asked, max_tokens=32_000, temperature=0)
+    assert cut.usage and cut.usage.total_tokens == 2048 and cut.choices[0].finish_reason == "length"
+    left = await client.completions.create(**asked, temperature=0)
+    assert left.choices[0].text == cut.choices[0].text
 
 
 class Dog(pydantic.BaseModel):

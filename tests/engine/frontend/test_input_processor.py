@@ -53,6 +53,19 @@ def test_the_context_message_says_both_numbers() -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
+def test_an_answer_is_cut_to_the_context_where_that_is_allowed() -> None:
+    processor = InputProcessor(tiny_config(), cuts_answers=True)
+    left = MAX_LEN - len(PROMPT)
+    for asked, granted in ((left - 1, left - 1), (left, left), (left + 1, left), (1 << 40, left)):
+        spec = processor.complete(RequestSpec(PROMPT), max_tokens=asked)
+        assert spec.sampling.max_tokens == granted
+        again = processor.complete(spec.resumed_after([5, 6]), max_tokens=asked)
+        assert again.sampling.max_tokens == granted
+    for prompt, wrong in (([1] * MAX_LEN, 9), (PROMPT, 0)):
+        with pytest.raises(InvalidRequest):
+            processor.complete(RequestSpec(prompt), max_tokens=wrong)
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens"), [([], 4), ([-1], 4), ([VOCAB], 4), ([1] * MAX_LEN, None)]
 )
