@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, SecretStr
 from edge.http.settings import HttpEdgeSettings
 from engine.contracts.errors import CannotStartError
 from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS
-from engine.models.sampling_defaults import read_override
+from engine.models.config.sampling_defaults import read_override
 from engine.node.settings import EngineSettings
 
 

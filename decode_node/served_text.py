@@ -25,7 +25,7 @@ from engine.config import ModelConfig
 from engine.contracts.request_spec import AdapterRef
 from engine.frontend.chat_template import ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
-from engine.models.sampling_defaults import SamplingDefaults, not_applied
+from engine.models.config.sampling_defaults import SamplingDefaults, not_applied
 from engine.node.settings import SettingsError
 
 logger = logging.getLogger(__name__)

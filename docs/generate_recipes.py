@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.models.config.wrappers import text_architecture
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS
 from engine.models.specs.base import UnsupportedField
-from engine.models.wrappers import text_architecture
 
 DATA, PAGE = Path(__file__).with_name("recipes.json"), Path(__file__).with_name("models.md")
 BEGIN, END = "<!-- by docs/generate_recipes.py -->\n", "<!-- end -->"

@@ -74,7 +74,7 @@ class ModelConfig:
         served_model_name: The name clients use, and that answers bear.
         served_aliases: Other names that clients may use.
         architecture: A name of `engine.models.registry.MODELS`.
-        wrapper: A name of `engine.models.wrappers.WRAPPERS`, whose text part this is; "": none.
+        wrapper: The name in `engine.models.config.wrappers` whose text part this is; "": none.
         spec: What only the architecture itself reads, as `engine.models.registry.spec_of` gives
             it; but for `hidden_size`, to which `engine.parallel.place` times sums over ranks.
         max_model_len: Prompt plus output tokens at most.

@@ -13,7 +13,7 @@ class LoRAModule:
     Attributes:
         name: What clients ask for.
         path: Its folder.
-        digest: Of its files; see `engine.models.adapter_files`.
+        digest: Of its files; see `engine.models.adapters.adapter_files`.
     """
 
     name: str

@@ -156,7 +156,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
             all contain one is not quantised either.
         kv_cache: What the checkpoint recommends for the KV cache; None: nothing.
         written_names, stored_layers: How the checkpoint names our layers, whom patterns then match
-            by either name: see `ModelSpec.written_names` and `engine.models.joined_layers`.
+            by either name: see `ModelSpec.written_names` and `engine.models.weights.joined_layers`.
     """
 
     method: str

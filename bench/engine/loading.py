@@ -44,13 +44,13 @@ from bench.arguments import parser_of
 from bench.engine.models.shapes import config_json
 from bench.record import write_result
 from engine.config import EngineConfig
-from engine.models import content_digests
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
+from engine.models.files import content_digests
+from engine.models.files.passing_digests import PassingDigests
+from engine.models.files.stored_tensors import PIECE_BYTES
 from engine.models.identity import IdentityJob
 from engine.models.loader import load_weights, num_reading_threads
-from engine.models.passing_digests import PassingDigests
-from engine.models.stored_tensors import PIECE_BYTES
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 

@@ -24,10 +24,10 @@ from decode_node.images.fit import fitted
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import VisionSpec
 from engine.layers.shard import Shard
-from engine.models.dummy_weights import fill_dummy
 from engine.models.specs.towers.fields import TextSizes, TowerFile
 from engine.models.specs.vision import TOWERS
 from engine.models.vision.tower import VisionTower
+from engine.models.weights.dummy_weights import fill_dummy
 from engine.parallel.place import ParallelPlace
 
 

@@ -15,7 +15,7 @@ from edge.http.errors import BadRequest
 from engine.contracts.errors import CONTEXT_EXCEEDED, prompt_too_long
 from engine.contracts.sampling_params import BeamParams, SamplingParams
 from engine.frontend.text_options import TextOptions
-from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from engine.models.config.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 N = TypeVar("N", int, float)
 

@@ -20,7 +20,7 @@ from decode_node.protocol.other_names import named_fields
 from decode_node.protocol.responses_input import chat_messages, left_out_items
 from decode_node.protocol.responses_tools import ResponseTools, flat_name
 from edge.http.errors import BadRequest
-from engine.models.sampling_defaults import SamplingDefaults
+from engine.models.config.sampling_defaults import SamplingDefaults
 
 _NEEDS_STATE = "nothing is kept between requests here; send all earlier items as input"
 _SAME_IN_CHATS = (

@@ -18,7 +18,7 @@ from edge.http.errors import NotFound
 from engine.config import ModelConfig
 from engine.contracts.request_spec import AdapterRef
 from engine.frontend.tokenizer import Tokenizer
-from engine.models.sampling_defaults import SamplingDefaults
+from engine.models.config.sampling_defaults import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class LoRASlot(msgspec.Struct, frozen=True, array_like=True):
 
 class BeamSeat(msgspec.Struct, frozen=True, array_like=True):
     """Tells that a row has a beam of a search whose beams all keep their rows: from the step on in
-    which the last of them comes, workers choose the next beams (`engine.worker.beam_rows`).
+    which the last of them comes, workers choose the next beams (`engine.worker.rows.beam_rows`).
 
     Attributes:
         search: Its number.

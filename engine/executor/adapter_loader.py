@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.executor.worker_messages import AdapterLoaded
-from engine.models.adapter_files import AdapterError
+from engine.models.adapters.adapter_files import AdapterError
 from engine.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

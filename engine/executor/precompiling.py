@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edge.logs.setup import log_style
 from engine.config import EngineConfig
-from engine.worker.precompile_config import PrecompileConfig
+from engine.worker.start.precompile_config import PrecompileConfig
 from host.child_process import ChildProcess
 
 _MODULE = "engine.explain.precompile"

@@ -14,7 +14,7 @@ from engine.contracts.profiles import RankTrace
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
-from engine.models.content_digests import FileDigests
+from engine.models.files.content_digests import FileDigests
 from host.life_signs import LifeSignHandle
 from host.sockets.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle

@@ -31,7 +31,7 @@ from engine.models.recorded_steps import launches_of
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from engine.worker.attention_of_model import attention_of, group_inputs
-from engine.worker.kv_cache import layer_views
+from engine.worker.memory.kv_cache import layer_views
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from kv_transfer.layout import own_groups
 from tandem_kernels.device import GpuFacts, as_on

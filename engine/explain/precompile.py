@@ -1,6 +1,6 @@
 """The process that compiles an engine's kernels, on all cores, while its workers load weights.
 
-    1. ends at once where another does, or has done, the same (`engine.worker.kernel_cache`)
+    1. ends at once where another does, or has done, the same (`engine.worker.start.kernel_cache`)
     2. children, forks of this process, run warm-up's steps, each some of them, without a GPU: the
        model on fake tensors, the runner on the CPU; each tells which kernels they launch
     3. each gets some of these to compile; workers wait until all have ended
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from edge.logs.setup import setup_logging
 from engine.config import EngineConfig
-from engine.worker.kernel_cache import KernelCache
-from engine.worker.precompile_config import PrecompileConfig
+from engine.worker.start.kernel_cache import KernelCache
+from engine.worker.start.precompile_config import PrecompileConfig
 from host.child_process import read_config
 from host.termination import die_with_parent
 

@@ -23,7 +23,7 @@ from engine.contracts.request_spec import AdapterRef
 from engine.frontend.adapter_records import AdapterRecords
 from engine.frontend.engine_calls import EngineCalls
 from engine.lora import check_adapter_name
-from engine.models.adapter_files import AdapterError, read_adapter
+from engine.models.adapters.adapter_files import AdapterError, read_adapter
 
 _ADD_TIMEOUT_S = 120.0
 _REMOVE_TIMEOUT_S = 600.0

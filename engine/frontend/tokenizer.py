@@ -29,10 +29,10 @@ from engine.config import ModelConfig
 from engine.frontend.byte_detokenizer import ByteTexts
 from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
 from engine.frontend.own_templates import own_template
+from engine.models.config.json_file import read_json, read_text
 from engine.models.errors import CheckpointError
-from engine.models.json_file import read_json, read_text
-from engine.models.special_tokens import read_special_tokens
 from engine.models.vocabularies.files import has_tokenizer, tokenizer_folder
+from engine.models.vocabularies.special_tokens import read_special_tokens
 
 _STAND_IN_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"

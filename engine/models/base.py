@@ -12,8 +12,8 @@ from engine.layers.attention.backend import AttentionBackend, WholeImage
 from engine.layers.attention.layer import ChosenTokens
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight
-from engine.layers.vocab_part import VocabCut, VocabPart
-from engine.models.stacked_experts import StackableExperts
+from engine.layers.vocabulary.vocab_part import VocabCut, VocabPart
+from engine.models.weights.stacked_experts import StackableExperts
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import LayerCache
 from tandem_kernels.batch.state_metadata import StateMetadata
@@ -92,8 +92,8 @@ class ForwardInputs:
         input_ids: [T] int32.
         positions: [T] int64.
         groups: By KV group of the model's layout.
-        kv_caches: Of each layer, [N, 2, Hkv, B, D], or as `engine.worker.kv_cache.layer_views`
-            has it.
+        kv_caches: Of each layer, [N, 2, Hkv, B, D], or as `layer_views` of
+            `engine.worker.memory.kv_cache` has it.
         backend: Whose kernels attend.
         on_layer: Called with the index of each layer when its keys and values are in the cache.
         taps: Filled during the pass; None: nothing asks.
@@ -162,7 +162,7 @@ class CausalLM(nn.Module):
     @property
     def stackable_experts(self) -> StackableExperts | None:
         """Returns the experts that a checkpoint may have in one tensor a layer; see
-        `engine.models.stacked_experts`."""
+        `engine.models.weights.stacked_experts`."""
         return None
 
     @property

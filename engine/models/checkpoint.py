@@ -19,12 +19,13 @@ import msgspec
 from engine.config import Dtype, LoadFormat, ModelConfig, ParallelConfig, QuantizationName
 from engine.contracts.model_identity import PENDING
 from engine.expert_placement import initial_placement
-from engine.models.config_file import ConfigFile
-from engine.models.end_tokens import find_end_tokens
+from engine.models.config.config_file import ConfigFile
+from engine.models.config.mistral_params import config_path, read_config
+from engine.models.config.number_names import number_name
+from engine.models.config.wrappers import text_config
 from engine.models.errors import CheckpointError
+from engine.models.files.weight_files import EMBEDDING, HEAD, WeightFiles
 from engine.models.identity import model_hash_of
-from engine.models.mistral_params import config_path, read_config
-from engine.models.number_names import number_name
 from engine.models.quantization.fused_layers import check_fused_layers
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
@@ -33,9 +34,8 @@ from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.towers.fields import TextSizes
 from engine.models.specs.vision import read_vision
+from engine.models.vocabularies.end_tokens import find_end_tokens
 from engine.models.vocabularies.files import TOKENIZER_FILE, has_tokenizer
-from engine.models.weight_files import EMBEDDING, HEAD, WeightFiles
-from engine.models.wrappers import text_config
 from engine.quantization import Quantization
 
 __all__ = [
@@ -81,7 +81,7 @@ def resolve_model(
 
         folder, is_folder = converted(gguf_file), True
     if not is_folder:
-        from engine.models.hub import download
+        from engine.models.files.hub import download
 
         folder = download(name_or_path, folder, load_format, revision, check=check_architecture)
     elif revision is not None:
@@ -116,7 +116,7 @@ def resolve_draft(name_or_path: str) -> Path:
     be. Raises `CheckpointError`."""
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
-        from engine.models.hub import download
+        from engine.models.files.hub import download
 
         folder = download(name_or_path, folder, "safetensors")
     return folder.resolve()

@@ -24,14 +24,14 @@ import xxhash
 
 from engine.config import DrafterName, DraftModel, ModelConfig
 from engine.models.checkpoint import load_model_config
-from engine.models.config_file import ConfigFile, ConfigHead
+from engine.models.config.config_file import ConfigFile, ConfigHead
+from engine.models.config.json_file import read_json
 from engine.models.errors import CheckpointError
-from engine.models.json_file import read_json
+from engine.models.files.weight_files import WeightFiles
 from engine.models.registry import spec_of
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import DenseSpec, HeadNorm, NormNames
 from engine.models.specs.llama import LlamaSpec
-from engine.models.weight_files import WeightFiles
 
 _FITTING = "choose a drafter that was made for this model"
 _NUM_TAPS = 3

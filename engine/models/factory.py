@@ -11,10 +11,10 @@ from torch import nn
 from engine.config import EngineConfig
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import LinearLayer
-from engine.layers.methods.weight_format import Dequantised
+from engine.layers.methods.formats.weight_format import Dequantised
 from engine.layers.shard import Shard
 from engine.models.base import CausalLM
-from engine.models.decoder import Decoder
+from engine.models.decoder.decoder import Decoder
 from engine.models.quantization.fused_layers import mixed_schemes
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec

@@ -17,9 +17,9 @@ import xxhash
 
 from engine.config import EngineConfig, ModelConfig
 from engine.contracts.model_identity import PENDING
-from engine.models.content_digests import FileDigests
+from engine.models.files.content_digests import FileDigests
+from engine.models.files.weight_files import WeightFiles
 from engine.models.registry import MODELS, spec_of
-from engine.models.weight_files import WeightFiles
 
 
 def model_hash_of(model: ModelConfig, found: Sequence[FileDigests] = ()) -> str:

@@ -20,9 +20,9 @@ from engine.config import KVCacheDtype, ModelConfig
 from engine.contracts.errors import CannotStartError
 from engine.kv_scales import HeadScales, KVScaleTable
 from engine.models.errors import CheckpointError
+from engine.models.files.stored_tensors import StoredTensor
+from engine.models.files.weight_files import WeightFiles
 from engine.models.identity import model_hash_of
-from engine.models.stored_tensors import StoredTensor
-from engine.models.weight_files import WeightFiles
 
 _NAME = re.compile(
     r"(?:.*\.)?layers\.(?P<layer>\d+)\.self_attn\."

@@ -18,19 +18,19 @@ import torch
 
 from engine.config import EngineConfig, ModelConfig
 from engine.layers.shard import FLOATS, CheckpointWeight, TensorSlice
-from engine.models.cut_projections import cut_projections
-from engine.models.dummy_weights import fill_dummy
 from engine.models.errors import CheckpointError
-from engine.models.fill_jobs import fill_jobs
-from engine.models.foreign_weights import packed_by
-from engine.models.joined_layers import joined
+from engine.models.files.foreign_weights import packed_by
+from engine.models.files.passing_digests import PassingDigests
+from engine.models.files.stored_tensors import StoredTensor
+from engine.models.files.weight_files import EMBEDDING, HEAD, WeightFiles
+from engine.models.files.weight_reader import WeightReader
 from engine.models.kv_scale_files import is_kv_scale
-from engine.models.passing_digests import PassingDigests
 from engine.models.registry import MODELS
-from engine.models.stacked_experts import StackableExperts, unstacked
-from engine.models.stored_tensors import StoredTensor
-from engine.models.weight_files import EMBEDDING, HEAD, WeightFiles
-from engine.models.weight_reader import WeightReader
+from engine.models.weights.cut_projections import cut_projections
+from engine.models.weights.dummy_weights import fill_dummy
+from engine.models.weights.fill_jobs import fill_jobs
+from engine.models.weights.joined_layers import joined
+from engine.models.weights.stacked_experts import StackableExperts, unstacked
 
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 """Older checkpoints store the rotary frequencies; they follow from config.json."""

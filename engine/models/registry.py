@@ -1,5 +1,5 @@
-"""Maps an architecture's name to its spec, in the only list. Torch-free; `engine.models.decoder` is
-what computes each of them.
+"""Maps an architecture's name to its spec, in the only list. Torch-free;
+`engine.models.decoder.decoder` is what computes each of them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 
 from engine.config import ModelConfig
-from engine.models.config_file import ConfigHead
-from engine.models.foreign import foreign_architecture
-from engine.models.mistral_params import read_config
+from engine.models.config.config_file import ConfigHead
+from engine.models.config.foreign import foreign_architecture
+from engine.models.config.mistral_params import read_config
+from engine.models.config.wrappers import WRAPPERS, text_architecture
 from engine.models.specs.afmoe import AfmoeSpec
 from engine.models.specs.bailing import BailingMoeV2Spec, SarvamMoeSpec
 from engine.models.specs.bamba import BambaSpec, FalconH1Spec
@@ -63,7 +64,6 @@ from engine.models.specs.sarvam import SarvamMlaSpec
 from engine.models.specs.seed_oss import SeedOssSpec
 from engine.models.specs.smollm3 import SmolLM3Spec
 from engine.models.specs.step import StepSpec
-from engine.models.wrappers import WRAPPERS, text_architecture
 
 MODELS: dict[str, type[ModelSpec]] = {
     "AfmoeForCausalLM": AfmoeSpec,

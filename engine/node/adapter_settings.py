@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings
 from edge.command_line import SettingsError
 from engine.config import EngineConfig, ModelConfig
 from engine.lora import LoRAConfig, LoRAModule, check_adapter_name
-from engine.models.adapter_files import read_adapter
+from engine.models.adapters.adapter_files import read_adapter
 
 
 def _number(value: object) -> object:

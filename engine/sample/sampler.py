@@ -33,7 +33,7 @@ from engine.batch.buffer_utils import CarriedTensor
 from engine.batch.input_batch import InputBatch
 from engine.batch.places import Int32Array, Places
 from engine.contracts.scheduler_output import NewRequestData
-from engine.layers.vocab_part import VocabPart
+from engine.layers.vocabulary.vocab_part import VocabPart
 from engine.sample.allowed_tokens import AllowedTokenStates
 from engine.sample.bad_words import BadWordStates
 from engine.sample.grammars import GrammarStates, PlaceFailure

@@ -38,25 +38,25 @@ from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.contracts.step_launches import GraphKey
-from engine.layers.vocab_part import VocabPart
+from engine.layers.vocabulary.vocab_part import VocabPart
 from engine.models.base import CausalLM, ForwardInputs, Taps
 from engine.models.drafts.base import DraftNetwork
 from engine.models.recorded_steps import PROMPT_TOKENS, recorded_steps
 from engine.models.vision.tower import VisionTower
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
-from engine.worker.adapters import Adapters, NoAdapters
 from engine.worker.async_output import AsyncOutput, ResultCopier
 from engine.worker.attention_of_model import attention_of, group_inputs, prepare_attention
-from engine.worker.beam_rows import BeamRows
-from engine.worker.cudagraph_utils import CudaGraphManager
-from engine.worker.drafter import Drafts
+from engine.worker.drafts.drafter import Drafts
+from engine.worker.drafts.network_drafter import NetworkDrafter, with_drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
-from engine.worker.image_rows import create_image_rows
-from engine.worker.kv_cache import KVCache
+from engine.worker.graphs.cuda_graphs import CudaGraphManager
+from engine.worker.graphs.recorded_choices import RecordedChoices
 from engine.worker.kv_connector import KVConnector, OnLayer, waits_for_layers
-from engine.worker.network_drafter import NetworkDrafter, with_drafts
-from engine.worker.recorded_choices import RecordedChoices
+from engine.worker.memory.kv_cache import KVCache
+from engine.worker.rows.adapters import Adapters, NoAdapters
+from engine.worker.rows.beam_rows import BeamRows
+from engine.worker.rows.image_rows import create_image_rows
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from engine.worker.sampler_of_model import create_sampler
 from kv_transfer.layout import own_groups
@@ -68,9 +68,9 @@ class ModelRunner:
     """Owns the rows of one rank. `kv_caches` are set once, before the first step."""
 
     kv_caches: list[LayerCache]
-    """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
+    """One a layer, as `engine.worker.memory.kv_cache.layer_views` has them."""
     kv_pages: torch.Tensor
-    """All of them by block, as `engine.worker.kv_cache.KVCache` has them."""
+    """All of them by block, as `engine.worker.memory.kv_cache.KVCache` has them."""
     _query_len: int
     """Tokens of each decode in the next step: fewer than there may be, if the scheduler says so."""
 

@@ -30,30 +30,25 @@ from engine.contracts.group_step import GroupStep, Step
 from engine.contracts.model_identity import identified
 from engine.contracts.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
 from engine.explain.start_log import log_choices
-from engine.models.content_digests import FileDigests
 from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model, create_tower
+from engine.models.files.content_digests import FileDigests
+from engine.models.files.passing_digests import PassingDigests
 from engine.models.loader import load_weights
-from engine.models.passing_digests import PassingDigests
 from engine.parallel.place import ParallelPlace, take_place
-from engine.worker.adapters import create_adapters
 from engine.worker.async_output import AsyncOutput
 from engine.worker.dummy_steps import step_without_rows
-from engine.worker.expert_balancer import ExpertBalancer, create_balancer
+from engine.worker.experts.balancer import ExpertBalancer, create_balancer
 from engine.worker.group_runner import GroupRunner
-from engine.worker.kernel_cache import KernelCache
-from engine.worker.kv_cache import (
+from engine.worker.kv_connector import create_kv_connector
+from engine.worker.memory.budget import MemoryBudget
+from engine.worker.memory.kv_cache import (
     KVCache,
     blocks_that_fit,
     check_one_sequence_fits,
     describe_capacity,
 )
-from engine.worker.kv_connector import create_kv_connector
-from engine.worker.load_log import LoadLog
-from engine.worker.memory import MemoryProfiler
-from engine.worker.memory_budget import MemoryBudget
-from engine.worker.model_runner import ModelRunner
-from engine.worker.out_of_memory import (
+from engine.worker.memory.out_of_memory import (
     cure_of_full_cache,
     cure_of_graphs,
     cure_of_largest_step,
@@ -61,8 +56,13 @@ from engine.worker.out_of_memory import (
     device_memory_error,
     naming_out_of_memory,
 )
-from engine.worker.prompt_times import measures_prompts, time_prompt_steps
+from engine.worker.memory.profiler import MemoryProfiler
+from engine.worker.model_runner import ModelRunner
+from engine.worker.rows.adapters import create_adapters
 from engine.worker.stage_runner import create_runner
+from engine.worker.start.kernel_cache import KernelCache
+from engine.worker.start.load_log import LoadLog
+from engine.worker.start.prompt_times import measures_prompts, time_prompt_steps
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.transports.nixl.environment import has_window
 from tandem_kernels.compile_guard import CompileGuard

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.engine.models.planted import uniform_routing
+from engine.layers.feed_forward.router import Router, RouterOptions
 from engine.layers.norm import RMSNorm
-from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import Shard
 from engine.parallel.place import ParallelPlace
 

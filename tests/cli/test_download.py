@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from cli import download
-from engine.models import hub
+from engine.models.files import hub
 
 
 def test_the_mark_is_made_when_all_is_there(

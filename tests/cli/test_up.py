@@ -185,7 +185,7 @@ def test_it_is_said_before_loading(
 def test_gguf_is_not_downloaded_and_a_broken_file_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.models.hub.snapshot_download", None)
+    monkeypatch.setattr("engine.models.files.hub.snapshot_download", None)
     monkeypatch.setattr("engine.models.gguf.convert.STORE", tmp_path / "store")
     with pytest.raises(CheckpointError, match="GGUF format, of which no file is here"):
         resolve_model(name)

@@ -10,7 +10,7 @@ import pytest
 from edge.http import headers as names
 from engine.contracts.outputs import LoRAStats
 from engine.lora import LoRAConfig, LoRAModule
-from engine.models.adapter_files import read_adapter
+from engine.models.adapters.adapter_files import read_adapter
 from tests.decode_node.http_node import http_node
 from tests.engine.lora.adapter_checkpoints import AdapterShape, write_adapter
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint

@@ -13,7 +13,7 @@ import pytest
 from decode_node.config import DecodeNodeSettings
 from decode_node.served_text import find_defaults
 from engine.contracts.errors import CannotStartError
-from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from engine.models.config.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from tests.decode_node.http_node import CONTEXT, http_node
 from tests.engine.tiny_model import tiny_model
 

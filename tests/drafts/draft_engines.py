@@ -37,7 +37,7 @@ from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
-from engine.worker.drafter import Drafter
+from engine.worker.drafts.drafter import Drafter
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tandem_kernels.batch.batch_tables import RowTables

@@ -29,7 +29,7 @@ from engine.layers.attention.backend import AttentionSpec
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.attention.paged import PagedBackend
 from engine.models.base import ForwardInputs
-from engine.models.layer_kinds import LayerInputs, LayerKinds
+from engine.models.decoder.layer_kinds import LayerInputs, LayerKinds
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_pages import PagedKV
 from tandem_kernels.batch.batch_tables import RowTables

@@ -16,7 +16,7 @@ from engine.expert_placement import (
     plan_placement,
     rounds_of,
 )
-from engine.layers.expert_share import TURNS, turns_of_copies
+from engine.layers.feed_forward.expert_share import TURNS, turns_of_copies
 
 
 @st.composite

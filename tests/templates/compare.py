@@ -42,7 +42,7 @@ from decode_node.serving.chat_prompt import ChatPrompt
 from edge.http.errors import BadRequest
 from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer
-from engine.models import kept_folders
+from engine.models.files import kept_folders
 from engine.models.vocabularies.files import tokenizer_folder
 from tests.engine.frontend.small_tokenizers import byte_level_backend, save
 from tests.templates.conversations import conversations

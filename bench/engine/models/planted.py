@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig, SpeculativeConfig
+from engine.layers.feed_forward.router import Router
 from engine.layers.norm import RMSNorm
-from engine.layers.router import Router
-from engine.layers.vocab_part import VocabPart
+from engine.layers.vocabulary.vocab_part import VocabPart
 from engine.sample.sampler import Sampler
 from tandem_kernels.batch.batch_tables import RowTables
 

@@ -25,8 +25,8 @@ from engine.layers.attention.latent_input import LatentInputProjection
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear, repeated
 from engine.layers.methods.base import ColumnPart, LinearPart
+from engine.layers.methods.formats.weight_format import matrix_weight
 from engine.layers.methods.registry import format_of
-from engine.layers.methods.weight_format import matrix_weight
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import RowForm, Rows

@@ -23,8 +23,8 @@ from engine.layers.attention.row_compressor import RowCompressor
 from engine.layers.attention.row_indexer import RowIndexer, RowIndexerSizes
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.layers.methods.base import ColumnPart, LinearPart
+from engine.layers.methods.formats.weight_format import matrix_weight
 from engine.layers.methods.registry import format_of
-from engine.layers.methods.weight_format import matrix_weight
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows

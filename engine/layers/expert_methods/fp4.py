@@ -12,10 +12,10 @@ from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod, ExpertP
 from engine.layers.expert_methods.plain import slice_of
 from engine.layers.expert_methods.stacked import StoredMxfp4, check_whole_blocks
 from engine.layers.methods.base import LinearPart
-from engine.layers.methods.fp4_format import Fp4Matrix, fp4_format
-from engine.layers.methods.fp4_tiling import fill_tiles, tile_words
+from engine.layers.methods.formats.fp4_format import Fp4Matrix, fp4_format
+from engine.layers.methods.formats.weight_format import filled_weight
+from engine.layers.methods.quantised.fp4_tiling import fill_tiles, tile_words
 from engine.layers.methods.registry import UnsupportedScheme
-from engine.layers.methods.weight_format import filled_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Mxfp4Scheme, Nvfp4Scheme
 from tandem_kernels import ops

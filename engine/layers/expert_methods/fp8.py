@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod, ExpertPart
 from engine.layers.expert_methods.plain import slice_of
 from engine.layers.methods.base import LinearPart
-from engine.layers.methods.fp8_format import Fp8Format
-from engine.layers.methods.weight_format import filled_weight
+from engine.layers.methods.formats.fp8_format import Fp8Format
+from engine.layers.methods.formats.weight_format import filled_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Fp8Scheme
 from tandem_kernels import ops

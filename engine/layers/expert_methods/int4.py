@@ -11,10 +11,10 @@ from torch import Tensor
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod, ExpertPart
 from engine.layers.expert_methods.plain import slice_of
 from engine.layers.methods.base import LinearPart
-from engine.layers.methods.int4_linear import pack_into
-from engine.layers.methods.integer_format import IntegerFormat
+from engine.layers.methods.formats.integer_format import IntegerFormat
+from engine.layers.methods.formats.weight_format import filled_weight
+from engine.layers.methods.quantised.int4_linear import pack_into
 from engine.layers.methods.registry import UnsupportedScheme
-from engine.layers.methods.weight_format import filled_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Int4Scheme
 from tandem_kernels import ops

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod, ExpertPart
 from engine.layers.expert_methods.stacked import plain_weights
 from engine.layers.methods.base import LinearPart
-from engine.layers.methods.weight_format import WeightFormat, matrix_weight
+from engine.layers.methods.formats.weight_format import WeightFormat, matrix_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 

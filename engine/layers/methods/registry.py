@@ -12,15 +12,15 @@ from typing import Any
 from engine.contracts.errors import CannotStartError
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import LinearMethod, LinearShare
-from engine.layers.methods.fp4_format import fp4_format
-from engine.layers.methods.fp4_linear import fp4_linear
-from engine.layers.methods.fp8_format import Fp8Format
-from engine.layers.methods.fp8_linear import fp8_linear
-from engine.layers.methods.int4_linear import int4_linear
-from engine.layers.methods.int8_linear import int8_linear
-from engine.layers.methods.integer_format import IntegerFormat
-from engine.layers.methods.mxfp8_format import Mxfp8Format
-from engine.layers.methods.weight_format import Dequantised, WeightFormat
+from engine.layers.methods.formats.fp4_format import fp4_format
+from engine.layers.methods.formats.fp8_format import Fp8Format
+from engine.layers.methods.formats.integer_format import IntegerFormat
+from engine.layers.methods.formats.mxfp8_format import Mxfp8Format
+from engine.layers.methods.formats.weight_format import Dequantised, WeightFormat
+from engine.layers.methods.quantised.fp4_linear import fp4_linear
+from engine.layers.methods.quantised.fp8_linear import fp8_linear
+from engine.layers.methods.quantised.int4_linear import int4_linear
+from engine.layers.methods.quantised.int8_linear import int8_linear
 from engine.quantization import (
     Fp8Scheme,
     Int4Scheme,

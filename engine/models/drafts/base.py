@@ -30,10 +30,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from engine.layers.feed_forward.sparse_mlp import SparseMLP
 from engine.layers.shard import CheckpointWeight
-from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM, ForwardInputs
-from engine.models.stacked_experts import StackableExperts
+from engine.models.weights.stacked_experts import StackableExperts
 
 
 class DraftNetwork(nn.Module):

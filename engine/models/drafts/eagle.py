@@ -15,10 +15,10 @@ from engine.layers.linear import ReplicatedLinear
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.base import CausalLM, ForwardInputs
-from engine.models.decoder_layer import DecoderLayer
+from engine.models.decoder.decoder_layer import DecoderLayer
+from engine.models.decoder.layer_kinds import LayerKinds
 from engine.models.draft_checkpoint import EagleSpec
 from engine.models.drafts.base import DraftNetwork, behind_first
-from engine.models.layer_kinds import LayerKinds
 
 
 class EagleHead(DraftNetwork):

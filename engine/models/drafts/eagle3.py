@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from engine.config import DraftModel, EngineConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.layer import AttentionInputs
-from engine.layers.embedding import LMHead
+from engine.layers.feed_forward.mlp import GatedMLP
 from engine.layers.linear import ReplicatedLinear
-from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.vocabulary.embedding import LMHead
 from engine.models.base import CausalLM, ForwardInputs
+from engine.models.decoder.layer_kinds import LayerKinds
 from engine.models.drafts.base import DraftNetwork, behind_first
-from engine.models.index_numbers import check_indices
-from engine.models.layer_kinds import LayerKinds
+from engine.models.files.index_numbers import check_indices
 from engine.models.specs.llama import LlamaSpec
 
 _INTEGERS = frozenset({"I64", "I32"})

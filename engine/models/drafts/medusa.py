@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.config import DraftModel, EngineConfig
-from engine.layers.embedding import LMHead
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.vocabulary.embedding import LMHead
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.drafts.base import DraftNetwork
 

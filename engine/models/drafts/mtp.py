@@ -19,17 +19,17 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from engine.config import DraftModel, EngineConfig
+from engine.layers.feed_forward.sparse_mlp import SparseMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import CheckpointWeight, Shard
-from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM, ForwardInputs
-from engine.models.decoder_layer import DecoderLayer
+from engine.models.decoder.decoder_layer import DecoderLayer
+from engine.models.decoder.layer_kinds import LayerKinds
+from engine.models.decoder.streams import Streams
 from engine.models.drafts.ahead_input import AheadInput
 from engine.models.drafts.base import DraftNetwork, behind_first
-from engine.models.layer_kinds import LayerKinds
 from engine.models.specs.dense import DenseSpec
-from engine.models.stacked_experts import StackableExperts
-from engine.models.streams import Streams
+from engine.models.weights.stacked_experts import StackableExperts
 
 
 class MtpLayer(DraftNetwork):

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.layers.shard import CheckpointWeight
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.drafts.base import DraftNetwork
-from engine.models.stacked_experts import StackableExperts
+from engine.models.weights.stacked_experts import StackableExperts
 
 
 class SecondModel(DraftNetwork):

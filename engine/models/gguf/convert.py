@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.content_digests import file_digest
+from engine.models.files.content_digests import file_digest
+from engine.models.files.kept_folders import STORE, kept_folder
 from engine.models.gguf.gguf_file import GgufFile, Numbers
 from engine.models.gguf.gguf_layouts import published, read_config
 from engine.models.gguf.gguf_tokenizer import read_tokenizer
-from engine.models.kept_folders import STORE, kept_folder
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ def _write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
 
 
 def _write_shard(path: Path, tensors: dict[str, tuple[list[int], bytes]], dtype: str) -> None:
-    """Writes a file as `engine.models.stored_tensors` describes it: the library's own functions
-    need torch for bfloat16."""
+    """Writes a file as `engine.models.files.stored_tensors` describes it: the library's own
+    functions need torch for bfloat16."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, data) in tensors.items():

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 
+from engine.models.config.wrappers import with_own_names
 from engine.models.quantization.fields import Fields
 from engine.models.quantization.integers import SCHEMES
 from engine.models.quantization.packed import PLAIN_NAME, SEARCH, group_size_of, with_bits
-from engine.models.wrappers import with_own_names
 from engine.quantization import (
     Activations,
     Fp8Scheme,

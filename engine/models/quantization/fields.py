@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.models.number_names import number_name
+from engine.models.config.number_names import number_name
 from engine.models.specs.base import UnsupportedField
 
 SUPPORTED = (

@@ -6,13 +6,13 @@ import re
 
 import msgspec
 
+from engine.models.config.wrappers import with_own_names
 from engine.models.quantization.compressed_tensors import read_kv_cache
 from engine.models.quantization.fields import Fields
 from engine.models.quantization.fp8 import LM_HEAD
 from engine.models.quantization.modelopt_floats import FLOATS
 from engine.models.quantization.modelopt_integers import INTEGERS
 from engine.models.quantization.packed import group_size_of
-from engine.models.wrappers import with_own_names
 from engine.quantization import (
     Fp8Scheme,
     Int4Scheme,

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from engine.config import QuantizationName
+from engine.models.config.json_file import read_json
+from engine.models.config.wrappers import with_own_names
 from engine.models.errors import CheckpointError
-from engine.models.json_file import read_json
 from engine.models.quantization.auto_round import read_auto_round
 from engine.models.quantization.compressed_tensors import read_compressed_tensors
 from engine.models.quantization.fields import Fields
@@ -17,7 +18,6 @@ from engine.models.quantization.fp8 import ONLINE, read_fp8, read_mxfp8
 from engine.models.quantization.modelopt import read_modelopt
 from engine.models.quantization.packed import read_awq, read_gptq, read_mxfp4
 from engine.models.quantization.quark import read_quark
-from engine.models.wrappers import with_own_names
 from engine.quantization import Quantization
 
 READERS: dict[str, Callable[[Fields], Quantization]] = {

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
 from engine.head_sizes import HeadSizes
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.indexer import BlockIndexerSpec, IndexerSpec
 from engine.models.specs.latent import LatentSpec
 from engine.models.specs.token_rows import AltSpec, StreamsSpec, TokenRowsSpec

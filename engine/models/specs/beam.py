@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import of_each_layer
 from engine.models.specs.dense import HeadNorm, NormNames, OutputGate
 from engine.models.specs.experts import sigmoid_experts

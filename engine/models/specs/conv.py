@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from engine.config import Dtype
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.states import StateSpec, state_number
 from kv_transfer.layout import DTYPE_BYTES
@@ -14,7 +14,7 @@ from kv_transfer.planes import Plane
 
 
 class ConvSpec(StateSpec, frozen=True, kw_only=True):
-    """Layers of `engine.layers.short_conv`, whose state is the last inputs of a convolution."""
+    """Layers of `engine.layers.states.short_conv`: a state is the last inputs of a convolution."""
 
     module: ClassVar[str] = "conv"
     flops_per_element: ClassVar[int] = 2

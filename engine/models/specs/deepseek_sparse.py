@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.deepseek import DeepseekV3Spec

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.deepseek_v4_fields import AHEAD, RENAMED, faults_of, with_common_names

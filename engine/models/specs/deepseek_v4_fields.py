@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile, RopeFields
+from engine.models.config.config_file import DEFAULT_ROPE_THETA, ConfigFile, RopeFields
 from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.experts import number_of

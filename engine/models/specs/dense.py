@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
-from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile
+from engine.models.config.config_file import DEFAULT_ROPE_THETA, ConfigFile
 from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.conv import ConvSpec
@@ -99,7 +99,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         sink_layers: Layers whose query heads each have an attention sink; see `AttentionSpec`.
         shared_projections: Layers whose values are projected by the weights of their keys.
         projection_ranks: The number of ranks that the checkpoint's projections of attention are cut
-            for; see `engine.models.cut_projections`. 0: they are not cut.
+            for; see `engine.models.weights.cut_projections`. 0: they are not cut.
         value_scale: Multiplies values.
         head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
             ranks together, or none.
@@ -123,14 +123,14 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             last layer before it of their kind; None: there are none.
         wide_layers: Layers whose dense feed-forward block has twice as many units.
         layer_input_size, layer_input_vocab: Numbers of a token that each layer reads by itself, and
-            the tokens that have them; see `engine.layers.layer_inputs`. 0: there are none.
+            the tokens that have them; see `engine.layers.streams.layer_inputs`. 0: there are none.
         experts: Those of layers with a mixture of experts; None: no layer has one.
         latent: All heads share one latent vector a token; None: heads have keys and values.
         linear, kda, mamba, conv, lightning: Some layers keep one state of all tokens instead; None:
             none does.
         unit_scales: Of what gate and up of a dense feed-forward block give; None: none.
         bare_layers: Layers without a feed-forward block.
-        stored_layers: The checkpoint's numbers; see `engine.models.joined_layers`. Empty: ours.
+        stored_layers: The checkpoint's numbers; see `weights.joined_layers`. Empty: ours.
     """
 
     default_attention_bias: ClassVar[bool] = False

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.dense import HeadNorm, NormNames
 from engine.models.specs.olmo import OLMO_NORMS
 from engine.models.specs.windowed import WindowedSpec

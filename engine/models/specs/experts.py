@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
 
 

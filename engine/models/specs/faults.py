@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from engine.head_sizes import HeadSizes
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import Activation, HeadNorm, NormNames
 from engine.models.specs.windowed import WindowedSpec

@@ -7,7 +7,7 @@ from statistics import NormalDist
 from typing import Any, ClassVar
 
 from engine.config import ModelConfig
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import HeadNorm
 from engine.models.specs.gemma import GemmaSpec, sharing_faults

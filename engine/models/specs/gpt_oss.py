@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from engine.models.config_file import ConfigFile, RopeFields
+from engine.models.config.config_file import ConfigFile, RopeFields
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.experts import (
     ExpertNames,

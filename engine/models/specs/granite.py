@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, check_kinds
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.experts import ExpertNames, ExpertSpec, number_of

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.dense import DenseSpec, HeadNorm
 from engine.models.specs.experts import ExpertNames, sigmoid_experts
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.config import ModelConfig, ParallelConfig
-from engine.models.config_file import ConfigFile
-from engine.models.config_parts import LinearAttentionFields
+from engine.models.config.config_file import ConfigFile
+from engine.models.config.config_parts import LinearAttentionFields
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import Activation
 from engine.models.specs.experts import number_of

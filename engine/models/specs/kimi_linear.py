@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.config import KVLayers, ModelConfig
-from engine.models.config_file import ConfigFile
-from engine.models.config_parts import LinearAttentionFields
+from engine.models.config.config_file import ConfigFile
+from engine.models.config.config_parts import LinearAttentionFields
 from engine.models.specs.base import UnsupportedField, check_kinds
 from engine.models.specs.deepseek import DeepseekV3Spec
 from engine.models.specs.experts import SHARED_EXPERTS

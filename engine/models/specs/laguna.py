@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.head_sizes import HeadSizes
-from engine.models.config_file import ConfigFile, RopeFields
+from engine.models.config.config_file import ConfigFile, RopeFields
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.dense import GateActivation, HeadNorm, OutputGate
 from engine.models.specs.experts import ExpertNames, number_of, sigmoid_experts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.experts import ExpertNames, ExpertSpec, num_experts_of, number_of
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from engine.config import Dtype
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, kind_faults
 from engine.models.specs.rope import read_rotary
 from engine.models.specs.states import MIXED_KINDS, STATE_DTYPE, StateSpec, state_layers
@@ -19,8 +19,8 @@ ROTATING_PART, ROTATING_THETA = 0.5, 600_000.0
 
 
 class LightningSpec(StateSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """Layers of `engine.layers.lightning`. Nodes compare its repr, which a new field must not
-    change.
+    """Layers of `engine.layers.states.lightning`. Nodes compare its repr, which a new field must
+    not change.
 
     Attributes:
         groups: Of neighbouring heads that are normed together.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from engine.config import Dtype
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.states import STATE_DTYPE, StateSpec, state_layers, state_number
 from kv_transfer.layout import DTYPE_BYTES
@@ -17,8 +17,8 @@ _FULL_LAYER_EVERY = 4
 
 
 class DeltaSpec(StateSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """Layers with the gated delta rule; see `engine.layers.linear_attention.DeltaSizes`. Nodes
-    compare its repr, which a new field must not change."""
+    """Layers with the gated delta rule; see `engine.layers.states.linear_attention.DeltaSizes`.
+    Nodes compare its repr, which a new field must not change."""
 
     flops_per_element: ClassVar[int] = 7
     """Decay, read, correct, read again."""
@@ -54,7 +54,7 @@ class LinearSpec(DeltaSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Gated DeltaNet.
 
     Attributes:
-        is_split: See `engine.layers.linear_attention.DeltaForm`; so is `is_apart`.
+        is_split: See `engine.layers.states.linear_attention.DeltaForm`; so is `is_apart`.
         rate_scale: See `ops.gated_delta_rule`.
         eps: Of the norm of what is read; None: as of others.
     """

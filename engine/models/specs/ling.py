@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.ahead import BAILING_AHEAD, AheadNames
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.experts import SHARED_EXPERTS

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from engine.config import Dtype
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.states import STATE_DTYPE, StateSpec, state_layers, state_number
 from kv_transfer.layout import DTYPE_BYTES
@@ -15,8 +15,8 @@ from kv_transfer.planes import Plane
 
 
 class MambaSpec(StateSpec, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """Layers of Mamba 2; see `engine.layers.mamba.MambaSizes`. Nodes compare its repr, which a new
-    field must not change.
+    """Layers of Mamba 2; see `engine.layers.states.mamba.MambaSizes`. Nodes compare its repr, which
+    a new field must not change.
 
     Attributes:
         eps: Of the norm of what is read.

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.head_sizes import HeadSizes
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.experts import sigmoid_experts
 from engine.models.specs.windowed import WindowedSpec

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
-from engine.models.config_parts import SparseAttentionFields
+from engine.models.config.config_file import ConfigFile
+from engine.models.config.config_parts import SparseAttentionFields
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.experts import gate_limit_of, number_of
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.config import KVLayers, ModelConfig
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.dense import HeadNorm
 from engine.models.specs.experts import (

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, kind_faults
 from engine.models.specs.lightning import LightningSpec, check_lightning
 from engine.models.specs.mixtral import MixtralSpec

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.deepseek import DeepseekV2Spec
 from engine.models.specs.experts import ExpertSpec, number_of

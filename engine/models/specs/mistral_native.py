@@ -1,4 +1,4 @@
-"""Mistral's models in its own form of a checkpoint; see `engine.models.mistral_params`.
+"""Mistral's models in its own form of a checkpoint; see `engine.models.config.mistral_params`.
 
 Pairs that rotate lie behind each other, as Meta had them.
 """

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.ahead import NEMOTRON_AHEAD, AheadNames
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import Activation, DenseSpec
@@ -24,7 +24,7 @@ _LETTERS = {
 class NemotronHSpec(DenseSpec, frozen=True, kw_only=True):
     """Layers of Mamba 2, and few with attention that does not rotate. The checkpoint counts a
     feed-forward block as a layer of its own, and not each of the others has one; see
-    `engine.models.joined_layers`. Blocks have no gate, routed experts may read latents."""
+    `engine.models.weights.joined_layers`. Blocks have no gate, routed experts may read latents."""
 
     activation: ClassVar[Activation] = "relu_squared"
     default_eps: ClassVar[float] = 1e-5

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import check_kinds
 from engine.models.specs.dense import NormNames
 from engine.models.specs.linear import read_linear

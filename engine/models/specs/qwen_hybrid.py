@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.ahead import AheadNames
 from engine.models.specs.base import UnsupportedField, check_kinds
 from engine.models.specs.dense import OutputGate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.experts import ExpertSpec, num_experts_of, number_of
 from engine.models.specs.qwen import Qwen2Spec, Qwen3Spec

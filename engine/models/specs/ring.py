@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.config import KVLayers, ModelConfig
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.ahead import BAILING_AHEAD, AheadNames
 from engine.models.specs.bailing import BailingMoeV2Spec
 from engine.models.specs.base import UnsupportedField

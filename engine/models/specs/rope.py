@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from engine.models.config_file import ConfigFile, RopeFields
+from engine.models.config.config_file import ConfigFile, RopeFields
 from engine.models.specs.base import UnsupportedField
 from engine.rope import (
     AnyRopeScaling,

@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from engine.config import Dtype, KVLayers, ModelConfig
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.kv_planes import layers_alike
 from engine.rope import Rotary

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.head_sizes import HeadSizes
-from engine.models.config_file import ConfigFile
+from engine.models.config.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import HeadNorm, OutputGate
 from engine.models.specs.experts import number_of, sigmoid_experts

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from engine.models.config_file import ConfigFile, RopeFields
+from engine.models.config.config_file import ConfigFile, RopeFields
 from engine.models.specs.base import UnsupportedField
 
 FULL, WINDOW = "full_attention", "sliding_attention"

@@ -101,7 +101,7 @@ def _group(layers: Sequence[int], planes: tuple[Plane, ...], **how: object) -> K
 
 class AltSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Says how many residual streams there are of which layers compute one, and the rank of the way
-    around attention; see `engine.layers.alternating`."""
+    around attention; see `engine.layers.streams.alternating`."""
 
     count: int
     rank: int
@@ -109,7 +109,7 @@ class AltSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class StreamsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Says how many residual streams there are and how they are mixed; see
-    `engine.layers.hyper_connection`."""
+    `engine.layers.streams.hyper_connection`."""
 
     count: int
     iterations: int

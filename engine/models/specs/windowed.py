@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile, RopeFields
+from engine.models.config.config_file import ConfigFile, RopeFields
 from engine.models.specs.base import check_kinds, of_each_layer
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.rope import read_rotary

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 
-from engine.models.json_file import read_json
+from engine.models.config.json_file import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def tokenizer_folder(folder: Path) -> Path:
     form = next((folder / name for name in _OTHER_FORMS if (folder / name).is_file()), None)
     if form is None or (folder / TOKENIZER_FILE).is_file():
         return folder
-    from engine.models.kept_folders import STORE, kept_folder
+    from engine.models.files.kept_folders import STORE, kept_folder
 
     beside = [folder / name for name in _BESIDE if (folder / name).is_file()]
     state = _digest([form, *beside], _template_maker(form))

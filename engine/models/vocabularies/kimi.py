@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 import tokenizers
 
+from engine.models.config.json_file import read_json
 from engine.models.errors import CheckpointError
-from engine.models.json_file import read_json
 from engine.models.vocabularies.ranked_bpe import SpecialToken, ranked_bpe
 
 FILE = "tiktoken.model"

@@ -18,8 +18,8 @@ import msgspec
 import tokenizers
 from tokenizers import processors
 
+from engine.models.config.json_file import read_json
 from engine.models.errors import CheckpointError
-from engine.models.json_file import read_json
 from engine.models.vocabularies.ranked_bpe import SpecialToken, ranked_bpe
 
 logger = logging.getLogger(__name__)

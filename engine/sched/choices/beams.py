@@ -8,7 +8,7 @@
              fork off from the beams that they continue (`forks.py` beside it), and blocks that
              nothing continues are free
     SEATED   all beams have got rows and blocks in one step, and keep them. They decode like other
-             rows, step behind step; workers choose who continues whom (`engine.worker.beam_rows`).
+             rows, step behind step; `engine.worker.rows.beam_rows` chooses who continues whom.
              From the candidates that come back, `BeamSearch` comes to the same beams: references
              to blocks move as tables have moved, and what nothing continues is free behind the
              steps in flight

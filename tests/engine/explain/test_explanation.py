@@ -24,7 +24,7 @@ from engine.models.base import ForwardInputs
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.worker.attention_of_model import attention_of, group_inputs
-from engine.worker.kv_cache import layer_views
+from engine.worker.memory.kv_cache import layer_views
 from kv_transfer.layout import own_groups
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata

@@ -35,7 +35,7 @@ from engine.node.status import fingerprint
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from engine.quantization import Quantization
-from engine.worker.kv_cache import blocks_that_fit, describe_capacity
+from engine.worker.memory.kv_cache import blocks_that_fit, describe_capacity
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.group_sizes import in_fp8
 from kv_transfer.memory.slot_memory import NAME_BYTES

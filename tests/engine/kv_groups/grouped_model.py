@@ -29,12 +29,12 @@ from engine.config import EngineConfig, KVLayers, ModelConfig, ParallelConfig
 from engine.head_sizes import HeadSizes
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.layer import AttentionInputs
-from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.linear import RowParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rotary import cos_sin_cache
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.vocabulary.embedding import LMHead, VocabParallelEmbedding
 from engine.models import factory
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.registry import MODELS

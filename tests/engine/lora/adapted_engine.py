@@ -14,7 +14,7 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import AdapterRef, RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.lora import LoRAConfig, LoRAModule
-from engine.models.adapter_files import read_adapter
+from engine.models.adapters.adapter_files import read_adapter
 from engine.models.checkpoint import load_model_config
 from tests.engine.lora.adapter_checkpoints import (
     ALL,

@@ -14,7 +14,7 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import BeamParams, SamplingParams
 from engine.images.image_config import ImageConfig
-from engine.models.adapter_files import AdapterError, read_adapter
+from engine.models.adapters.adapter_files import AdapterError, read_adapter
 from tests.engine.images import vision_checkpoints as vision
 from tests.engine.lora.adapted_engine import MAX_RANK, Adapted, adapted, request
 from tests.engine.lora.adapter_checkpoints import ALL, AdapterShape, write_adapter

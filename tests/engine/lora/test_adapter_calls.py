@@ -10,7 +10,7 @@ from edge.adapter_call import MAX_VERSION, AdapterCall
 from engine.contracts.errors import InvalidRequest
 from engine.frontend.adapter_calls import OutdatedCall
 from engine.frontend.adapter_records import AdapterRecords
-from engine.models.adapter_files import read_adapter
+from engine.models.adapters.adapter_files import read_adapter
 from engine.node.adapter_servicer import adapter_call
 from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.lora.adapted_engine import Adapted

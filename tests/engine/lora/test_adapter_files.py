@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.adapter_files import AdapterError, read_adapter
+from engine.models.adapters.adapter_files import AdapterError, read_adapter
 from engine.worker.worker import Worker
 from tests.engine.lora.adapted_engine import Adapted
 from tests.engine.lora.adapter_checkpoints import AdapterShape, write_adapter

@@ -6,8 +6,8 @@ from threading import local
 
 import pytest
 
-from engine.models import content_digests
-from engine.models.stored_tensors import StoredTensor
+from engine.models.files import content_digests
+from engine.models.files.stored_tensors import StoredTensor
 
 
 def watch_digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -14,7 +14,7 @@ from engine.layers.attention.paged import PagedBackend
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
-from engine.worker.kv_cache import layer_views
+from engine.worker.memory.kv_cache import layer_views
 from kv_transfer.layout import KVGroup, of_every_group, own_groups
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import (

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.models.config.wrappers import text_config
 from engine.models.quantization.reader import read_quantization
 from engine.models.specs.base import UnsupportedField
-from engine.models.wrappers import text_config
 from engine.quantization import Int4Scheme, Mxfp4Scheme, Mxfp8Scheme, Quantization
 from tests.engine.models.fp4_checkpoints import write_mxfp4, write_mxfp8, write_nvfp4
 from tests.engine.models.int4_checkpoints import auto_round, awq, write_auto_round, write_awq

@@ -24,7 +24,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
 from engine.layers.rotary import cos_sin_cache
-from engine.models import hub
 from engine.models.checkpoint import (
     CheckpointError,
     check_parallel,
@@ -32,6 +31,7 @@ from engine.models.checkpoint import (
     resolve_model,
 )
 from engine.models.factory import create_model
+from engine.models.files import hub
 from engine.models.loader import load_weights
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.models.config.wrappers import WRAPPERS
 from engine.models.registry import MODELS
-from engine.models.wrappers import WRAPPERS
 from tests.engine.images.vision_families import FAMILIES as VISION_FAMILIES
 from tests.engine.models.conftest import ROOT
 from tests.engine.models.reference_models import FAMILIES

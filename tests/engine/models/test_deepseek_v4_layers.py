@@ -8,11 +8,11 @@ from torch import Tensor
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
-from engine.layers.hyper_connection import HyperConnection, HyperHead, HyperStream
+from engine.layers.feed_forward.router import Router, RouterOptions
 from engine.layers.norm import RMSNorm
-from engine.layers.router import Router, RouterOptions
 from engine.layers.rows import PairOutputs
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.streams.hyper_connection import HyperConnection, HyperHead, HyperStream
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops

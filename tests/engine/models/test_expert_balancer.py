@@ -17,7 +17,7 @@ from engine.contracts.errors import EngineDeadError
 from engine.core.core import EngineCore
 from engine.eplb_config import EplbConfig
 from engine.expert_placement import copies_of
-from engine.layers.sparse_mlp import SparseMLP
+from engine.layers.feed_forward.sparse_mlp import SparseMLP
 from engine.models.checkpoint import load_model_config
 from engine.worker.worker import Worker
 from tests.engine.kv_groups.grouped_node import GroupedNode, run_until

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from cli.local_cluster.cluster import free_ports
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from engine.layers.expert_share import ExpertShare
-from engine.layers.sparse_mlp import Experts
+from engine.layers.feed_forward.expert_share import ExpertShare
+from engine.layers.feed_forward.sparse_mlp import Experts
 from engine.models.checkpoint import check_parallel, load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_model

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from cli.__main__ import main as tandem
-from engine.models import hub
 from engine.models.checkpoint import CheckpointError, load_model_config, resolve_model
-from engine.models.foreign import DIFFERENCES
+from engine.models.config.foreign import DIFFERENCES
+from engine.models.config.wrappers import WRAPPERS
+from engine.models.files import hub
 from engine.models.registry import MODELS
-from engine.models.wrappers import WRAPPERS
 
 LLAMA4 = {
     "architectures": ["Llama4ForConditionalGeneration"],

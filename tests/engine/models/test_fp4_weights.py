@@ -14,11 +14,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.layers.expert_methods import choice
 from engine.layers.expert_methods.fp4 import Fp4Experts
+from engine.layers.feed_forward.sparse_mlp import Experts
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from engine.layers.methods.fp4_linear import Fp4Linear
-from engine.layers.methods.fp4_tiling import ScaleError
-from engine.layers.sparse_mlp import Experts
+from engine.layers.methods.quantised.fp4_linear import Fp4Linear
+from engine.layers.methods.quantised.fp4_tiling import ScaleError
 from engine.models.quantization.reader import read_quantization
 from engine.models.specs.base import UnsupportedField
 from engine.parallel.distributed import ParallelGroup

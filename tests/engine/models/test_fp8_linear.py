@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.config import Dtype, EngineConfig
 from engine.head_sizes import HeadSizes
+from engine.layers.feed_forward.mlp import GatedMLP
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import (
     GateUpParallelLinear,
@@ -21,20 +22,19 @@ from engine.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from engine.layers.linear_attention import DeltaSizes, GatedDeltaNet
 from engine.layers.methods.base import LinearLayer
-from engine.layers.methods.fp8_linear import Fp8BlockLinear, Fp8Linear
-from engine.layers.methods.plain import Plain
-from engine.layers.methods.weight_format import Dequantised
-from engine.layers.mlp import GatedMLP
+from engine.layers.methods.formats.weight_format import Dequantised
+from engine.layers.methods.plain.plain import Plain
+from engine.layers.methods.quantised.fp8_linear import Fp8BlockLinear, Fp8Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
+from engine.layers.states.linear_attention import DeltaSizes, GatedDeltaNet
 from engine.models.base import CausalLM
 from engine.models.checkpoint import CheckpointError, load_model_config
-from engine.models.dummy_weights import fill_dummy
 from engine.models.factory import _tell_of_plain_layers, create_model
 from engine.models.loader import load_weights
+from engine.models.weights.dummy_weights import fill_dummy
 from engine.parallel.place import ParallelPlace
 from engine.quantization import Fp8Scheme, Quantization, SchemeRule
 from kv_transfer.planes import HeadRange

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from engine.layers.expert_methods import choice
 from engine.layers.expert_methods.fp4 import Fp4Experts
+from engine.layers.feed_forward.sparse_mlp import SparseMLP
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
-from engine.layers.sparse_mlp import SparseMLP
-from engine.models.expert_block import sparse_mlp
+from engine.models.decoder.expert_block import sparse_mlp
 from engine.models.specs.experts import SHARED_EXPERTS, ExpertSpec
 from engine.parallel.place import ParallelPlace
 from engine.parallel.token_exchange import Replicated

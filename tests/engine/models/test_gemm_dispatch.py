@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from engine.config import DeviceConfig, EngineConfig
 from engine.layers.attention.paged import PagedBackend
+from engine.layers.feed_forward.router import Router, RouterOptions
 from engine.layers.gemm_policy import GemmPolicy
-from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import Shard
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
-from engine.models.decoder import Decoder
+from engine.models.decoder.decoder import Decoder
 from engine.models.registry import spec_of
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.models import content_digests
 from engine.models.checkpoint import CheckpointError
+from engine.models.files import content_digests
 from engine.models.gguf import convert
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models import content_digests
 from engine.models.checkpoint import CheckpointError, load_model_config
-from engine.models.weight_files import WeightFiles
+from engine.models.files import content_digests
+from engine.models.files.weight_files import WeightFiles
 from tests.engine.models.digest_reads import watch_digests
 
 NAME = "model.embed_tokens.weight"

@@ -18,15 +18,15 @@ from engine.config import CacheConfig, DraftModel, EngineConfig, SpeculativeConf
 from engine.contracts.model_identity import PENDING, identified
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.frontend.async_llm import AsyncLLM
-from engine.models import content_digests
 from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_model
-from engine.models.fill_jobs import FillJob
+from engine.models.files import content_digests
+from engine.models.files.passing_digests import PassingDigests
+from engine.models.files.stored_tensors import StoredTensor
 from engine.models.identity import IdentityJob, model_hash_of
 from engine.models.loader import load_weights
-from engine.models.passing_digests import PassingDigests
-from engine.models.stored_tensors import StoredTensor
+from engine.models.weights.fill_jobs import FillJob
 from tandem_kernels.checksums import xxh3
 from tandem_kernels.checksums.xxh3_sizes import is_hashed_on_gpu
 from tests.engine.models.digest_reads import watch_digests

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from engine.config import EngineConfig
+from engine.layers.feed_forward.sparse_mlp import Experts
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from engine.layers.methods.int4_linear import InputOrderError, Int4Linear
+from engine.layers.methods.quantised.int4_linear import InputOrderError, Int4Linear
 from engine.layers.methods.registry import UnsupportedScheme
-from engine.layers.sparse_mlp import Experts
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights

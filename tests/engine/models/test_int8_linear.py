@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.config import Dtype, EngineConfig
+from engine.layers.feed_forward.sparse_mlp import Experts
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.layers.methods.base import LinearLayer
-from engine.layers.methods.int8_linear import Int8Linear, Int8WeightLinear
-from engine.layers.methods.plain import Plain
-from engine.layers.methods.weight_format import Dequantised
-from engine.layers.sparse_mlp import Experts
+from engine.layers.methods.formats.weight_format import Dequantised
+from engine.layers.methods.plain.plain import Plain
+from engine.layers.methods.quantised.int8_linear import Int8Linear, Int8WeightLinear
 from engine.models.base import CausalLM
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.head_sizes import HeadSizes
-from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import cos_sin_cache, inverse_frequencies, llama3_scaled
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.vocabulary.embedding import LMHead, VocabParallelEmbedding
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from engine.rope import RopeScaling, Rotary

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from engine.config import Dtype, EngineConfig, ParallelConfig
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.models import weight_reader
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
+from engine.models.files import weight_reader
+from engine.models.files.passing_digests import PassingDigests
+from engine.models.files.stored_tensors import PIECE_BYTES
+from engine.models.files.weight_reader import Piece, WeightReader
 from engine.models.identity import model_hash_of
 from engine.models.loader import SkippedTensors, load_weights
-from engine.models.passing_digests import PassingDigests
-from engine.models.stored_tensors import PIECE_BYTES
-from engine.models.weight_reader import Piece, WeightReader
 from engine.parallel.place import ParallelPlace
-from engine.worker.load_log import LoadLog
+from engine.worker.start.load_log import LoadLog
 from tests.engine.models.conftest import ROOT
 from tests.engine.models.test_wrappers import PUBLISHED, wrap
 from tests.engine.parallel.fake_group import FakeGroup

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models import hub
 from engine.models.checkpoint import CheckpointError, load_model_config, resolve_model
+from engine.models.files import hub
+from engine.models.files.weight_files import WeightFiles
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
-from engine.models.weight_files import WeightFiles
 from engine.quantization import Fp8Scheme
 from tests.engine.models.loaded_parameters import check_same
 

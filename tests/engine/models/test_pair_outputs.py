@@ -12,7 +12,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import PairOutputs
 from engine.layers.shard import Shard
-from engine.models.expert_block import sparse_mlp
+from engine.models.decoder.expert_block import sparse_mlp
 from engine.models.specs.experts import ExpertSpec
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.layers.feed_forward.sparse_mlp import SparseMLP
 from engine.layers.linear import RowParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import PartialSum
 from engine.layers.shard import Shard
-from engine.layers.sparse_mlp import SparseMLP
-from engine.models.expert_block import sparse_mlp
+from engine.models.decoder.expert_block import sparse_mlp
 from engine.models.specs.experts import ExpertSpec
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace

@@ -21,11 +21,11 @@ from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod
 from engine.layers.expert_methods.fp4 import Fp4Experts
 from engine.layers.expert_methods.fp8 import Fp8Experts
 from engine.layers.expert_methods.plain import PlainExperts
-from engine.layers.expert_share import ExpertShare
-from engine.layers.methods.fp4_tiling import ScaleError
+from engine.layers.feed_forward.expert_share import ExpertShare
+from engine.layers.feed_forward.sparse_mlp import Experts
+from engine.layers.methods.quantised.fp4_tiling import ScaleError
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.shard import CheckpointWeight, Shard
-from engine.layers.sparse_mlp import Experts
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights

@@ -14,7 +14,7 @@ import pytest
 from engine.config import DeviceConfig, EngineConfig, ParallelConfig, SpeculativeConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.core.core import EngineCore
-from engine.layers.vocab_part import VocabPart
+from engine.layers.vocabulary.vocab_part import VocabPart
 from engine.worker import model_runner
 from tests.engine.kv_groups.grouped_node import GroupedNode, run_until
 from tests.engine.thread_executor import ThreadExecutor

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from engine.layers import side_stream as side_stream_module
-from engine.layers import sparse_mlp as sparse_mlp_module
+from engine.layers.feed_forward import sparse_mlp as sparse_mlp_module
+from engine.layers.feed_forward.mlp import GatedMLP
+from engine.layers.feed_forward.paired_mlp import PairedMLP
+from engine.layers.feed_forward.sparse_mlp import SparseMLP
 from engine.layers.gemm_policy import GemmPolicy
-from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
-from engine.layers.paired_mlp import PairedMLP
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
-from engine.layers.sparse_mlp import SparseMLP
-from engine.models.expert_block import sparse_mlp
+from engine.models.decoder.expert_block import sparse_mlp
 from engine.models.specs.experts import SHARED_EXPERTS, ExpertSpec
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine.models import slow_reads
-from engine.models.json_file import read_json
+from engine.models.config.json_file import read_json
+from engine.models.files.stored_tensors import read_header
 from engine.models.slow_reads import telling_slow_reads
-from engine.models.stored_tensors import read_header
 
 EMPTY_HEADER = (2).to_bytes(8, "little") + b"{}"
 

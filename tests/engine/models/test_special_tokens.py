@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
-from engine.models.config_file import ConfigFile
-from engine.models.end_tokens import find_end_tokens
+from engine.models.config.config_file import ConfigFile
 from engine.models.errors import CheckpointError
-from engine.models.special_tokens import read_special_tokens
+from engine.models.vocabularies.end_tokens import find_end_tokens
+from engine.models.vocabularies.special_tokens import read_special_tokens
 
 ABSENT = "(absent)"
 MARK = {"__type": "AddedToken"}

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.models.errors import CheckpointError
-from engine.models.stored_tensors import read_header
+from engine.models.files.stored_tensors import read_header
 
 FIRST = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 SECOND = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [8, 20]}

@@ -17,11 +17,11 @@ import pytest
 from engine.config import ModelConfig
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.grammar.tokenizer import load_grammar_tokenizer
-from engine.models import kept_folders
-from engine.models.config_file import ConfigFile
-from engine.models.end_tokens import find_end_tokens
+from engine.models.config.config_file import ConfigFile
 from engine.models.errors import CheckpointError
+from engine.models.files import kept_folders
 from engine.models.vocabularies import tekken
+from engine.models.vocabularies.end_tokens import find_end_tokens
 from engine.models.vocabularies.files import has_tokenizer, tokenizer_folder
 from tests.engine.tiny_model import tiny_model
 

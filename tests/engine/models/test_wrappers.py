@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import ModelConfig
 from engine.models.checkpoint import CheckpointError, load_model_config
+from engine.models.config.wrappers import WRAPPERS, text_config, with_own_names
 from engine.models.registry import MODELS, spec_of
 from engine.models.specs.dense import DenseSpec
-from engine.models.wrappers import WRAPPERS, text_config, with_own_names
 from engine.parallel.distributed import ParallelGroup
 from engine.quantization import matches
 from tests.engine.models.parity_cases import prompts

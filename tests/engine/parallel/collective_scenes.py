@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.layers.embedding import LMHead
 from engine.layers.shard import Shard
+from engine.layers.vocabulary.embedding import LMHead
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops

@@ -15,7 +15,7 @@ from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData
 from engine.grammar.compiler import GrammarCompiler
 from engine.layers.attention.paged import PagedBackend
-from engine.layers.vocab_part import VocabPart
+from engine.layers.vocabulary.vocab_part import VocabPart
 from engine.sample.grammars import GrammarStates
 from engine.sample.sampler import Sampler, SamplerOutput
 from tandem_kernels import ops

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.layers.vocab_part import VocabCut, VocabPart
+from engine.layers.vocabulary.vocab_part import VocabCut, VocabPart
 from engine.parallel.distributed import ParallelGroup
 
 T = TypeVar("T")

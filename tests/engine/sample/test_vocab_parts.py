@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.contracts.outputs import TokenLogprobs
 from engine.contracts.sampling_params import SamplingParams
-from engine.layers.vocab_part import VocabPart
+from engine.layers.vocabulary.vocab_part import VocabPart
 from tests.engine.sample.conftest import ROWS, SamplerBench
 from tests.engine.sample.rank_threads import Ranks, ThreadGroup, part_of
 

@@ -21,8 +21,8 @@ from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector
+from engine.worker.memory.kv_cache import KVCache
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.connectors.no_connector import NoConnectorWorker
 from kv_transfer.metadata import KVConnectorMetadata

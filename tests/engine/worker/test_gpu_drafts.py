@@ -14,9 +14,9 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.step_launches import GraphKey
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
-from engine.worker.cudagraph_utils import CudaGraphManager
-from engine.worker.draft_passes import DraftPasses
-from engine.worker.drafter import Drafter
+from engine.worker.drafts.drafter import Drafter
+from engine.worker.drafts.passes import DraftPasses
+from engine.worker.graphs.cuda_graphs import CudaGraphManager
 from tests.engine.worker.drafters import KnowingDrafter, RepeatingDrafter
 from tests.engine.worker.gpu_workers import (
     SchedulerAndWorker,

@@ -12,9 +12,9 @@ import torch
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.contracts.step_launches import StepLaunches
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphCaptureError
-from engine.worker.kv_cache import KVCacheMemoryError
-from engine.worker.out_of_memory import DeviceMemoryError
+from engine.worker.graphs.cuda_graphs import CudaGraphManager, GraphCaptureError
+from engine.worker.memory.kv_cache import KVCacheMemoryError
+from engine.worker.memory.out_of_memory import DeviceMemoryError
 from engine.worker.worker import Worker
 from tests.engine.worker.gpu_workers import small_config, started
 

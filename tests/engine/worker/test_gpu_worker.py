@@ -19,7 +19,7 @@ from engine.contracts.step_launches import GraphKey
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.fast_paths import FastPath
 from engine.models.recorded_steps import default_capture_sizes
-from engine.worker.cudagraph_utils import CudaGraphManager
+from engine.worker.graphs.cuda_graphs import CudaGraphManager
 from tests.engine.worker.gpu_workers import (
     ALL_FAST_PATHS,
     GREEDY,

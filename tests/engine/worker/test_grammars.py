@@ -21,7 +21,7 @@ from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.worker.async_output import AsyncOutput
-from engine.worker.drafter import Drafter
+from engine.worker.drafts.drafter import Drafter
 from engine.worker.worker import Worker
 from kv_transfer.base import KVCacheHandle
 from tests.engine.worker.drafters import KnowingDrafter, RandomDrafter

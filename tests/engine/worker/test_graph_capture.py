@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.contracts.step_launches import GraphKey, StepLaunches
-from engine.worker import cudagraph_utils
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphCaptureError
+from engine.worker.graphs import cuda_graphs
+from engine.worker.graphs.cuda_graphs import CudaGraphManager, GraphCaptureError
 
 NOT_ALLOWED = RuntimeError("operation not permitted when stream is capturing")
 
@@ -41,7 +41,7 @@ def _fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
         synchronize=lambda device: None,
         memory_reserved=lambda device: 0,
     )
-    monkeypatch.setattr(cudagraph_utils.torch, "cuda", cuda)
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
 
 
 def capture(fails_at: GraphKey, error: Exception, is_warm_up: bool = False) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.engine.models.shapes import shape_config
 from engine.config import EngineConfig
-from engine.worker.kernel_cache import KernelCache
+from engine.worker.start.kernel_cache import KernelCache
 
 
 def config_of(shape: str = "tiny-experts") -> EngineConfig:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.config import KVLayers, SchedulerConfig
-from engine.worker.kv_cache import (
+from engine.worker.memory.kv_cache import (
     KVCache,
     KVCacheMemoryError,
     blocks_per_sequence,

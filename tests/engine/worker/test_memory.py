@@ -12,7 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.worker import worker
-from engine.worker.memory import MemoryProfiler
+from engine.worker.memory.profiler import MemoryProfiler
 from host.memory import cgroup_available
 from kv_transfer.config import KVTransferConfig
 

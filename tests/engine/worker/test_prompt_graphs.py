@@ -22,7 +22,7 @@ from engine.models.quantization.fp8 import ONLINE
 from engine.models.recorded_steps import prompt_keys, prompts_to_record
 from engine.quantization import Quantization
 from engine.worker import model_runner
-from engine.worker.cudagraph_utils import CudaGraphManager
+from engine.worker.graphs.cuda_graphs import CudaGraphManager
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
 from kv_transfer.metadata import KVConnectorMetadata

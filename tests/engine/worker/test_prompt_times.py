@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.config import SchedulerConfig
 from engine.core.scheduling import prompt_order
 from engine.executor.abstract import KVCaches
-from engine.worker.prompt_times import measures_prompts, time_prompt_steps
+from engine.worker.start.prompt_times import measures_prompts, time_prompt_steps
 from tests.engine.sched.factories import make_config
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
-from engine.models.adapter_files import read_adapter
+from engine.models.adapters.adapter_files import read_adapter
 from engine.models.checkpoint import check_architecture, load_model_config
 from engine.models.errors import CheckpointError
+from engine.models.files.stored_tensors import read_header
 from engine.models.gguf.gguf_header import GgufHeader
-from engine.models.stored_tensors import read_header
 from engine.models.vocabularies.kimi import read_kimi
 from engine.models.vocabularies.tekken import read_tekken
 from tests.fuzz.damage import HUGE, JSON, altered, damaged, documents, files, json_bytes, unpacked

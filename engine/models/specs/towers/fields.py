@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.images.vision_spec import PixelSpec, Resample
-from engine.models.json_file import read_json
+from engine.models.config.json_file import read_json
 from engine.models.specs.base import UnsupportedField
 
 _Section = TypeVar("_Section")
