@@ -28,6 +28,7 @@ from engine.config import (
 from engine.contracts.errors import CannotStartError
 from engine.explain.explanation import Batch, Explanation, explain
 from engine.explain.report import report
+from engine.explain.towers import explain_tower
 from engine.models.checkpoint import load_model_config, resolve_model
 from engine.models.kv_scale_files import choose_kv_scales
 from tandem_kernels.device import KNOWN_GPUS, GpuFacts, gpu_facts
@@ -78,7 +79,10 @@ def _explained(arguments: argparse.Namespace) -> list[Explanation]:
     batches = [Batch(count, arguments.context) for count in arguments.batch]
     beside = arguments.beside
     batches += [Batch(beside, arguments.context, (length,)) for length in arguments.tokens]
-    return explain(config, gpu, batches, has_flash=not arguments.no_flash_attention)
+    found = explain(config, gpu, batches, has_flash=not arguments.no_flash_attention)
+    if model.vision is not None:
+        found += [explain_tower(config, tokens) for tokens in arguments.image]
+    return found
 
 
 def _gpu(device: str) -> GpuFacts | None:
@@ -101,6 +105,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=_positive, default=1024, help="tokens of each decode")
     parser.add_argument("--tokens", type=_positive, nargs="*", default=[2048], help="of a prompt")
     parser.add_argument("--beside", type=int, default=0, help="decodes in the step of a prompt")
+    parser.add_argument(
+        "--image", type=_positive, nargs="*", default=[1024], help="tokens of one, at most"
+    )
     parser.add_argument("--dtype", choices=("auto", *get_args(Dtype)), default="auto")
     parser.add_argument("--quantization", choices=get_args(QuantizationName))
     parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")

@@ -96,14 +96,15 @@ class Explanation:
         step: What it computes.
         backend: Who attends.
         graph: Which CUDA graph it is, and why.
-        choices: By the layers that choose alike: their numbers, and what they choose. The head is
-            numbered behind the last.
+        choices: By the layers that choose alike: their numbers, and what they choose.
+        names: What is no layer, by the number that it has among them.
     """
 
     step: str
     backend: str
     graph: str
     choices: tuple[tuple[tuple[int, ...], tuple[KernelChoice, ...]], ...]
+    names: dict[int, str]
 
 
 @cache
@@ -227,16 +228,26 @@ def _explained(
     batch: Batch,
     launches: Launches,
 ) -> Explanation:
-    kinds: dict[tuple[KernelChoice, ...], list[int]] = {}
-    for layer, found in launches.by_layer.items():
-        rows = tuple(_row(one, policy, gpu) for one in found if is_telling(one.name, one.module))
-        kinds.setdefault(rows, []).append(layer)
+    rows = {
+        layer: tuple(_row(one, policy, gpu) for one in found if is_telling(one.name, one.module))
+        for layer, found in launches.by_layer.items()
+    }
     name = type(attention).__name__
     if dense := getattr(attention, "dense", None):
         name += f": {dense.name} for prompts from {dense.min_tokens} tokens on, else paged"
     graph = _graph(config, gpu, batch, attention)
-    choices = tuple((tuple(layers), rows) for rows, layers in kinds.items())
-    return Explanation(str(batch), name, graph, choices)
+    names = {-1: "embedding", config.model.num_layers: "head"}
+    return Explanation(str(batch), name, graph, alike(rows), names)
+
+
+def alike(
+    rows: dict[int, tuple[KernelChoice, ...]],
+) -> tuple[tuple[tuple[int, ...], tuple[KernelChoice, ...]], ...]:
+    """Returns the layers that choose alike, with what they choose."""
+    kinds: dict[tuple[KernelChoice, ...], list[int]] = {}
+    for layer, found in rows.items():
+        kinds.setdefault(found, []).append(layer)
+    return tuple((tuple(layers), found) for found, layers in kinds.items())
 
 
 def is_telling(name: str, module: str) -> bool:

@@ -26,7 +26,12 @@ from tandem_kernels.attention.token_rows import TokenRowForm
 OnKernel = Callable[[ops.Op[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 LIBRARY = "library"
 """Stands for a GEMM of torch: cuBLAS on a GPU."""
-_GEMMS = {F.linear, torch.mm, torch.addmm, Tensor.addmm_, torch.bmm, torch.baddbmm, Tensor.bmm}
+ATTENTION = "torch attention"
+"""Stands for `scaled_dot_product_attention` where torch chooses who computes it."""
+_GEMMS = {
+    F.linear, torch.mm, torch.addmm, Tensor.addmm_, torch.bmm, torch.baddbmm, Tensor.bmm,
+    Tensor.__matmul__, Tensor.matmul,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,8 @@ class Launch:
     """One operation of a pass.
 
     Attributes:
-        name: Of the operation in `tandem_kernels.ops`; or `LIBRARY`, "FlashAttention 3", "cuDNN".
+        name: Of the operation in `tandem_kernels.ops`; or `LIBRARY`, `ATTENTION`,
+            "FlashAttention 3", "cuDNN".
         module: Of its kernels in `tandem_kernels`; empty: a library's.
         part: The module of the model whose weights it reads, like "self_attn.qkv_proj"; or "".
         arguments: As it was given them.
@@ -64,6 +70,8 @@ class Launches:
         self._on_kernel = on_kernel
         self.by_layer: dict[int, list[Launch]] = {}
         self.layer = -1
+        self.part = ""
+        """The module that computes, for what reads no parameter."""
         self._parts: dict[int, str] = {}
         self._turned: dict[int, tuple[Tensor, Tensor]] = {}
         """Transposed weights and the weights, by the identity of the first."""
@@ -88,7 +96,7 @@ class Launches:
         given = tuple(
             self._turned[id(one)][1] if id(one) in self._turned else one for one in arguments
         )
-        part = next((self._parts[id(one)] for one in given if id(one) in self._parts), "")
+        part = next((self._parts[id(one)] for one in given if id(one) in self._parts), self.part)
         self.by_layer.setdefault(self.layer, []).append(Launch(name, module, part, given))
 
     def turn(self, weight: Tensor, turned: Tensor) -> None:
@@ -167,7 +175,9 @@ class _Library(TorchFunctionMode):
                     return func(*args).to(given["out_dtype"])
                 return func(*args, **given)
         if func is F.scaled_dot_product_attention:
-            self._launches.add("cuDNN", "", args)
+            # Only `cudnn_prefill` leaves torch no choice.
+            name = ATTENTION if torch._C._get_flash_sdp_enabled() else "cuDNN"
+            self._launches.add(name, "", args)
             return torch.empty_like(args[0])
         return func(*args, **given)
 

@@ -33,9 +33,9 @@ def summary(explanations: Sequence[Explanation]) -> list[str]:
 
 
 def _name_of(layers: tuple[int, ...], found: Explanation) -> str:
-    last = max(layer for other, _ in found.choices for layer in other)
-    if layers == (last,):
-        return "head"
+    if found.names.keys() >= set(layers):
+        return ", ".join(found.names[layer] for layer in layers)
+    count = len({layer for other, _ in found.choices for layer in other} - found.names.keys())
     ranges: list[list[int]] = []
     for layer in layers:
         if ranges and layer == ranges[-1][1] + 1:
@@ -46,7 +46,7 @@ def _name_of(layers: tuple[int, ...], found: Explanation) -> str:
         named = ", ".join(map(str, layers[:4])) + ", ..."
     else:
         named = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in ranges)
-    return f"layers {named} ({len(layers)} of {last})"
+    return f"layers {named} ({len(layers)} of {count})"
 
 
 def _table(rows: Sequence[KernelChoice]) -> list[str]:

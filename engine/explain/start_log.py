@@ -9,6 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.explain.explanation import Batch, explain
 from engine.explain.report import summary
+from engine.explain.towers import explain_tower
 from engine.layers.attention import flash_attention
 from tandem_kernels.device import gpu_facts
 
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _DECODES = (1, 16)
 _PROMPT = 2048
+_IMAGE = 1024
 
 
 def log_choices(config: EngineConfig, device: torch.device) -> None:
@@ -30,7 +32,10 @@ def log_choices(config: EngineConfig, device: torch.device) -> None:
     has_flash = any(flash_attention.is_installed(package) for package in packages)
     batches = [*decodes, Batch(prompts=(longest,))]
     try:
-        for line in summary(explain(config, gpu, batches, has_flash=has_flash)):
+        found = explain(config, gpu, batches, has_flash=has_flash)
+        if config.model.vision is not None and config.images.has_encoder:
+            found.append(explain_tower(config, _IMAGE))
+        for line in summary(found):
             logger.info("kernels of %s", line)
     except Exception as error:
         logger.warning("the choice of kernels cannot be explained here: %s", error)

@@ -217,6 +217,15 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of a patch of one frame: each pixel's red, green and blue."""
         return 3 * self.pixels.patch_size**2
 
+    def blank_image(self, num_tokens: int) -> ImagePixels:
+        """Returns an image of at most this many tokens, nearly as many rows as columns; of a tower
+        of videos with both frames of a pair."""
+        columns = max(1, math.isqrt(num_tokens))
+        rows = max(1, num_tokens // columns)
+        frames = 1 if self.video is None else self.pixels.temporal_patch_size
+        count = rows * columns * self.pixels.merge_size**2
+        return ImagePixels(b"", rows, columns, bytes(count * frames * self.patch_bytes))
+
     def has_patches(self, image: ImagePixels) -> bool:
         """Returns whether an image, or pairs of frames, have all of their patches and no more."""
         one = image.rows * image.columns * self.pixels.merge_size**2 * self.patch_bytes

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,7 +18,7 @@ from engine.batch.input_batch import BatchOrder, InputBatch
 from engine.batch.row_states import RowStates
 from engine.config import EngineConfig
 from engine.contracts.scheduler_output import EncodingOutput, NewRequestData, SchedulerOutput
-from engine.images.image_input import ImagePixels, ImageSpan, position_delta
+from engine.images.image_input import ImageSpan, position_delta
 from engine.images.image_limits import ImageLimits
 from engine.images.positions import prompt_positions
 from engine.layers.attention.backend import WholeImage
@@ -109,13 +107,7 @@ class ImageRows:
         many tokens as are held. Warms up. Not on a CPU, whose cache leaves most of the memory."""
         if self._tower is None or self._device.type == "cpu":
             return
-        columns = max(1, math.isqrt(self._limits.largest))
-        rows = max(1, self._limits.largest // columns)
-        count = rows * columns * self._tower.patches_of_token
-        spec = self._tower.spec
-        frames = 1 if spec.video is None else spec.pixels.temporal_patch_size
-        patches = bytes(count * frames * spec.patch_bytes)
-        found = self._tower.encode(ImagePixels(b"", rows, columns, patches))
+        found = self._tower.encode(self._tower.spec.blank_image(self._limits.largest))
         found.new_empty((len(found), self._limits.capacity, found.shape[2]))
 
     def add_request(self, new: NewRequestData) -> None:

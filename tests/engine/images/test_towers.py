@@ -4,14 +4,19 @@ what is published: every tensor has one place, and fields that are not here leav
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import EngineConfig
+from engine.explain.explanation import Explanation
+from engine.explain.towers import explain_tower
 from engine.images.image_config import ImageConfig
 from engine.images.vision_spec import VisionSpec
 from engine.models.checkpoint import load_model_config
@@ -58,6 +63,23 @@ def test_towers_compute_what_those_of_transformers_do(kind: str, tmp_path: Path)
         assert found.shape[:2] == (len(expected), rows * columns)
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs.view_as(ours), rtol=1e-4, atol=1e-4)
+    # What `tandem explain` says of an image is what encoding it computes.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        tower.encode(tower.spec.blank_image(min(64, tower.spec.pixels.max_tokens)))
+    told = explain_tower(config_of(folder), 64)
+    assert counted.get_total_flops() == explained_flops(told)
+    parts = 2 + tower.spec.depth + len(tower.spec.tapped_layers)  # with patches, and the merger
+    assert sum(len(layers) for layers, _ in told.choices) == parts
+
+
+def explained_flops(told: Explanation) -> int:
+    """Returns what the products take that a tower is said to compute, by their sizes."""
+    total = 0
+    for layers, rows in told.choices:
+        for row in rows:
+            a, b, c, *width = map(int, re.findall(r"\d+", row.tile))
+            total += len(layers) * (4 * a * b**2 * c * width[0] if width else 2 * a * b * c)
+    return total
 
 
 def changed(folder: Path, target: Path, **vision: Any) -> Path:
