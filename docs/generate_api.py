@@ -1,7 +1,7 @@
 """Writes docs/api.md from the routes and the request bodies: endpoints, fields, refusals.
 
-A field's meaning is the docstring below it; `decode_node.protocol.body.Ignored` marks those that
-change nothing, and `decode_node.protocol.not_built` lists names that are refused. Ends with an
+A field's meaning is the docstring below it; `Ignored` of `decode_node.protocol.body` marks
+those that change nothing, and `not_built` beside it lists names that are refused. Ends with an
 error that names what lacks a description.
 """
 
@@ -305,15 +305,17 @@ def _parent(body: type[BaseModel], titles: Titles) -> type[BaseModel] | None:
 def section(
     title: str, body: type[BaseModel], parent: type[BaseModel] | None, titles: Titles
 ) -> str:
-    """Returns a body's own fields, and those of its parts below it."""
+    """Returns a body's own fields, and those of its parts behind them, in one table."""
     leave_out = set(parent.model_fields) if parent else set()
     text = f"\n### {title}\n\n{_whole(body)}"
     if parent:
         text += f" Besides, it has the fields of {_link(titles[parent])}."
-    text += "\n\n" + table(body, leave_out)
+    lines = rows(body, leave_out)
     for part in parts(body, leave_out):
-        text += f"\n**{part.__name__}**: {_whole(part)}\n\n" + table(part, set())
-    return text
+        meaning = _whole(part).replace("|", "\\|")
+        lines += [f"| **{part.__name__}** | | | {meaning} |", *rows(part, set())]
+    head = ["| field | type | | meaning |", "|---|---|---|---|"] if lines else []
+    return text + "\n\n" + "".join(f"{line}\n" for line in [*head, *lines])
 
 
 def _link(title: str) -> str:
@@ -321,7 +323,7 @@ def _link(title: str) -> str:
     return f"[{title}](#{anchor})"
 
 
-def table(body: type[BaseModel], leave_out: set[str]) -> str:
+def rows(body: type[BaseModel], leave_out: set[str]) -> list[str]:
     """Returns a row for each field; fields that are alike share one, and all that are ignored."""
     schema = body.model_json_schema()["properties"]
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -340,16 +342,13 @@ def table(body: type[BaseModel], leave_out: set[str]) -> str:
             ignored.setdefault(meaning, []).append(f"`{shown}`")
         else:
             alike.setdefault((type_of(schema[shown]), fate, meaning), []).append(f"`{shown}`")
-    if not alike and not ignored:
-        return ""
-    rows = ["| field | type | | meaning |", "|---|---|---|---|"]
-    rows += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()]
+    found = [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()]
     if ignored:
         names = ", ".join(name for names in ignored.values() for name in names)
         reasons = [f"{', '.join(names)}: {why}" for why, names in ignored.items()]
         reasons = list(ignored) if len(ignored) == 1 else reasons
-        rows.append(f"| {names} | any | ignored | {' '.join(reasons)} |")
-    return "\n".join(rows) + "\n"
+        found.append(f"| {names} | any | ignored | {' '.join(reasons)} |")
+    return found
 
 
 def parts(body: type[BaseModel], leave_out: set[str]) -> Iterator[type[BaseModel]]:

@@ -196,23 +196,22 @@ def shared(*settings: type[BaseSettings]) -> dict[str, str]:
     }
 
 
-def tables(found: dict[str, str]) -> list[str]:
-    """Returns the lines of up to three tables: one sets, may set, expert."""
+def table(found: dict[str, str]) -> list[str]:
+    """Returns the lines of a table in up to three parts: one sets, may set, expert."""
     groups = {
         "One sets": [text for name, text in found.items() if name in SET],
         "May set": [text for name, text in found.items() if name not in SET | EXPERT],
         "Expert": [text for name, text in found.items() if name in EXPERT],
     }
-    lines: list[str] = []
+    lines = ["| flag | type | default | meaning |", "|---|---|---|---|"]
     for title, texts in groups.items():
         if texts:
-            lines += [f"**{title}**", "", "| flag | type | default | meaning |"]
-            lines += ["|---|---|---|---|", *texts, ""]
-    return lines
+            lines += [f"| **{title}** | | | |", *texts]
+    return [*lines, ""]
 
 
 def section(title: str, found: dict[str, str], before: str) -> str:
-    return "\n".join([f"## {title}", "", before, "", *tables(found)])
+    return "\n".join([f"## {title}", "", before, "", *table(found)])
 
 
 def sections() -> list[str]:

@@ -43,17 +43,19 @@ def readable(formats: Json) -> set[str]:
 
 
 def table(data: Json) -> str:
-    """Returns the section: what is accepted, and a row for each recipe."""
+    """Returns the section: what is accepted, and a row for the recipes of each architecture."""
     read = readable(data["formats"])
-    rows, counts = [], {"default": 0, "nvfp4": 0}
+    counts = {"default": 0, "nvfp4": 0}
+    alike: dict[tuple[str, str], list[str]] = {}
     for recipe in sorted(data["recipes"], key=lambda one: not is_known(one)):
         known, default = is_known(recipe), recipe["published"][0]
         takes = [form for form in recipe["published"] if known and form in read]
         counts["default"] += default in takes
         counts["nvfp4"] += "nvfp4" in takes
         shown = ", ".join(f"**{form}**" if form in takes else form for form in recipe["published"])
-        lacks = recipe.get("lacks", "")
-        rows.append(f"| {recipe['model']} | `{recipe['architecture']}` | {shown} | {lacks} |")
+        kind = recipe["architecture"], recipe.get("lacks", "")
+        alike.setdefault(kind, []).append(f"{recipe['model']} ({shown})")
+    rows = [f"| `{name}` | {'; '.join(of)} | {lacks} |" for (name, lacks), of in alike.items()]
     total = len(data["recipes"])
     has_fp4 = sum("nvfp4" in recipe["published"] for recipe in data["recipes"])
     return "\n".join(
@@ -64,8 +66,8 @@ def table(data: Json) -> str:
             "Accepted are the architecture and the form of weights, by the readers that a node",
             "starts with; weights of this size were not loaded. Forms in bold are read.",
             "",
-            "| model | architecture | published in, the default first | what tandem lacks |",
-            "|---|---|---|---|",
+            "| architecture | models, and what each is published in, the default first | lacks |",
+            "|---|---|---|",
             *rows,
             "",
         )
