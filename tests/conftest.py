@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -64,26 +63,10 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     long as the imports. What was imported is never looked at again."""
     gc.disable()
     try:
-        if [Path(argument).resolve() for argument in session.config.args] == [ROOT / "tests"]:
-            _import_from_a_place_of_its_own()
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _import_from_a_place_of_its_own() -> None:
-    """Every worker of pytest-xdist imports all tests. They begin at different files, so that in a
-    fresh clone each compiles a part, which takes pytest longer than the imports, and reads what the
-    others have compiled."""
-    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is None:
-        return
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    begin = len(files) * int(worker[2:]) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    for file in files[begin:] + files[:begin]:
-        # What cannot be imported, pytest finds and tells when it collects.
-        with contextlib.suppress(Exception):
-            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 _thaw = gc.unfreeze
@@ -96,11 +79,21 @@ def _unfreeze() -> None:
     _thaw()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     forked_programs.install(binds=True)
+    if _spreads_the_suite(config):
+        from tests import forked_workers
+
+        forked_workers.install()
     # Who ends a run by SIGTERM leaves as little behind as by Ctrl-C: what tests began, they end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     gc.unfreeze = _unfreeze
+
+
+def _spreads_the_suite(config: pytest.Config) -> bool:
+    """Returns whether this process starts workers of pytest-xdist that run all tests."""
+    spreads = config.getoption("dist", "no") == "loadscope" and config.getoption("tx")
+    return spreads and [Path(argument).resolve() for argument in config.args] == [ROOT / "tests"]
 
 
 SET_FOR_LIBRARIES = "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL", "MC_LOG_LEVEL"

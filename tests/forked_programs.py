@@ -76,6 +76,7 @@ STORE = "programs for"
 """How the command line of a store begins; behind it is who starts programs of it."""
 _CLONE_PARENT = 0x8000
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
+CAN_FORK = _SYS_CLONE is not None
 _MAX_REQUEST = 1 << 18
 _MAX_FILES = 256
 _PADDING = " " * 8000
@@ -97,7 +98,7 @@ class _Start:
     fds: list[int]
 
 
-class _Store:
+class Store:
     """The end at the process that starts programs. One thread at a time may ask."""
 
     def __init__(
@@ -123,7 +124,7 @@ class _Store:
         return int(answer)
 
 
-_store: _Store | None = None
+_store: Store | None = None
 _env: dict[str, str] = {}
 """Of this process, when the tests began."""
 _is_off = False
@@ -142,7 +143,7 @@ def install(*, binds: bool) -> None:
     """From now on `subprocess` starts `PROGRAMS` of this Python as forks, where they are known.
     `binds`: they end with this process, whether asked to or not."""
     global _binds
-    if _SYS_CLONE is None:
+    if not CAN_FORK:
         return
     _binds = binds
     _env.update(os.environ)
@@ -167,11 +168,11 @@ def _network() -> str:
 
 _own_network = _network()
 _original: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-_arguments = inspect.signature(_original)
+ARGUMENTS = inspect.signature(_original)
 
 
 def _execute_child(self: Any, *given: Any) -> None:
-    asked = _arguments.bind(self, *given).arguments
+    asked = ARGUMENTS.bind(self, *given).arguments
     env = os.environ if asked["env"] is None else asked["env"]
     is_ours = _is_ours(asked)
     is_known = not _is_off and _network() == _own_network and is_ours
@@ -182,22 +183,27 @@ def _execute_child(self: Any, *given: Any) -> None:
             asked["executable"] = None
         _original(*asked.values())
         return
+    start_from(store, self, asked)
+
+
+def start_from(store: Store, popen: Any, asked: dict[str, Any]) -> None:
+    """Does with a fork of a store's what `subprocess.Popen` does with a new process."""
     inherited = {"p2cread": 0, "c2pwrite": 1, "errwrite": 2}
     streams = [fd if asked[n] == -1 else asked[n] for n, fd in inherited.items()]
     argv, dies_with_parent = _unbound(asked["args"])
     wanted = _Start(
         argv,
-        dict(env),
+        dict(os.environ if asked["env"] is None else asked["env"]),
         os.fspath(asked["cwd"] or Path.cwd()),
         asked["start_new_session"],
         None if asked["process_group"] == -1 else asked["process_group"],
         dies_with_parent or _binds,
         sorted(asked["pass_fds"]),
     )
-    self.pid = store.start(wanted, [*streams, *wanted.fds])
-    self._child_created = True
+    popen.pid = store.start(wanted, [*streams, *wanted.fds])
+    popen._child_created = True
     ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-    self._close_pipe_fds(*(asked[end] for end in ends))
+    popen._close_pipe_fds(*(asked[end] for end in ends))
 
 
 def _is_ours(asked: dict[str, Any]) -> bool:
@@ -223,13 +229,13 @@ def _program(argv: list[str]) -> str:
     return argv[3] if argv[2] == "edge.program" else argv[2]
 
 
-def _own_store() -> _Store | None:
+def _own_store() -> Store | None:
     """Returns this process's, which is started for the first program. None: it cannot be, because
     the kernel would end its forks with the thread that asks, or because it has failed and said
     why."""
     global _store, _is_off
     if _store is None and threading.current_thread() is threading.main_thread():
-        ours, theirs = _pipe()
+        ours, theirs = pipe_pair()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), _PADDING],
@@ -239,13 +245,13 @@ def _own_store() -> _Store | None:
                 env=_env,
             )
         if ours.recv(64):
-            _store = _Store(ours, _env, process)
+            _store = Store(ours, _env, process)
         else:
             _is_off = True
     return _store
 
 
-def _pipe() -> tuple[socket.socket, socket.socket]:
+def pipe_pair() -> tuple[socket.socket, socket.socket]:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_REQUEST)
@@ -262,17 +268,22 @@ def main() -> None:
     for module in PROGRAMS.values():
         importlib.import_module(module)
     _name([STORE, "tests"])
-    threads = [path.name for path in Path("/proc/self/task").iterdir()]
-    assert len(threads) == 1, "imports have started threads, which no fork has"
+    has_one_thread()
     install(binds=False)
     gc.freeze()
     pipe = socket.socket(fileno=int(sys.argv[1]))
     pipe.send(b"ready")
-    _serve(pipe)
+    serve(pipe, _run_program)
 
 
-def _serve(pipe: socket.socket) -> None:
-    """Starts what is asked for, until the other end is closed. Returns in none but the forks."""
+def has_one_thread() -> None:
+    threads = list(Path("/proc/self/task").iterdir())
+    assert len(threads) == 1, "imports have started threads, which no fork has"
+
+
+def serve(pipe: socket.socket, run: Callable[[list[str]], object]) -> None:
+    """Starts what is asked for, until the other end is closed: forks that run a command and end
+    with what it returns. Returns in none."""
     while True:
         message, files, _, _ = socket.recv_fds(pipe, _MAX_REQUEST, _MAX_FILES // 4)
         if not message:
@@ -280,7 +291,7 @@ def _serve(pipe: socket.socket) -> None:
         pid = _fork_sibling()
         if pid == 0:
             pipe.close()
-            _become(_Start(**json.loads(message)), files)
+            _become(_Start(**json.loads(message)), files, run)
         pipe.send(b"%d" % pid)
         for fd in files:
             os.close(fd)
@@ -298,8 +309,8 @@ def _fork_sibling() -> int:
     return pid
 
 
-def _become(wanted: _Start, files: list[int]) -> NoReturn:
-    """Makes of this fork what Python would be at the start of a program, and runs it."""
+def _become(wanted: _Start, files: list[int], run: Callable[[list[str]], object]) -> NoReturn:
+    """Makes of this fork what Python would be at the start of a process, and runs its command."""
     code: object = 1
     try:
         _place(files, [0, 1, 2, *wanted.fds])
@@ -312,16 +323,7 @@ def _become(wanted: _Start, files: list[int]) -> NoReturn:
         os.environ.update(wanted.env)
         if wanted.dies_with_parent:
             die_with_parent()
-        _offer_store(_program(wanted.argv))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _name(wanted.argv)
-        sys.orig_argv = list(wanted.argv)
-        sys.argv = list(wanted.argv[2:])
-        for module in ("edge.program", f"{wanted.argv[2]}.__main__"):
-            sys.modules.pop(module, None)  # Run as `__main__`, they are not imported.
-        gc.enable()
-        runpy.run_module(wanted.argv[2], run_name="__main__", alter_sys=True)
-        code = 0
+        code = run(wanted.argv)
     except SystemExit as end:
         code = end.code
     except BaseException:
@@ -329,6 +331,19 @@ def _become(wanted: _Start, files: list[int]) -> NoReturn:
     from edge.program import leave
 
     leave(code)
+
+
+def _run_program(argv: list[str]) -> int:
+    _offer_store(_program(argv))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _name(argv)
+    sys.orig_argv = list(argv)
+    sys.argv = list(argv[2:])
+    for module in ("edge.program", f"{argv[2]}.__main__"):
+        sys.modules.pop(module, None)  # Run as `__main__`, they are not imported.
+    gc.enable()
+    runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+    return 0
 
 
 def _place(files: list[int], numbers: list[int]) -> None:
@@ -347,7 +362,7 @@ def _offer_store(program: str) -> None:
     if program in WITHOUT_CHILDREN:
         _is_off = True
         return
-    ours, theirs = _pipe()
+    ours, theirs = pipe_pair()
     parent = os.getpid()
     if os.fork() == 0:
         ours.close()
@@ -360,9 +375,9 @@ def _offer_store(program: str) -> None:
         os.closerange(3, theirs.fileno())
         os.closerange(theirs.fileno() + 1, _MAX_FILES)
         _name([STORE, program])
-        _serve(theirs)
+        serve(theirs, _run_program)
     theirs.close()
-    _store = _Store(ours, os.environ)
+    _store = Store(ours, os.environ)
 
 
 def _name(argv: list[str]) -> None:

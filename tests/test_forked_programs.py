@@ -133,7 +133,7 @@ def test_a_run_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
 def test_variables_that_imports_look_at_need_a_real_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--version").returncode == 0
     asked: list[object] = []
-    monkeypatch.setattr(forked_programs._Store, "start", lambda *given: asked.append(given))
+    monkeypatch.setattr(forked_programs.Store, "start", lambda *given: asked.append(given))
     assert run("--version", env={**os.environ, "PYTHONWARNINGS": "error"}).returncode == 0
     assert not asked
 
