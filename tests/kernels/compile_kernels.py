@@ -29,6 +29,7 @@ from tandem_kernels.attention import (
     attention_sink,
     block_scores,
     block_sparse_attention,
+    chosen_slots,
     close_rows,
     context_gather,
     decode_attention,
@@ -1693,7 +1694,7 @@ def sparse_cases(capability: int) -> Iterator[Case]:
             if query_len:
                 yield Case(kernel, "", types, constants, options)
     yield Case(
-        sparse_latent_attention.slots_kernel,
+        chosen_slots.slots_kernel,
         "",
         {**types, "slots": "*i32"},
         {"TOP_K": 2048, "QUERY_LEN": 1, "BLOCK_SIZE": 64, "BLOCK": 1024},

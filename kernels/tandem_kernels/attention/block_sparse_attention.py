@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.block_choice import BlockChoice
+from tandem_kernels.attention.chosen_slots import request_of_token
 from tandem_kernels.attention.fp8_cache import in_half
 from tandem_kernels.attention.head_planes import planes_of_head
 from tandem_kernels.attention.kv_pages import PagedKV, first_of, sizes_of
@@ -24,7 +25,6 @@ from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.latent_decode import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
-from tandem_kernels.attention.sparse_latent_attention import request_of_token
 from tandem_kernels.device import num_programs
 
 

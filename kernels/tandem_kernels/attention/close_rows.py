@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.attention.sparse_latent_attention import request_of_token
+from tandem_kernels.attention.chosen_slots import request_of_token
 from tandem_kernels.attention.token_rows import OpenTokens, TokenRowForm
 from tandem_kernels.attention.turned_pairs import pair_angles, turned_pairs
 from tandem_kernels.small_launches import in_turn, take_turn

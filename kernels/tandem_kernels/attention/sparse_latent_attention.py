@@ -20,14 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.chosen_slots import chosen_slots, request_of_token, seen_tokens
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.latent_decode import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs
-
-_SLOTS = 1024
-"""Counts those that a program finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,69 +54,6 @@ def sparse_tuning(num_heads: int, itemsize: int) -> SparseTuning:
     if num_heads > 16:
         return SparseTuning(rows=64, tile=64, num_warps=8, num_stages=3, programs_per_sm=1)
     return SparseTuning(rows=16, tile=32, num_warps=4, num_stages=5)
-
-
-@triton.jit
-def request_of_token(
-    query_start_loc: tl.tensor, token: tl.tensor, num_reqs: tl.tensor, QUERY_LEN: tl.constexpr
-) -> tl.tensor:
-    """Returns the last request whose query tokens begin at or before one. Requests without any
-    begin where the next one does.
-
-    QUERY_LEN: Of each request; 0: they differ.
-    """
-    if QUERY_LEN > 0:
-        return token // QUERY_LEN
-    lo = token * 0 + 1
-    hi = token * 0 + num_reqs
-    while lo < hi:
-        middle = (lo + hi) // 2
-        if tl.load(query_start_loc + middle) <= token:
-            lo = middle + 1
-        else:
-            hi = middle
-    return lo - 1
-
-
-@triton.jit
-def _seen(
-    query_start_loc: tl.tensor, seq_lens: tl.tensor, token: tl.tensor, r: tl.tensor
-) -> tl.tensor:
-    """Returns how many tokens of request `r` one sees: none if it is padding."""
-    first = tl.load(query_start_loc + r)
-    num_tokens = tl.load(query_start_loc + r + 1) - first
-    seq_len = tl.load(seq_lens + r)
-    # A padding row has no context; one behind the last request has no place in it.
-    is_real = (seq_len > 0) & (token - first < num_tokens)
-    return tl.where(is_real, seq_len - num_tokens + token - first + 1, 0)
-
-
-@triton.jit(do_not_specialize=["num_reqs"])
-def slots_kernel(
-    chosen: tl.tensor,
-    block_tables: tl.tensor,
-    query_start_loc: tl.tensor,
-    seq_lens: tl.tensor,
-    slots: tl.tensor,
-    num_reqs: tl.tensor,
-    table_stride: tl.tensor,
-    TOP_K: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Writes, in program (t, i), where BLOCK of the tokens that token t attends to lie in the
-    cache, block * BLOCK_SIZE + offset; of those that it does not see, 0."""
-    token = tl.program_id(0)
-    r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    own = index < tl.minimum(_seen(query_start_loc, seq_lens, token, r), TOP_K)
-    at = token.to(tl.int64) * TOP_K + index
-    position = tl.load(chosen + at, mask=own, other=0)
-    table = block_tables + r.to(tl.int64) * table_stride
-    block = tl.load(table + position // BLOCK_SIZE, mask=own, other=0)
-    slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-    tl.store(slots + at, tl.where(own, slot, 0), mask=index < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -159,7 +94,7 @@ def sparse_latent_kernel(
     token = tl.program_id(0)
     split = tl.program_id(2)
     r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
-    needed = tl.minimum(_seen(query_start_loc, seq_lens, token, r), TOP_K)
+    needed = tl.minimum(seen_tokens(query_start_loc, seq_lens, token, r), TOP_K)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = head < NUM_HEADS
     at = token.to(tl.int64)
@@ -236,7 +171,7 @@ def sparse_latent_attention(
     if splits > 1:
         parts = num_tokens, num_heads, splits
         target, state = (q_rope.new_empty(*parts, n, dtype=torch.float32) for n in (latent, 2))
-    slots = _slots(chosen, metadata, kv_cache.shape[1])
+    slots = chosen_slots(chosen, metadata, kv_cache.shape[1])
     shape = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
     sparse_latent_kernel[(num_tokens, head_tiles, splits)](
         q_latent,
@@ -271,28 +206,6 @@ def sparse_latent_attention(
         grid = (num_tokens * num_heads,)
         latent_merge_kernel[grid](target, state, out, OVERLAP=False, num_warps=4, **shape)
     return out
-
-
-def _slots(chosen: Tensor, metadata: AttentionMetadata, block_size: int) -> Tensor:
-    """Returns where in the cache chosen tokens lie, [T, K] int32."""
-    slots = torch.empty_like(chosen)
-    num_tokens, top_k = chosen.shape
-    block = min(_SLOTS, triton.next_power_of_2(top_k))
-    slots_kernel[(num_tokens, triton.cdiv(top_k, block))](
-        chosen,
-        metadata.block_tables,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        slots,
-        len(metadata.seq_lens),
-        metadata.block_tables.stride(0),
-        TOP_K=top_k,
-        QUERY_LEN=metadata.uniform_query_len,
-        BLOCK_SIZE=block_size,
-        BLOCK=block,
-        num_warps=4,
-    )
-    return slots
 
 
 def _num_splits(device: torch.device, tuning: SparseTuning, num_tiles: int, top_k: int) -> int:

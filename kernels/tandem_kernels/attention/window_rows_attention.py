@@ -15,15 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.chosen_slots import request_of_token
 from tandem_kernels.attention.latent_decode import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import store_attended
 from tandem_kernels.attention.narrow_vectors import load_narrow, page_pointers, page_widths
 from tandem_kernels.attention.prefill_attention import LOG2_E
-from tandem_kernels.attention.sparse_latent_attention import (
-    SparseTuning,
-    request_of_token,
-    sparse_tuning,
-)
+from tandem_kernels.attention.sparse_latent_attention import SparseTuning, sparse_tuning
 from tandem_kernels.attention.token_rows import RowPages, SeenRows
 from tandem_kernels.device import num_programs
 from tandem_kernels.small_launches import in_turn
