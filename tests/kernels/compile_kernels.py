@@ -1844,23 +1844,24 @@ def stream_cases(capability: int) -> Iterator[Case]:
     yield Case(streams.write_streams_kernel, "", types, {"COUNT": 4, "BLOCK": 512})
     types |= {**named("*bf16", "beside", "weight"), "row_eps": "fp32"}
     turn = {"OVERLAP": capability >= 90}
-    for outputs, lanes in ((24, 32), (4, 16)):
+    for outputs, lanes, columns in ((24, 32, 32), (24, 32, 64), (4, 4, 32)):
         yield Case(
             enter_streams.mix_streams_kernel,
-            f"outputs={outputs}",
+            f"outputs={outputs}, columns={columns}",
             types,
             {
-                "COUNT": 4, "OUTPUTS": outputs, "LANES": lanes, "ROWS": 16, "DEPTH": 128,
-                "MIXES": True, "HAS_BESIDE": True, "PRECISION": "tf32", **turn,
+                "COUNT": 4, "OUTPUTS": outputs, "LANES": lanes, "COLUMNS": columns,
+                "MIXES": True, "HAS_BESIDE": True, **turn,
             },
-            {"num_warps": 4, "num_stages": 1},
+            {"num_warps": columns // 8},
         )  # fmt: skip
+    for outputs in (24, 4):
         yield Case(
             enter_streams.norm_streams_kernel,
             f"outputs={outputs}",
             types,
             {
-                "COUNT": 4, "OUTPUTS": outputs, "ITERATIONS": 20, "SPLITS": 32, "BLOCK": 4096,
+                "COUNT": 4, "OUTPUTS": outputs, "ITERATIONS": 20, "SPLITS": 128, "BLOCK": 4096,
                 **({} if outputs > 4 else {"post": None, "comb": None}), **turn,
             },
             {"num_warps": 8},

@@ -18,18 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.device import num_programs
 from tandem_kernels.elementwise.norm_forms import Norm
 from tandem_kernels.elementwise.rms_norm import normed_row
 from tandem_kernels.elementwise.streams import doubly_stochastic, sigmoid
 from tandem_kernels.small_launches import in_turn, take_turn
 from tandem_kernels.stream_forms import GivenToStreams, StreamForm, StreamWeights
 
-_ROWS, _DEPTH = 16, 128
-_MOST_SPLITS = 32
+_COLUMNS, _COLUMNS_OF_WIDE, _WIDE = 32, 64, 4096
+"""Columns of a program, and of streams that are wider than this: a part of logits has as many."""
 
 
-@triton.jit(do_not_specialize=["num_tokens", "splits"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def mix_streams_kernel(
     streams: tl.tensor,
     x: tl.tensor,
@@ -44,62 +43,52 @@ def mix_streams_kernel(
     width: tl.tensor,
     x_stride: tl.tensor,
     beside_stride: tl.tensor,
-    splits: tl.tensor,
     COUNT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     MIXES: tl.constexpr,
     HAS_BESIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Mixes, in program (i, s), part s of the columns of ROWS tokens, and multiplies them."""
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    split = tl.program_id(1)
+    """Mixes, in program (s, t), columns s * COLUMNS and on of token t, and multiplies them.
+
+    Weights are on their way before the kernel in front has ended. Products are sums in float32:
+    tensor cores would wait for weights that are turned in shared memory. Programs of several tokens
+    read weights less often, and are slower by a fifth.
+    """
+    split = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
     output = tl.arange(0, LANES)
-    lane = tl.arange(0, DEPTH)
-    real, is_output = token < num_tokens, output < OUTPUTS
+    one = tl.arange(0, COUNT)
+    column = split * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
     kind = streams.dtype.element_ty
-    row = token.to(tl.int64)
-    acc = tl.zeros([ROWS, LANES], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    part = tl.cdiv(tl.cdiv(width, DEPTH), splits) * DEPTH
+    place = fn + output[:, None, None] * (COUNT * width) + one[None, :, None] * width
+    used = (output < OUTPUTS)[:, None, None] & inside[None, None, :]
+    by = tl.load(place + column[None, None, :], mask=used, other=0.0)
     take_turn(OVERLAP)
-    for start in range(split * part, tl.minimum((split + 1) * part, width), DEPTH):
-        column = start + lane
-        inside = column < width
-        mask = real[:, None] & inside[None, :]
-        at = (row * (COUNT * width))[:, None] + column[None, :]
-        if MIXES:
-            given = tl.load(x + (row * x_stride)[:, None] + column[None, :], mask=mask, other=0.0)
-            given = given.to(tl.float32)
-            if HAS_BESIDE:
-                place = beside + (row * beside_stride)[:, None] + column[None, :]
-                given += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-                given = given.to(kind).to(tl.float32)
-        for k in tl.static_range(COUNT):
-            if MIXES:
-                share = tl.load(post + row * COUNT + k, mask=real, other=0.0)
-                found = share[:, None] * given
-                for j in tl.static_range(COUNT):
-                    own = tl.load(streams + at + j * width, mask=mask, other=0.0).to(tl.float32)
-                    place = comb + row * (COUNT * COUNT) + j * COUNT + k
-                    found += tl.load(place, mask=real, other=0.0)[:, None] * own
-                found = found.to(kind)
-                tl.store(out + at + k * width, found, mask=mask)
-            else:
-                found = tl.load(streams + at + k * width, mask=mask, other=0.0)
-            wide = found.to(tl.float32)
-            place = fn + output[:, None] * (COUNT * width) + k * width + column[None, :]
-            by = tl.load(place, mask=is_output[:, None] & inside[None, :], other=0.0)
-            acc = tl.dot(wide, tl.trans(by), acc, input_precision=PRECISION)
-            total += tl.sum(wide * wide, axis=1)
-    to = split * num_tokens + token
-    place = logits + to.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
-    tl.store(place, acc, mask=real[:, None] & is_output[None, :])
-    tl.store(squares + to, total, mask=real)
+    at = token * (COUNT * width) + column
+    every = one[:, None] * width + at[None, :]
+    if MIXES:
+        given = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BESIDE:
+            place = beside + token * beside_stride + column
+            given += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            given = given.to(kind).to(tl.float32)
+        wide = tl.load(post + token * COUNT + one)[:, None] * given[None, :]
+        for j in tl.static_range(COUNT):
+            own = tl.load(streams + at + j * width, mask=inside, other=0.0).to(tl.float32)
+            wide += tl.load(comb + (token * COUNT + j) * COUNT + one)[:, None] * own[None, :]
+        found = wide.to(kind)
+        tl.store(out + every, found, mask=inside[None, :])
+    else:
+        found = tl.load(streams + every, mask=inside[None, :], other=0.0)
+    wide = tl.reshape(found.to(tl.float32), [1, COUNT * COLUMNS])
+    by = tl.reshape(by, [LANES, COUNT * COLUMNS])
+    to = (split * num_tokens + token).to(tl.int64)
+    tl.store(logits + to * OUTPUTS + output, tl.sum(wide * by, axis=1), mask=output < OUTPUTS)
+    tl.store(squares + to, tl.sum(tl.sum(wide * wide, axis=1), axis=0))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "splits"])
@@ -194,10 +183,9 @@ def enter_streams(
 def _mixed(streams: Tensor, given: GivenToStreams | None, fn: Tensor) -> tuple[Tensor, _Products]:
     """Returns the streams with what was given to them, and their products."""
     num_tokens, count, width = streams.shape
-    outputs, device = len(fn), streams.device
-    tiles = triton.cdiv(num_tokens, _ROWS)
-    free = max(1, num_programs(device, 2) // tiles)
-    splits = min(_MOST_SPLITS, free, triton.cdiv(width, _DEPTH))
+    outputs = len(fn)
+    columns = _COLUMNS_OF_WIDE if width > _WIDE else _COLUMNS
+    splits = triton.cdiv(width, columns)
     products = _Products(
         fn.new_empty(splits, num_tokens, outputs), fn.new_empty(splits, num_tokens)
     )
@@ -208,7 +196,7 @@ def _mixed(streams: Tensor, given: GivenToStreams | None, fn: Tensor) -> tuple[T
         mixed, beside = torch.empty_like(streams), given.beside
         parts = given.x, beside, given.post, given.comb
         strides = [width if one is None else one.stride(0) for one in (given.x, beside)]
-    mix_streams_kernel[(tiles, splits)](
+    mix_streams_kernel[(splits, num_tokens)](
         streams,
         *parts,
         fn,
@@ -218,18 +206,14 @@ def _mixed(streams: Tensor, given: GivenToStreams | None, fn: Tensor) -> tuple[T
         num_tokens,
         width,
         *strides,
-        splits,
         COUNT=count,
         OUTPUTS=outputs,
-        LANES=max(16, triton.next_power_of_2(outputs)),
-        ROWS=_ROWS,
-        DEPTH=_DEPTH,
+        LANES=triton.next_power_of_2(outputs),
+        COLUMNS=columns,
         MIXES=given is not None,
         HAS_BESIDE=beside is not None,
-        PRECISION="ieee" if streams.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=1,
-        **in_turn(device, num_tokens),
+        num_warps=columns // 8,
+        **in_turn(streams.device, num_tokens),
     )
     return mixed, products
 
@@ -266,7 +250,7 @@ def _norm(
         COUNT=count,
         OUTPUTS=len(weights.fn),
         ITERATIONS=form.iterations,
-        SPLITS=_MOST_SPLITS,
+        SPLITS=triton.next_power_of_2(len(products.squares)),
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
         **in_turn(streams.device, num_tokens),
