@@ -167,24 +167,29 @@ def sort_pairs_kernel(
     num_pairs: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Places the pairs of expert e in program e, behind those of all lower experts."""
+    """Places the pairs of expert e in program e, behind those of all lower experts.
+
+    Lanes count for themselves, every CHUNK-th pair each, and come behind each other: sums over
+    lanes are as many however many pairs there are.
+    """
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
-    start = 0
-    count = 0
+    lower = tl.zeros([CHUNK], tl.int32)
+    own = tl.zeros([CHUNK], tl.int32)
     for first in range(0, num_pairs, CHUNK):
         of_pair = tl.load(experts + first + lane, mask=first + lane < num_pairs, other=-1)
-        start += tl.sum(((of_pair >= 0) & (of_pair < expert)).to(tl.int32), axis=0)
-        count += tl.sum((of_pair == expert).to(tl.int32), axis=0)
+        lower += ((of_pair >= 0) & (of_pair < expert)).to(tl.int32)
+        own += (of_pair == expert).to(tl.int32)
+    count = tl.sum(own, axis=0)
     tl.store(counts + expert, count)
     if count > 0:
+        place = order + tl.sum(lower, axis=0) + tl.cumsum(own, axis=0) - own
         for first in range(0, num_pairs, CHUNK):
             pair = first + lane
             of_pair = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
-            own = of_pair == expert
-            rank = tl.cumsum(own.to(tl.int32), axis=0)
-            tl.store(order + start + rank - 1, pair, mask=own)
-            start += tl.max(rank, axis=0)
+            is_own = of_pair == expert
+            tl.store(place, pair, mask=is_own)
+            place += is_own.to(tl.int32)
 
 
 def sort_pairs(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
