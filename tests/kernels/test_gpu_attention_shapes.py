@@ -26,3 +26,12 @@ def test_attention_by_group(group: int) -> None:
     """Tries every number of query heads that share keys."""
     shape = {"num_kv_heads": 2, "group": group, "head_dim": 128, "dtype": torch.bfloat16}
     check_attention([1, 64, 777, 300, 129, 40], [1, 1, 1, 1, 129, 40], block_size=64, **shape)
+
+
+@pytest.mark.parametrize("head_dim", [192, 256, 512])
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_prompts_of_wide_heads(head_dim: int, window: int | None, block_size: int) -> None:
+    """Tiles are larger than for few rows, and come through the copy engine or by pointers."""
+    shape = {"num_kv_heads": 2, "group": 8, "head_dim": head_dim, "dtype": torch.bfloat16}
+    check_attention([1300, 900], [1100, 900], block_size=block_size, window=window, **shape)

@@ -53,11 +53,13 @@ def prefill_tuning(
     is_few = total_rows <= _FEW_ROWS
     if row_bytes > 512:
         if by_warpgroups and dtype.itemsize == 2 and max_rows > 16:
-            return PrefillTuning(rows=64, tile=32, num_warps=8, num_stages=2)
+            return PrefillTuning(rows=64, tile=64, num_warps=8, num_stages=1)
         return PrefillTuning(rows=16 if max_rows <= 16 else 32, tile=16, num_warps=4, num_stages=2)
     if max_rows <= 16:
         return PrefillTuning(rows=16, tile=32, num_warps=4, num_stages=3, in_parts=True)
     if row_bytes > 256:
+        if by_warpgroups and not is_few:
+            return PrefillTuning(rows=128, tile=64, num_warps=8, num_stages=2)
         return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2, in_parts=is_few)
     if max_rows <= 64 or is_few:
         return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4, in_parts=True)
