@@ -51,6 +51,7 @@ def prefill_tuning(
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     is_few = total_rows <= _FEW_ROWS
+    is_narrow = window is not None and window <= _SMALL_WINDOW
     if row_bytes > 512:
         if by_warpgroups and dtype.itemsize == 2 and max_rows > 16:
             return PrefillTuning(rows=64, tile=64, num_warps=8, num_stages=1)
@@ -58,12 +59,12 @@ def prefill_tuning(
     if max_rows <= 16:
         return PrefillTuning(rows=16, tile=32, num_warps=4, num_stages=3, in_parts=True)
     if row_bytes > 256:
-        if by_warpgroups and not is_few:
+        if by_warpgroups and not is_few and not is_narrow:
             return PrefillTuning(rows=128, tile=64, num_warps=8, num_stages=2)
         return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2, in_parts=is_few)
     if max_rows <= 64 or is_few:
         return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4, in_parts=True)
-    if row_bytes <= 128 and window is not None and window <= _SMALL_WINDOW:
+    if row_bytes <= 128 and is_narrow:
         return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2)
     if row_bytes <= 128 and max_context < LONG_CONTEXT:
         return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4)
