@@ -1820,7 +1820,7 @@ def stream_cases(capability: int) -> Iterator[Case]:
         **named("*fp32", "fn", "logits", "squares", "base", "scale", "post", "comb"),
         **named("fp32", "eps", "norm_eps"),
     }
-    for outputs, lanes, rows in ((24, 32, 16), (24, 32, 32), (4, 16, 16)):
+    for outputs, lanes, rows in ((24, 32, 16), (24, 32, 64), (4, 16, 16)):
         yield Case(
             streams.stream_logits_kernel,
             f"outputs={outputs}, rows={rows}",

@@ -19,9 +19,8 @@ from tandem_kernels.device import num_programs
 from tandem_kernels.stream_forms import StreamForm
 
 _DEPTH, _BLOCK = 128, 1024
-_ROWS, _ROWS_OF_MANY, _MANY = 16, 32, 128
-"""Tokens of a program, and of steps with this many: each reads all weights. With 64 rows four warps
-multiply together, and the compiler overwrites what they still read (`warpgroup_waits`)."""
+_ROWS, _ROWS_OF_MANY, _MANY = 16, 64, 128
+"""Tokens of a program, and of steps with this many: each reads all weights."""
 _MOST_SPLITS = 32
 
 
@@ -40,13 +39,18 @@ def stream_logits_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Multiplies, in program (i, s), part s of the numbers of ROWS tokens."""
+    """Multiplies, in program (i, s), part s of the numbers of ROWS tokens.
+
+    Logits lie in columns, so weights are the operand whose rows tensor cores read as they are. With
+    64 rows of tokens four warps would multiply together, where the compiler overwrites what they
+    still read (`warpgroup_waits`).
+    """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     output = tl.arange(0, LANES)
     depth = tl.arange(0, DEPTH)
     real, is_output = token < num_tokens, output < OUTPUTS
-    acc = tl.zeros([ROWS, LANES], tl.float32)
+    acc = tl.zeros([LANES, ROWS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     part = tl.cdiv(tl.cdiv(inner, DEPTH), splits) * DEPTH
     rows = x + token.to(tl.int64)[:, None] * inner
@@ -57,11 +61,11 @@ def stream_logits_kernel(
         own = tl.load(rows + at[None, :], mask=mask, other=0.0).to(tl.float32)
         mask = is_output[:, None] & inside[None, :]
         weight = tl.load(fn + output[:, None] * inner + at[None, :], mask=mask, other=0.0)
-        acc = tl.dot(own, tl.trans(weight), acc, input_precision=PRECISION)
+        acc = tl.dot(weight, tl.trans(own), acc, input_precision=PRECISION)
         total += tl.sum(own * own, axis=1)
     at = split * num_tokens + token
-    to = logits + at.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
-    tl.store(to, acc, mask=real[:, None] & is_output[None, :])
+    to = logits + at.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
+    tl.store(to, acc, mask=real[None, :] & is_output[:, None])
     tl.store(squares + at, total, mask=real)
 
 
