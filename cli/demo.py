@@ -19,7 +19,7 @@ from cli.local_cluster.node_args import NodeArgs, UsageError, read_args
 from cli.local_cluster.supervisor import ServiceFailed
 from cli.openai_client import ApiError, first_model
 from cli.up import StopRequest, running_cluster
-from kv_transfer.memory.device import DeviceError
+from kv_transfer.memory.devices.device import DeviceError
 
 _SYSTEM = "You are a friendly guide to a small village."
 _SINGLE = "Tell me a story about Ada."

@@ -26,7 +26,7 @@ from cli.local_cluster.supervisor import ServiceFailed, Supervisor
 from edge.command_line import parse_settings
 from engine.contracts.errors import CannotStartError
 from engine.models.checkpoint import check_architecture
-from kv_transfer.memory.device import DeviceError
+from kv_transfer.memory.devices.device import DeviceError
 
 _ROUTABLE_POLL_S = 0.05
 _KILL_AGAIN_S = 0.1

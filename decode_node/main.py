@@ -7,7 +7,7 @@ import sys
 from decode_node.config import DecodeNodeSettings
 from decode_node.served_text import create_parsers
 from decode_node.server import check_files, serve
-from edge.http.large_blocks import return_large_blocks
+from edge.http.event_loop.large_blocks import return_large_blocks
 from edge.logs.setup import setup_logging
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import run_node

@@ -13,7 +13,7 @@ from decode_node.observe.request_facts import facts_of
 from decode_node.observe.request_spans import spans_of
 from decode_node.observe.timeline import RequestRecord
 from decode_node.observe.token_gaps import GapCollector
-from edge.http.loop_lateness import LoopLateness
+from edge.http.event_loop.loop_lateness import LoopLateness
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig

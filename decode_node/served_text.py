@@ -15,7 +15,7 @@ from decode_node.chat_templates.probe import ARGUMENTS, PARAMETERS, TOOL_NAME, P
 from decode_node.config import DecodeNodeSettings
 from decode_node.images.image_reader import ImageReader
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser, WrittenCall
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.image_prompts import ImagePrompts
@@ -23,7 +23,7 @@ from decode_node.serving.prompts import Prompts
 from decode_node.serving.served_model import ServedModel
 from engine.config import ModelConfig
 from engine.contracts.request_spec import AdapterRef
-from engine.frontend.chat_template import ChatTemplateError
+from engine.frontend.templates.chat_template import ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.models.config.sampling_defaults import SamplingDefaults, not_applied
 from engine.node.settings import SettingsError

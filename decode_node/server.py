@@ -45,12 +45,12 @@ from decode_node.serving.respond import Responder
 from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.address import join_address
 from edge.command_line import SettingsError
-from edge.http.guarded_protocol import guarded_protocol
+from edge.http.connection.guarded_protocol import guarded_protocol
+from edge.http.tls_http import TlsConfig
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.security.server_tls import ServerTls
-from edge.security.tls_http import TlsConfig
 from edge.tracing.metrics import TracerCollector
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig

@@ -1,6 +1,6 @@
 """Writes docs/api.md from the routes and the request bodies: endpoints, fields, refusals.
 
-A field's meaning is the docstring below it; `Ignored` of `decode_node.protocol.body` marks
+A field's meaning is the docstring below it; `Ignored` of `decode_node.protocol.bodies.body` marks
 those that change nothing, and `not_built` beside it lists names that are refused. Ends with an
 error that names what lacks a description.
 """
@@ -19,13 +19,13 @@ from starlette.routing import Route
 
 from decode_node.app import node_routes
 from decode_node.config import DecodeNodeSettings
-from decode_node.protocol.body import IS_IGNORED
-from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.bodies.body import IS_IGNORED
+from decode_node.protocol.bodies.generation_body import GenerationBody
+from decode_node.protocol.bodies.not_built import NOT_BUILT
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
-from decode_node.protocol.generation_body import GenerationBody
-from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
-from decode_node.protocol.not_built import NOT_BUILT
-from decode_node.protocol.responses import InputTokensRequest, ResponsesRequest
+from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
+from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
 from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from router.app import create_app
 from router.config import RouterSettings

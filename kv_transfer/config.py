@@ -56,7 +56,7 @@ class KVTransferConfig:
             it is memory of the transfer processes.
         disk_tier_bytes: Space of each rank for blocks that the host tier had to forget. 0: none.
         disk_tier_path: Folder for them.
-        store_tier_url: A store behind them (`kv_transfer.memory.store_address`). Empty: none.
+        store_tier_url: A store behind them (`kv_transfer.memory.pool.store_address`). Empty: none.
         lease_s: Staged KV is dropped when nothing pulls it for this long, and 20 times as long
             after all of it was computed, pulled or not.
         stall_timeout_s: A pull that makes no progress for this long fails.

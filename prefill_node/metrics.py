@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-from edge.http.loop_lateness import LoopLateness
+from edge.http.event_loop.loop_lateness import LoopLateness
 from engine.config import EngineConfig
 from engine.node.metrics import (
     ITL_BUCKETS,

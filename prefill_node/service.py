@@ -25,7 +25,7 @@ from typing import Protocol
 
 import grpc
 
-from edge.http import long_work
+from edge.http.event_loop import long_work
 from edge.logs.request_log import RequestLog
 from edge.printable import printable
 from edge.security.config import Role
@@ -39,7 +39,7 @@ from engine.contracts.prefix_holder import checked_holder
 from engine.contracts.request_spec import UnknownSpecVersion, decode_spec
 from engine.contracts.sampling_params import check_sampling
 from engine.contracts.token_parts import MOST_TOGETHER, token_parts
-from engine.frontend.adapter_calls import AdapterCalls
+from engine.frontend.calls.adapter_calls import AdapterCalls
 from engine.frontend.input_processor import GenerationRequest, InputProcessor
 from engine.frontend.output_processor import OutputStream, RequestOutput
 from engine.frontend.wire import (

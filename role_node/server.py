@@ -34,7 +34,7 @@ from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.contracts.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.detokenizer import TokenDecoder
+from engine.frontend.text.detokenizer import TokenDecoder
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import StopSignal, start_engine
 from engine.node.role_switch import RoleSwitch

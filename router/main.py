@@ -5,8 +5,8 @@ from __future__ import annotations
 import uvloop
 
 from edge.command_line import parse_settings
-from edge.http.large_blocks import return_large_blocks
-from edge.http.long_work import take_short_turns
+from edge.http.event_loop.large_blocks import return_large_blocks
+from edge.http.event_loop.long_work import take_short_turns
 from edge.logs.setup import setup_logging, tell_failure
 from edge.security.config import SecurityError
 from edge.security.credentials import Credentials

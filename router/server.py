@@ -21,11 +21,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from edge.address import join_address
-from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.http.connection.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.http.tls_http import TlsConfig, TlsServer
 from edge.security.credentials import Credentials
 from edge.security.server_tls import ServerTls
 from edge.security.tls_files import TlsFiles
-from edge.security.tls_http import TlsConfig, TlsServer
 from edge.silent_peers import set_silence_timeout
 from edge.supervisor import tell_supervisor
 from router.app import create_admin_app, create_app

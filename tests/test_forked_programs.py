@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kv_transfer.memory import store_environment
+from kv_transfer.memory.pool import store_environment
 from kv_transfer.transports.nixl import environment
 from tests import forked_programs
 from tests.processes import descendants, is_alive, is_store

@@ -138,6 +138,54 @@ METHODS_ORDER = [
     {"choice"},
 ]
 
+PROTOCOL_ORDER = [
+    {"bodies", "models", "other_names", "usage"},
+    {"chat", "completions"},
+    {"messages", "responses", "tokenize"},
+]
+
+FRONTEND_ORDER = [
+    {"calls", "crash_reporter", "output_delivery", "templates", "text", "wire"},
+    {"input_processor", "step_history", "tokenizer"},
+    {"core_client", "output_processor"},
+    {"request_stream"},
+    {"async_llm"},
+]
+
+EDGE_ORDER = [
+    {
+        "acceptor",
+        "adapter_call",
+        "address",
+        "command_line",
+        "file_version",
+        "installed_version",
+        "printable",
+        "program",
+        "silent_peers",
+        "standstill",
+        "supervisor",
+    },
+    {"security", "tracing"},
+    {"grpc_answers", "logs"},
+    {"h2", "http"},
+]
+
+HTTP_ORDER = [
+    {"api_page", "event_loop", "headers", "request_head"},
+    {"answers", "errors", "exposition", "front", "service_routes"},
+    {"bodies", "error_forms", "unknown_path"},
+    {"connection"},
+    {"outer_edge", "settings", "tls_http"},
+]
+
+KV_MEMORY_ORDER = [
+    {"devices", "staging"},
+    {"inbox", "marks_page", "page_copy"},
+    {"cache_view", "load_marks"},
+    {"block_views", "pool"},
+]
+
 ROUTER_ORDER = [
     {"errors", "config"},
     {"request", "kubernetes", "store"},
@@ -282,7 +330,16 @@ CONTRACTS = {
 }
 
 MAX_LOOSE_FILES = 12
-SORTED = ("engine.layers", "engine.layers.methods", "engine.models", "engine.worker")
+SORTED = (
+    "decode_node.protocol",
+    "edge.http",
+    "engine.frontend",
+    "engine.layers",
+    "engine.layers.methods",
+    "engine.models",
+    "engine.worker",
+    "kv_transfer.memory",
+)
 """Folders that have rooms, as roots have: new files go into one of these."""
 MAX_PARAMETERS = 8
 WIDE_CONSTRUCTORS = {
@@ -510,14 +567,19 @@ def test_header_names_stand_in_one_place() -> None:
 @pytest.mark.parametrize(
     ("package", "order"),
     [
+        ("edge", EDGE_ORDER),
+        ("edge.http", HTTP_ORDER),
         ("engine", ENGINE_ORDER),
+        ("engine.frontend", FRONTEND_ORDER),
         ("engine.layers", LAYERS_ORDER),
         ("engine.layers.methods", METHODS_ORDER),
         ("engine.models", MODELS_ORDER),
         ("engine.sched", SCHED_ORDER),
         ("engine.worker", WORKER_ORDER),
+        ("kv_transfer.memory", KV_MEMORY_ORDER),
         ("router", ROUTER_ORDER),
         ("decode_node", DECODE_NODE_ORDER),
+        ("decode_node.protocol", PROTOCOL_ORDER),
         ("planner", PLANNER_ORDER),
     ],
 )
@@ -778,7 +840,7 @@ def test_environment_is_read_only_by_settings() -> None:
         "edge.program",  # tells gRPC's library to be quiet, before it is read
         "edge.tracing.environment",
         "kv_transfer.transports.nixl.environment",
-        "kv_transfer.memory.store_environment",
+        "kv_transfer.memory.pool.store_environment",
     }
     wrong = [
         module

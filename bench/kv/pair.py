@@ -35,7 +35,7 @@ from kv_transfer.base import KVCacheHandle, KVConnectorScheduler
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName
 from kv_transfer.factory import create_scheduler_connector
 from kv_transfer.layout import BlockIds, KVLayout, attention_group
-from kv_transfer.memory.cache_handle import handle_of_tensor
+from kv_transfer.memory.devices.cache_handle import handle_of_tensor
 from kv_transfer.metadata import KVTransferParams, TransferStats
 from kv_transfer.producer.layer_marks import LayerMarks
 

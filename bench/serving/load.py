@@ -32,7 +32,7 @@ import uvloop
 from bench.serving.openai_stream import Outcome, stream_completion
 from bench.serving.report import Span
 from bench.workload import Preset, Session, exactly, sessions
-from edge.http.loop_lateness import LoopLateness
+from edge.http.event_loop.loop_lateness import LoopLateness
 
 _PATH = "/v1/completions"
 _UNFINISHED = "not finished within the drain time"

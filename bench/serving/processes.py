@@ -22,7 +22,7 @@ from bench.figures import Figures
 from bench.serving.node_metrics import by_label, histogram_quantile
 from bench.serving.pd_cluster import metrics_url
 from cli.local_cluster.supervisor import Service
-from edge.http.loop_lateness import NAME as LATENESS
+from edge.http.event_loop.loop_lateness import NAME as LATENESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from cli.local_cluster.gpu_placement import placement_args
 from cli.local_cluster.supervisor import ServiceSpec
 from edge.address import join_address
 from engine.node.settings import detect_device
-from kv_transfer.memory.cuda_driver import cuda_driver
+from kv_transfer.memory.devices.cuda_driver import cuda_driver
 
 _LOWEST_PORT = 10_000
 _held: list[int] = []

@@ -12,7 +12,7 @@ from cli.local_cluster.cluster import UpSettings
 from engine.contracts.errors import CannotStartError
 from engine.node.settings import detect_device
 from host.memory import available_memory
-from kv_transfer.memory.cuda_driver import cuda_driver
+from kv_transfer.memory.devices.cuda_driver import cuda_driver
 
 _GIB = 1 << 30
 

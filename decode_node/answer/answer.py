@@ -3,8 +3,8 @@
     engine ──▶ Delivery ──▶ Answer ──▶ ResponseFormat ──▶ events ─┐
                                └─────▶ JournalWriter  ──▶ lines ──┴──▶ what is sent at once
 
-An output is with the client's connection (`edge.http.event_writer`) when the engine's call that
-brought it returns.
+An output is with the client's connection (`edge.http.answers.event_writer`) when the engine's call
+that brought it returns.
 
 With a journal a plain body travels as the last event: the router unpacks it. An answer that goes
 on where another node left off first replays what that one gave, which sets all state here and
@@ -38,7 +38,7 @@ from decode_node.disagg.proxy import DisaggProxy, OnEnd
 from decode_node.errors import Unavailable
 from decode_node.metrics import DecodeMetrics
 from decode_node.observe.timeline import PrefillRecord, Timeline
-from edge.http import long_work
+from edge.http.event_loop import long_work
 from engine.contracts.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 
-from decode_node.protocol.valid_strings import VALID_RUN
+from decode_node.protocol.bodies.valid_strings import VALID_RUN
 
 _RUN = re.compile(VALID_RUN)
 

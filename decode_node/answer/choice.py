@@ -18,11 +18,11 @@ from msgspec import UNSET, UnsetType
 from decode_node.errors import CannotFollow, GenerationFailed, Unavailable
 from decode_node.observe.timeline import RequestMetrics, RequestRecord
 from decode_node.protocol.usage import PromptTokensDetails, Usage
-from edge.http.answer_times import AnswerTimes
+from edge.http.answers.answer_times import AnswerTimes
 from engine.contracts.outputs import PromptLogprobs, TokenLogprobs
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
-from engine.frontend.pieces import Piece
+from engine.frontend.text.pieces import Piece
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ for, with comment lines in front of the data:
     data: {...}
 
     :t {"prompt":1234,...}               where the time went, once, with the last event
-    data: {...}                          (`edge.http.answer_times`)
+    data: {...}                          (`edge.http.answers.answer_times`)
 
     data: [DONE]
 

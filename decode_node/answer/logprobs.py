@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from decode_node.protocol.chat_answer import ChatLogprobs, TokenLogprob, TopLogprob
+from decode_node.protocol.chat.chat_answer import ChatLogprobs, TokenLogprob, TopLogprob
 from decode_node.protocol.completions import CompletionLogprobs
 from decode_node.protocol.usage import PromptLogprob, PromptLogprobList
 from engine.contracts.outputs import TokenLogprobs

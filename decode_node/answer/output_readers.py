@@ -4,7 +4,7 @@ Each choice has a parser of its own, which sees every output once: first a repla
 another node began the answer, and then what is new. Choices without a parser are all content.
 
 The arguments of calls are JSON that clients read, so strings in them are made valid where the
-model's are not (`decode_node.protocol.valid_strings`).
+model's are not (`decode_node.protocol.bodies.valid_strings`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from decode_node.parsers.deltas import (
 )
 from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.visible_text import without_end
-from decode_node.protocol.valid_strings import ValidStrings
+from decode_node.protocol.bodies.valid_strings import ValidStrings
 from engine.frontend.output_processor import RequestOutput
-from engine.frontend.pieces import Piece
+from engine.frontend.text.pieces import Piece
 
 MakeParser = Callable[[], OutputParser]
 

@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from decode_node.answer.argument_text import ArgumentText
-from decode_node.protocol.client_tools import TOOLS_BY_CALL, ClientTool
-from decode_node.protocol.responses_tools import INPUT, CalledTool
+from decode_node.protocol.responses.client_tools import TOOLS_BY_CALL, ClientTool
+from decode_node.protocol.responses.responses_tools import INPUT, CalledTool
 
 Json = dict[str, Any]
 Event = tuple[str, Json]

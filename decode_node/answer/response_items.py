@@ -24,7 +24,7 @@ from decode_node.parsers.deltas import (
     Delta,
     ReasoningText,
 )
-from decode_node.protocol.responses_tools import ResponseTools
+from decode_node.protocol.responses.responses_tools import ResponseTools
 from engine.contracts.outputs import TokenLogprobs
 
 Json = dict[str, Any]

@@ -22,10 +22,10 @@ from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenTexts
 from decode_node.answer.response_items import Event, ResponseItems
 from decode_node.observe.timeline import Timeline
-from decode_node.protocol.responses_tools import ResponseTools
+from decode_node.protocol.responses.responses_tools import ResponseTools
 from decode_node.protocol.usage import Usage
+from edge.http.answers.kept_response import KeptResponse
 from edge.http.errors import HttpError
-from edge.http.kept_response import KeptResponse
 from engine.frontend.output_processor import RequestOutput
 
 Json = dict[str, Any]

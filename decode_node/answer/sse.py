@@ -13,8 +13,8 @@ A router that keeps a journal also learns how errors are meant, and a heartbeat 
 answer that has begun has nothing new (`decode_node.answer.journal`). Before, it receives nothing:
 from the head it learns what was computed where, and without one it tries another node.
 
-A client that reads slowly holds up only itself (`edge.http.event_writer`): after `send_timeout_s`
-without progress it is disconnected. When a client hangs up, the work is cancelled.
+A client that reads slowly holds up only itself (`edge.http.answers.event_writer`): after
+`send_timeout_s` without progress it is disconnected. When a client hangs up, the work is cancelled.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from decode_node.answer.answer import Write
 from decode_node.answer.event import DONE, event
 from decode_node.answer.journal import COMPLETE, HEARTBEAT
 from decode_node.errors import GenerationFailed, Unavailable
-from edge.http.answer_transport import WRITE_DIRECTLY
-from edge.http.client_connection import ClientDisconnected, ClientGuard
+from edge.http.answers.event_writer import Signs, WriteDirectly, open_writer
+from edge.http.answers.heartbeats import EVENT_STREAM, STREAM_HEADERS, Heartbeats, send_start
+from edge.http.connection.answer_transport import WRITE_DIRECTLY
+from edge.http.connection.client_connection import ClientDisconnected, ClientGuard
 from edge.http.errors import HttpError, send_error
-from edge.http.event_writer import Signs, WriteDirectly, open_writer
-from edge.http.heartbeats import EVENT_STREAM, STREAM_HEADERS, Heartbeats, send_start
 
 logger = logging.getLogger(__name__)
 

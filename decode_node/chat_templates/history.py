@@ -15,8 +15,8 @@ from typing import Any
 
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.typescript_tools import TYPESCRIPT_VARIABLE, typescript
-from decode_node.protocol.chat_messages import ChatMessage, ContentPart, ImagePart, VideoPart
-from decode_node.protocol.valid_strings import with_valid_strings
+from decode_node.protocol.bodies.valid_strings import with_valid_strings
+from decode_node.protocol.chat.chat_messages import ChatMessage, ContentPart, ImagePart, VideoPart
 
 Message = dict[str, Any]
 

@@ -19,7 +19,7 @@ import msgspec
 
 from decode_node.chat_templates.forms import EFFORTS, TemplateForms
 from decode_node.chat_templates.typescript_tools import TYPESCRIPT_VARIABLE
-from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
+from engine.frontend.templates.chat_template import ChatTemplate, ChatTemplateError
 
 Message = dict[str, Any]
 

@@ -28,7 +28,7 @@ from decode_node.disagg.prefill_events import (
     PrefillEvents,
 )
 from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
-from edge.http import long_work
+from edge.http.event_loop import long_work
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel

@@ -9,7 +9,7 @@ from decode_node.grammar.grammar_checker import GrammarChecker
 from decode_node.grammar.grammar_text import Expression, GrammarText
 from decode_node.grammar.reasoning import ReasoningFormat, ReasoningState
 from decode_node.grammar.structured_output import express, find_constraint
-from decode_node.protocol.structured_output import StructuredFields
+from decode_node.protocol.bodies.structured_output import StructuredFields
 from engine.config import ModelConfig
 
 _BUDGET = "thinking_token_budget"

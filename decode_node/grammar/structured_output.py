@@ -16,7 +16,7 @@ from decode_node.grammar.schema_checks import (
     without_additional_properties,
 )
 from decode_node.grammar.structural_tag import LEGACY_KEYS, express_tag
-from decode_node.protocol.structured_output import (
+from decode_node.protocol.bodies.structured_output import (
     AnswerFormat,
     StructuredFields,
     StructuredOutputs,

@@ -11,10 +11,10 @@ from starlette.routing import Route
 from decode_node.errors import PermissionDenied
 from decode_node.http.callers import Caller
 from decode_node.http.engine_answers import engine_answers
-from edge.http.adapter_bodies import LoadBody, UnloadBody, read_adapter_body
+from edge.http.bodies.adapter_bodies import LoadBody, UnloadBody, read_adapter_body
 from edge.http.errors import BadRequest, NotFound
 from engine.contracts.errors import InvalidRequest
-from engine.frontend.adapter_calls import AdapterCalls
+from engine.frontend.calls.adapter_calls import AdapterCalls
 
 
 def adapter_routes(adapters: AdapterCalls) -> list[Route]:

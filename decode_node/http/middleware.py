@@ -2,7 +2,7 @@
 
 Every path is for those who may (`decode_node.http.callers`), but for the few that probes and
 scrapers ask. The path of the request decides, never a header. The connection has judged before,
-where it is a guarded one (`edge.http.guarded_protocol`).
+where it is a guarded one (`edge.http.connection.guarded_protocol`).
 
 What is posted is open from its head to the end of its answer: a node that stops waits for it also
 while its body comes, its images are fetched or its grammar is checked.
@@ -15,9 +15,9 @@ import logging
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_node.http.callers import CallerCheck
-from edge.http.client_connection import ClientDisconnected, head_of
+from edge.http.connection.client_connection import ClientDisconnected, head_of
+from edge.http.connection.guarded_protocol import CALLER
 from edge.http.errors import HttpError, bug, send_error
-from edge.http.guarded_protocol import CALLER
 from engine.node.open_requests import OpenRequests
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.chat_answer import ChatChunk, ChatCompletion
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.chat.chat_answer import ChatChunk, ChatCompletion
 from decode_node.protocol.completions import Completion, CompletionRequest
-from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
+from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import Model, ModelList
-from decode_node.protocol.responses import InputTokensRequest, ResponsesRequest
+from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
 from decode_node.protocol.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,

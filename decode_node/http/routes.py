@@ -24,23 +24,23 @@ from decode_node.http.callers import Caller
 from decode_node.http.ignored_fields import IgnoredFields
 from decode_node.http.router_headers import prompt_places, resume_offset
 from decode_node.metrics import DecodeMetrics
-from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.bodies.parse_body import BodyT, parse_body
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
-from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
+from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import ModelList
-from decode_node.protocol.parse_body import BodyT, parse_body
-from decode_node.protocol.responses import InputTokensRequest, ResponsesRequest
+from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
 from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing
 from decode_node.serving.request_context import RequestContext
 from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.http import headers as names
-from edge.http import long_work
-from edge.http.client_connection import lease_of, read_json_body, request_headers
-from edge.http.heartbeats import Heartbeats
-from edge.http.kept_response import KeptResponse
+from edge.http.answers.heartbeats import Heartbeats
+from edge.http.answers.kept_response import KeptResponse
+from edge.http.connection.client_connection import lease_of, read_json_body, request_headers
+from edge.http.event_loop import long_work
 from edge.http.unknown_path import path_without_slash
-from engine.frontend.adapter_calls import AdapterCalls
+from engine.frontend.calls.adapter_calls import AdapterCalls
 from engine.node.open_requests import OpenRequests
 from engine.node.profile_servicer import ProfiledEngine
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decode_node.images.videos.preprocess import VideoPixels
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.chat_messages import VideoPart
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.chat.chat_messages import VideoPart
 from edge.http.errors import BadRequest
 from engine.images.image_input import ImagePixels, ImageSpan
 from engine.images.video_spec import VideoSpec

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from decode_node.observe.token_gaps import TokenGaps
-from edge.http.answer_times import AnswerTimes
+from edge.http.answers.answer_times import AnswerTimes
 from engine.frontend.output_processor import RequestOutput
 from kv_transfer.metadata import TransferStats
 

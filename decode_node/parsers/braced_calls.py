@@ -19,7 +19,7 @@ from decode_node.parsers.formats import BracedFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import parameter_types, value_json
 from decode_node.parsers.text_input import Steps, marker_set
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 
 _WORD_END = re.compile("[,{}\\[\\]\ud800-\udfff]")
 _KEY = re.compile(r"[\w.$@-]+")

@@ -47,7 +47,7 @@ from decode_node.parsers.parameter_grammar import (
     keyword_arguments,
     spell,
 )
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 from edge.http.errors import BadRequest
 
 _PLAIN_NAME = re.compile(r"[^\s<>()\[\]{}\"'=:|｜]+")

@@ -20,7 +20,7 @@ from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.marked_text import has_token
 from decode_node.parsers.step_stage import StepStage
 from decode_node.parsers.text_input import MarkerSet, Steps, marker_set
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 
 MAX_NAME = 256
 """Characters in which a header's name has to end."""

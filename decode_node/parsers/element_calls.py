@@ -27,7 +27,7 @@ from decode_node.parsers.formats import ElementFormat
 from decode_node.parsers.marked_text import MarkerTokens, has_token
 from decode_node.parsers.schema_types import is_text, part_of, types_of, value_json
 from decode_node.parsers.text_input import MarkerSet, Steps, marker_set
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 
 _MAX_DEPTH = 64
 _NAME_ENDS = MarkerSet([">"])

@@ -22,7 +22,7 @@ from decode_node.parsers.formats import HarmonyFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.step_stage import MessageStage
 from decode_node.parsers.text_input import Steps, marker_set
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 
 _RECIPIENT = re.compile(r"\bto=([^\s<\ud800-\udfff]+)")
 _FUNCTIONS = "functions."

@@ -22,7 +22,7 @@ from decode_node.parsers.formats import (
 )
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.text_input import Steps, marker_set
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 
 _ARGUMENTS = ("arguments", "parameters")
 _VALUE_BEGIN = frozenset('{["-0123456789tfn')

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from engine.frontend.pieces import Piece
+from engine.frontend.text.pieces import Piece
 
 _FIRST = 0xD800
 _MAX_MARKERS = 0x400

@@ -13,7 +13,7 @@ from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.deltas import Delta
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.stage import Stage
-from engine.frontend.pieces import Piece
+from engine.frontend.text.pieces import Piece
 
 
 class OutputParser:

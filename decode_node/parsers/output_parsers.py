@@ -53,7 +53,7 @@ from decode_node.parsers.reasoning import ReasoningStage
 from decode_node.parsers.reasoning_families import REASONING_FAMILIES, ReasoningFamily
 from decode_node.parsers.stage import PlainContent, Stage
 from decode_node.parsers.xml_calls import XmlStage
-from decode_node.protocol.tools import Tool, ToolUse
+from decode_node.protocol.chat.tools import Tool, ToolUse
 
 AUTO = "auto"
 

@@ -27,9 +27,9 @@ from decode_node.grammar.known_keywords import is_known_pattern
 from decode_node.parsers.formats import BracedFormat, XmlFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import is_text, types_of
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 from edge.http.errors import BadRequest
-from engine.frontend.pieces import Piece
+from engine.frontend.text.pieces import Piece
 
 _ANY_TEXT = r"(.|\n)*"
 _BARE_KEY = re.compile(r"[\w.$@-]+")

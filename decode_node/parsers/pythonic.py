@@ -15,7 +15,7 @@ from decode_node.parsers.formats import PythonicFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import literal_json
 from decode_node.parsers.text_input import MarkerSet, Steps
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 
 _MARKERS = "\ud800-\udfff"
 _STRUCTURE = re.compile(f"[\"'(){{}}\\[\\],{_MARKERS}]")

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 
 _TYPE_OF = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}

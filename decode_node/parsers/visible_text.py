@@ -19,8 +19,8 @@ from decode_node.parsers.deltas import (
     ReasoningText,
 )
 from decode_node.parsers.output_parser import OutputParser
-from engine.frontend.pieces import Piece
-from engine.frontend.visible_text import Stretch
+from engine.frontend.text.pieces import Piece
+from engine.frontend.text.visible_text import Stretch
 
 
 class ParsedText:

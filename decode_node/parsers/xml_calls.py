@@ -25,7 +25,7 @@ from decode_node.parsers.formats import XmlFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import is_text, parameter_types, value_json
 from decode_node.parsers.text_input import MarkerSet, Steps, marker_set
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 
 
 class XmlStage(CallStage):

@@ -11,9 +11,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from decode_node.observe.timeline import RequestMetrics, Timeline
-from decode_node.protocol.body import Int
-from decode_node.protocol.generation_body import GenerationBody, too_long
-from decode_node.protocol.kept_part import KeptPart
+from decode_node.protocol.bodies.body import Int
+from decode_node.protocol.bodies.generation_body import GenerationBody, too_long
+from decode_node.protocol.bodies.kept_part import KeptPart
 from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import BadRequest
 

@@ -8,9 +8,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from decode_node.protocol.body import Name, StrictBody
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.chat_messages import ChatMessage
+from decode_node.protocol.bodies.body import Name, StrictBody
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.chat.chat_messages import ChatMessage
 from edge.http.errors import BadRequest
 
 

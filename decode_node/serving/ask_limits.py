@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_node.protocol.generation_body import GenerationBody
+from decode_node.protocol.bodies.generation_body import GenerationBody
 from edge.http.errors import BadRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS

@@ -18,8 +18,8 @@ from decode_node.grammar.grammar_text import Expression, GrammarText, either
 from decode_node.grammar.reasoning import ReasoningState
 from decode_node.grammar.structured_output import express, find_constraint
 from decode_node.parsers.output_parsers import OutputParsers
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.tools import ToolUse
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.chat.tools import ToolUse
 from edge.http.errors import BadRequest
 
 

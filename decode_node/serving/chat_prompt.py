@@ -16,16 +16,16 @@ from decode_node.chat_templates.control_tokens import ControlTokens
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history, shown_tools, tool_variables
 from decode_node.chat_templates.probe import probe
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.tools import ToolUse
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.chat.tools import ToolUse
 from edge.http.errors import BadRequest
-from engine.frontend.chat_template import (
+from engine.frontend.templates.chat_template import (
     RESERVED_VARIABLES,
     ChatTemplate,
     ChatTemplateError,
     ChatTemplateTooCostly,
 )
-from engine.frontend.template_budget import rendering_within
+from engine.frontend.templates.template_budget import rendering_within
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.images.vision_spec import VisionSpec
 

@@ -10,11 +10,11 @@ from decode_node.answer.output_readers import MakeParser, OutputReaders
 from decode_node.grammar.reasoning import ReasoningState, reasoning_state
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.parsers.visible_text import ParsedText
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.tools import ToolUse
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.chat.tools import ToolUse
 from edge.http.errors import BadRequest
+from engine.frontend.text.visible_text import PieceReader
 from engine.frontend.tokenizer import Tokenizer
-from engine.frontend.visible_text import PieceReader
 
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt among which a marker can be, with line ends behind it."""

@@ -8,7 +8,7 @@ from decode_node.images.image_parts import Encode, ImagePrompt, expanded, image_
 from decode_node.images.image_reader import ImageReader
 from decode_node.images.media_options import MediaOptions
 from decode_node.images.videos.preprocess import VideoPixels
-from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from edge.http.errors import BadRequest
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import VisionSpec

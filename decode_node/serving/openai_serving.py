@@ -15,15 +15,15 @@ from starlette.responses import Response
 from decode_node.answer.chat_format import ChatFormat
 from decode_node.answer.messages_format import MessagesFormat
 from decode_node.answer.responses_format import ResponsesFormat
-from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
-from decode_node.protocol.messages import MessagesRequest
-from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.messages.messages import MessagesRequest
+from decode_node.protocol.responses.responses import ResponsesRequest
 from decode_node.serving.prepare_choices import ChoicePreparer
 from decode_node.serving.read_request import MakeFormat, ReadRequest, RequestReader
 from decode_node.serving.request_context import RequestContext
 from decode_node.serving.respond import Responder
-from edge.http import long_work
+from edge.http.event_loop import long_work
 
 
 class OpenAIServing:

@@ -14,13 +14,13 @@ from functools import partial
 from decode_node.answer.choice import Choice
 from decode_node.answer.journal import Resume, ResumedChoice
 from decode_node.observe.timeline import RequestRecord
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.generation_body import GenerationBody
+from decode_node.protocol.bodies.generation_body import GenerationBody
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.serving.read_request import ReadPrompt, ReadRequest
 from decode_node.serving.request_context import RequestContext
 from decode_node.serving.served_model import ServedModel
-from edge.http import long_work
 from edge.http.errors import BadRequest
+from edge.http.event_loop import long_work
 from engine.config import EngineConfig
 from engine.contracts.errors import InvalidRequest
 from engine.contracts.request_spec import RequestSpec

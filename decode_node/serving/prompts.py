@@ -6,17 +6,17 @@ import asyncio
 from functools import partial
 
 from decode_node.chat_templates.control_tokens import MARK
-from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.bodies.generation_body import GenerationBody, too_long
+from decode_node.protocol.bodies.kept_part import KeptPart
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.chat.tools import ToolUse
 from decode_node.protocol.completions import CompletionRequest
-from decode_node.protocol.generation_body import GenerationBody, too_long
-from decode_node.protocol.kept_part import KeptPart
-from decode_node.protocol.tools import ToolUse
 from decode_node.serving.chat_prompt import RENDER_S, TOO_COSTLY, ChatPrompt
 from decode_node.serving.long_texts import VERY_LONG, LongTexts
 from decode_node.serving.recent_turns import RecentTurns
 from decode_node.serving.system_turns import system_first
-from edge.http import long_work
 from edge.http.errors import BadRequest
+from edge.http.event_loop import long_work
 from engine.config import ModelConfig
 from engine.contracts.errors import CONTEXT_EXCEEDED, InvalidRequest
 from engine.frontend.input_processor import check_token_ids

@@ -16,13 +16,13 @@ from decode_node.answer.completion_format import CompletionFormat
 from decode_node.answer.format import FormatOptions, ResponseFormat
 from decode_node.grammar.answer_grammars import AnswerGrammars
 from decode_node.images.image_parts import NO_IMAGES, ImagePrompt
-from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.serving.chat_grammar import ChatGrammar
 from decode_node.serving.request_context import RequestContext
 from decode_node.serving.served_model import RequestModel, ServedModel
+from engine.frontend.text.visible_text import PieceReader
 from engine.frontend.tokenizer import Tokenizer
-from engine.frontend.visible_text import PieceReader
 
 Body: TypeAlias = CompletionRequest | ChatCompletionRequest
 MakeFormat: TypeAlias = Callable[[str, str, Tokenizer, FormatOptions, ChatOptions], ResponseFormat]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decode_node.protocol.chat_messages import ChatMessage
+from decode_node.protocol.chat.chat_messages import ChatMessage
 
 _INSTRUCTIONS = ("system", "developer")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_node.answer.journal import Resume
-from edge.http.kept_response import KeptResponse
+from edge.http.answers.kept_response import KeptResponse
 from edge.tracing.context import TraceContext
 
 

@@ -19,7 +19,7 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.serving.read_request import ReadRequest
 from decode_node.serving.request_context import RequestContext
 from edge.http import headers as names
-from edge.http.load_report import load_headers
+from edge.http.answers.load_report import load_headers
 
 
 class Responder:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from decode_node.protocol.chat_messages import ChatMessage, ContentPart, TextPart
+from decode_node.protocol.chat.chat_messages import ChatMessage, ContentPart, TextPart
 
 _SYSTEM = "system"
 _GAP = "\n\n"

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode_node.protocol.kept_part import KeptPart
-from decode_node.protocol.messages import CountTokensRequest
-from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.bodies.kept_part import KeptPart
+from decode_node.protocol.messages.messages import CountTokensRequest
+from decode_node.protocol.responses.responses import ResponsesRequest
 from decode_node.protocol.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -17,8 +17,8 @@ from decode_node.protocol.tokenize import (
     TokenizeRequest,
 )
 from decode_node.serving.served_model import ServedModel
-from edge.http import long_work
 from edge.http.errors import BadRequest
+from edge.http.event_loop import long_work
 from engine.models.vocabularies.files import tokenizer_folder
 
 _CONFIG_FILE = "tokenizer_config.json"

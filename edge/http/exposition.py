@@ -20,7 +20,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edge.http.shared_work import SharedWork
+from edge.http.event_loop.shared_work import SharedWork
 
 _OPENMETRICS = "application/openmetrics-text"
 _TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

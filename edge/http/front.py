@@ -2,7 +2,8 @@
 
 A page of another site may read our answers only if its origin is allowed (CORS). None is,
 unless settings say so. What a browser may send without asking first, forms and plain text, is never
-taken for JSON (`edge.http.client_connection`); everything else it asks for by a preflight.
+taken for JSON (`edge.http.connection.client_connection`); everything else it asks for by a
+preflight.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ SSE_KEEPALIVE = "x-tandem-sse-keepalive"
 that says so keeps the client's stream alive, and learns from the head of the answer."""
 RESPONSE = "x-tandem-response"
 """Says of a response that the router keeps what its answer has to tell
-(`edge.http.kept_response`)."""
+(`edge.http.answers.kept_response`)."""
 MODEL = "x-tandem-model"
 """The name by which the node serves the model, where the client asked by one that only routers
 know. Percent-encoded, as is MODEL_VERSION."""

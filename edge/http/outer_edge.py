@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edge.http import headers as names
-from edge.http.client_connection import request_headers, request_id
+from edge.http.connection.client_connection import request_headers, request_id
 from edge.http.errors import OriginRefused, send_error
 from edge.http.front import HttpFront
 from edge.logs.request_log import RequestLog

@@ -8,10 +8,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, Field, PrivateAttr
 
-from edge.http.body_room import BodyRoom
-from edge.http.client_connection import LEAST_ROOM, BodyLimits
+from edge.http.bodies.body_room import BodyRoom
+from edge.http.connection.client_connection import LEAST_ROOM, BodyLimits
+from edge.http.connection.guarded_protocol import ConnectionLimits
 from edge.http.front import HttpFront, check_origin
-from edge.http.guarded_protocol import ConnectionLimits
 
 _PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 MOST_TOGETHER = 1 << 14
 """Ids that are worked on in one go, which takes a quarter of a millisecond or two. Work on more
-belongs beside the event loop (`edge.http.long_work`)."""
+belongs beside the event loop (`edge.http.event_loop.long_work`)."""
 
 
 def token_parts(token_ids: Sequence[Any]) -> Iterator[Sequence[Any]]:

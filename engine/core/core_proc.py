@@ -21,7 +21,7 @@ import time
 import msgspec
 import zmq
 
-from edge.http.kernel_timer import KernelTimer
+from edge.http.event_loop.kernel_timer import KernelTimer
 from edge.logs.setup import setup_logging
 from edge.program import settle
 from engine.contracts.crash_facts import EngineFacts, chain_of

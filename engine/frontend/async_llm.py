@@ -46,16 +46,16 @@ from engine.contracts.messages import (
 )
 from engine.contracts.model_identity import identified
 from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
-from engine.frontend.adapter_calls import AdapterCalls
+from engine.frontend.calls.adapter_calls import AdapterCalls
+from engine.frontend.calls.engine_calls import EngineCalls
+from engine.frontend.calls.prefix_calls import PrefixCalls
+from engine.frontend.calls.profile_calls import ProfileCalls
+from engine.frontend.calls.role_calls import RoleCalls
 from engine.frontend.core_client import EngineCoreClient
 from engine.frontend.crash_reporter import FrontendFacts
-from engine.frontend.detokenizer import TokenDecoder
-from engine.frontend.engine_calls import EngineCalls
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_delivery import OutputDelivery
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
-from engine.frontend.prefix_calls import PrefixCalls
-from engine.frontend.profile_calls import ProfileCalls
 from engine.frontend.request_stream import (
     Give,
     KVResults,
@@ -64,7 +64,7 @@ from engine.frontend.request_stream import (
     RequestStream,
     ended_result,
 )
-from engine.frontend.role_calls import RoleCalls
+from engine.frontend.text.detokenizer import TokenDecoder
 from host.life_signs import Silence
 from kv_transfer.metadata import KVTransferParams
 

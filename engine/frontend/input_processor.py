@@ -26,8 +26,8 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import check_sampling
 from engine.contracts.token_parts import token_parts
-from engine.frontend.text_options import TextOptions
-from engine.frontend.visible_text import PieceReader
+from engine.frontend.text.text_options import TextOptions
+from engine.frontend.text.visible_text import PieceReader
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import VisionSpec
 from kv_transfer.metadata import KVTransferParams

@@ -3,8 +3,8 @@
 A step has an output for each of its requests, and all of them are there at once. A slice is passed
 on in one go, from the engine core's message to what is sent to clients. Between two slices the
 event loop takes what has arrived, such as a first token of a prefill node: it does not wait for the
-end of a step of some hundred rows. Work on requests does (`edge.http.long_work`), for a while: each
-piece between two slices would make all rows behind it late.
+end of a step of some hundred rows. Work on requests does (`edge.http.event_loop.long_work`), for a
+while: each piece between two slices would make all rows behind it late.
 
 A node server that is slower than its engine falls behind. What a request has then from several
 steps becomes one output of several tokens, which costs hardly more than one of a single token.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from edge.http import long_work
+from edge.http.event_loop import long_work
 from edge.program import collect_early
 from engine.contracts.messages import EngineCoreOutput
 

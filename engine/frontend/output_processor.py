@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.contracts.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
-from engine.frontend.answer_text import PieceText, PlainText
-from engine.frontend.byte_detokenizer import create_detokenizer
-from engine.frontend.detokenizer import WINDOW, TokenDecoder
 from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.pieces import Piece
-from engine.frontend.stop_strings import StopStringMatcher, VisibleStops
+from engine.frontend.text.answer_text import PieceText, PlainText
+from engine.frontend.text.byte_detokenizer import create_detokenizer
+from engine.frontend.text.detokenizer import WINDOW, TokenDecoder
+from engine.frontend.text.pieces import Piece
+from engine.frontend.text.stop_strings import StopStringMatcher, VisibleStops
 
 
 @dataclass(slots=True)

@@ -26,9 +26,9 @@ import tokenizers.pre_tokenizers
 
 from edge.printable import printable
 from engine.config import ModelConfig
-from engine.frontend.byte_detokenizer import ByteTexts
-from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
-from engine.frontend.own_templates import own_template
+from engine.frontend.templates.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
+from engine.frontend.templates.own_templates import own_template
+from engine.frontend.text.byte_detokenizer import ByteTexts
 from engine.models.config.json_file import read_json, read_text
 from engine.models.errors import CheckpointError
 from engine.models.vocabularies.files import has_tokenizer, tokenizer_folder

@@ -33,10 +33,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from edge.address import join_address
+from edge.http.connection.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.http.exposition import Exposition
-from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.http.outer_edge import OuterEdge
-from edge.security.tls_http import TlsServer
+from edge.http.tls_http import TlsServer
 from edge.silent_peers import set_silence_timeout
 from engine.node.grpc_server import PortInUse
 from engine.node.start_progress import StartProgress

@@ -28,7 +28,7 @@ from engine.contracts.outputs import (
     SchedulerStats,
     TokensPerStep,
 )
-from engine.frontend.adapter_calls import AdapterCalls
+from engine.frontend.calls.adapter_calls import AdapterCalls
 from engine.node.adapter_metrics import adapter_metrics
 from engine.node.device_peaks import DevicePeaks, peaks_of
 from engine.node.expert_metrics import expert_metrics

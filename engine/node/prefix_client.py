@@ -21,7 +21,7 @@ from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
 from engine.contracts.messages import PrefixAsk
 from engine.contracts.prefix_holder import PrefixHolder
-from engine.frontend.prefix_calls import PeerAnswer
+from engine.frontend.calls.prefix_calls import PeerAnswer
 from engine.node.prefix_servicer import MAX_NAMES
 from kv_transfer.errors import HandshakeMismatch, PeerLost
 from kv_transfer.metadata import KVPeer, KVTransferParams, is_transfer_id

@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 
 import uvloop
 
-from edge.http.long_work import take_short_turns
+from edge.http.event_loop.long_work import take_short_turns
 from edge.logs.setup import tell_failure
 from edge.program import settle
 from edge.security.config import SecurityError

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import grpc
 
 from engine.contracts.errors import RoleSwitchRefused
-from engine.frontend.adapter_calls import AdapterCalls
+from engine.frontend.calls.adapter_calls import AdapterCalls
 from engine.node.adapter_servicer import AdapterServicer
 from engine.node.profile_servicer import ProfiledEngine
 from engine.node.role_switch import RoleSwitch

@@ -21,7 +21,7 @@ from kv_transfer.control.sizing import (
     processes_for_this_host,
 )
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.store_address import StoreAddress
+from kv_transfer.memory.pool.store_address import StoreAddress
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
 
 _MAX_PORT = 65535

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from kv_transfer.errors import KVTransferError
-from kv_transfer.memory.cuda_driver import cuda_driver
+from kv_transfer.memory.devices.cuda_driver import cuda_driver
 from kv_transfer.wire.handshake import host_id
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.connectors.no_connector import NoConnectorWorker
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.cache_handle import handle_of_tensor
+from kv_transfer.memory.devices.cache_handle import handle_of_tensor
 from kv_transfer.memory.load_marks import LoadGate, create_gate
 from kv_transfer.tier import LoadTicket
 

@@ -41,8 +41,8 @@ from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.control.sizing import available_cores, choose_check_threads
 from kv_transfer.layer_times import behind_others
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.host_pool import HostPool, PoolConfig
-from kv_transfer.memory.store_address import StoreAddress
+from kv_transfer.memory.pool.host_pool import HostPool, PoolConfig
+from kv_transfer.memory.pool.store_address import StoreAddress
 from kv_transfer.metadata import (
     AbortMeta,
     ComputedMeta,

@@ -19,10 +19,10 @@ import numpy as np
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import BlockIds, KVLayout
-from kv_transfer.memory.copy_queue import CopyQueue
-from kv_transfer.memory.copy_stream import CopyStream, Numbers
-from kv_transfer.memory.device import MemoryDevice
-from kv_transfer.memory.devices import device_of
+from kv_transfer.memory.devices.choice import device_of
+from kv_transfer.memory.devices.copy_queue import CopyQueue
+from kv_transfer.memory.devices.copy_stream import CopyStream, Numbers
+from kv_transfer.memory.devices.device import MemoryDevice
 from kv_transfer.memory.inbox import Inbox
 from kv_transfer.memory.page_copy import PageCopy
 

@@ -23,8 +23,8 @@ from collections import deque
 import numpy as np
 
 from kv_transfer.errors import StagingFull
-from kv_transfer.memory.copy_queue import CopyQueue
-from kv_transfer.memory.device import MemoryDevice
+from kv_transfer.memory.devices.copy_queue import CopyQueue
+from kv_transfer.memory.devices.device import MemoryDevice
 from kv_transfer.memory.staging import ByteArray, StagedChunk, StagingPool
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import ClassVar, Self
 
 from host.memory_file import MemoryFile
-from kv_transfer.memory.device import DeviceError
+from kv_transfer.memory.devices.device import DeviceError
 
 MARK_BYTES = 4
 """A device writes and reads no more at once."""
@@ -60,7 +60,7 @@ class DevicePage:
 
     def __init__(self, marks: MarksPage) -> None:
         """Raises `DeviceError`. The device's context must be current."""
-        from kv_transfer.memory.cuda_driver import cuda_driver
+        from kv_transfer.memory.devices.cuda_driver import cuda_driver
 
         self.driver = cuda_driver()
         self._host_address = marks.address

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.planes import PageShape
 
 

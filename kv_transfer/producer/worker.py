@@ -25,7 +25,7 @@ from host.sockets.local_socket import Context, connect_socket
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.cache_handle import handle_of_tensor
+from kv_transfer.memory.devices.cache_handle import handle_of_tensor
 from kv_transfer.memory.load_marks import LoadGate, create_gate
 from kv_transfer.metadata import KVConnectorMetadata, StepProgress
 from kv_transfer.producer.layer_marks import LayerMarker, LayerMarks, StreamMarker

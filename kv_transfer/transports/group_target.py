@@ -21,7 +21,7 @@ from kv_transfer.memory.cache_view import (
     copy_runs,
     token_runs,
 )
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.memory.page_copy import PageCopy, page_copy
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.wire.chunk import ByteArray, ChunkHeader, shape_code

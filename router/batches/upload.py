@@ -1,7 +1,7 @@
 """Reads a form with a file in parts of whole lines, each of which may take its time.
 
-1. a part      is read while there is room for it beside other bodies (`edge.http.body_room`): it is
-               long where a line is
+1. a part      is read while there is room for it beside other bodies, as by
+               `edge.http.bodies.body_room`: it is long where a line is
 2. kept        its reader writes it, and gives its room back
 3. the next    with room and time of its own: a file may be far larger than what is held of it
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive
 
-from edge.http.body_room import BodyLease
-from edge.http.client_connection import ClientDisconnected
+from edge.http.bodies.body_room import BodyLease
+from edge.http.connection.client_connection import ClientDisconnected
 from edge.http.errors import RequestTimeout, RequestTooLarge
 from router.batches.form_reader import FormReader
 from router.batches.line_cutter import LineCutter

@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from edge.http.bodies.json_counter import JsonCounter
 from edge.http.errors import BadRequest, HttpError
-from edge.http.json_counter import JsonCounter
 from router.batches.errors import LineFault
 from router.batches.input_line import InputLine, read_line
 from router.request.model_route import ModelRoute

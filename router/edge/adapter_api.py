@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from edge.http.adapter_bodies import LoadBody, UnloadBody, read_adapter_body
+from edge.http.bodies.adapter_bodies import LoadBody, UnloadBody, read_adapter_body
 from router.errors import AdminOnly
 from router.nodes.adapters import ClusterAdapters
 

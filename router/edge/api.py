@@ -23,9 +23,9 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from edge.http import headers as names
-from edge.http import long_work
-from edge.http.answer_transport import WRITE_DIRECTLY
-from edge.http.client_connection import (
+from edge.http.answers.load_report import load_headers
+from edge.http.connection.answer_transport import WRITE_DIRECTLY
+from edge.http.connection.client_connection import (
     BodyLimits,
     ClientDisconnected,
     ClientGuard,
@@ -34,7 +34,7 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import HttpError, send_error
-from edge.http.load_report import load_headers
+from edge.http.event_loop import long_work
 from edge.http.unknown_path import path_without_slash
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer

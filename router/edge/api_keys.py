@@ -18,9 +18,9 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge.file_version import version_if_there
-from edge.http.client_connection import head_of
+from edge.http.connection.client_connection import head_of
+from edge.http.connection.guarded_protocol import CALLER
 from edge.http.errors import HttpError, Unauthorized, send_error
-from edge.http.guarded_protocol import CALLER
 from edge.http.request_head import RequestHead
 from router.edge.key_file import Key, digest_of, read_keys
 from router.errors import ConfigurationError

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from edge.http.client_connection import (
+from edge.http.connection.client_connection import (
     BodyLimits,
     ClientDisconnected,
     lease_of,

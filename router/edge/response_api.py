@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from edge.http.client_connection import (
+from edge.http.connection.client_connection import (
     BodyLimits,
     ClientDisconnected,
     lease_of,

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from edge.http.small_body import read_small_body
+from edge.http.bodies.small_body import read_small_body
 from router.errors import AdminOnly
 from router.nodes.address import NodeRole
 from router.nodes.role_changes import RoleChanges

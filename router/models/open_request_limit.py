@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from edge.http.body_room import FREE_BYTES
+from edge.http.bodies.body_room import FREE_BYTES
 from router.errors import Overloaded
 
 

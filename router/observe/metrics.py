@@ -18,7 +18,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from edge.http.loop_lateness import LoopLateness
+from edge.http.event_loop.loop_lateness import LoopLateness
 from router.nodes.address import NodeRole
 from router.nodes.node import NodeState
 from router.nodes.registry import NodeRegistry, ReportOutcome

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from starlette.types import Send
 
 from edge.http import headers as names
+from edge.http.answers.event_writer import WriteDirectly
+from edge.http.answers.heartbeats import EVENT_END, STREAM_HEADERS, Head, Heartbeats, Pulse
 from edge.http.error_forms import ErrorForm
 from edge.http.errors import HttpError, send_error
-from edge.http.event_writer import WriteDirectly
-from edge.http.heartbeats import EVENT_END, STREAM_HEADERS, Head, Heartbeats, Pulse
-from edge.http.limited_wait import within
+from edge.http.event_loop.limited_wait import within
 from router.request.info import RequestInfo
 
 Headers = list[tuple[bytes, bytes]]

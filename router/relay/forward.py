@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from edge.http import long_work
+from edge.http.event_loop import long_work
 from router.admission.ticket import Ticket
 from router.observe.metrics import RouterMetrics
 from router.placement.policy import Placement

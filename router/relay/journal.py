@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from edge.http import headers as names
-from edge.http.answer_times import PREFIX as TIMES
+from edge.http.answers.answer_times import PREFIX as TIMES
 
 MAX_JOURNAL_BYTES = 4 << 20
 

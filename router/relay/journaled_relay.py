@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from edge.http import long_work
-from edge.http.answer_times import read_answer_times
+from edge.http.answers.answer_times import read_answer_times
+from edge.http.event_loop import long_work
 from router.errors import NodeLost
 from router.observe.metrics import RouterMetrics
 from router.relay.attempts import Attempts, Failure

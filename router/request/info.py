@@ -19,8 +19,8 @@ import msgspec
 import xxhash
 
 from edge.http import headers as names
+from edge.http.bodies.json_fault import json_fault
 from edge.http.errors import BadRequest
-from edge.http.json_fault import json_fault
 from router.request.image_urls import image_names, may_hold_images, shortened
 from router.request.model_route import ModelRoute, plain_route
 from router.request.prompt_blocks import BLOCK_BYTES, MOST_BYTES, hash_blocks

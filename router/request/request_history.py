@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from edge.http.answer_times import AnswerTimes
+from edge.http.answers.answer_times import AnswerTimes
 from router.request.info import RequestInfo
 from router.request.trace import RequestTrace
 

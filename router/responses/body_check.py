@@ -14,8 +14,8 @@ from http import HTTPStatus
 import msgspec
 from starlette.types import ASGIApp, Message
 
+from edge.http.answers.kept_response import KeptResponse
 from edge.http.errors import ErrorBody
-from edge.http.kept_response import KeptResponse
 from router.request.tenants import Tenant
 from router.responses.detached_call import ask
 from router.responses.errors import RefusedByNode

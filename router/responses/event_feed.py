@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-from edge.http.heartbeats import KEEP_ALIVE
+from edge.http.answers.heartbeats import KEEP_ALIVE
 from router.responses.background_run import BackgroundRun
 from router.responses.kept_responses import KeptResponses
 from router.store.errors import StoreUnavailable

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Message, Send
 
+from edge.http.answers.event_writer import WriteDirectly
 from edge.http.errors import HttpError, send_error
-from edge.http.event_writer import WriteDirectly
 from router.responses.json_fields import UNREADABLE, fields_of, value_of
 from router.responses.response_bodies import event_of, failed_body
 

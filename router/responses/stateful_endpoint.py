@@ -14,9 +14,9 @@ from functools import partial
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edge.http import headers as names
-from edge.http import long_work
-from edge.http.answer_transport import WRITE_DIRECTLY
-from edge.http.client_connection import (
+from edge.http.answers.heartbeats import STREAM_HEADERS, send_start
+from edge.http.connection.answer_transport import WRITE_DIRECTLY
+from edge.http.connection.client_connection import (
     BodyLimits,
     ClientDisconnected,
     ClientGuard,
@@ -25,7 +25,7 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import HttpError, send_error
-from edge.http.heartbeats import STREAM_HEADERS, send_start
+from edge.http.event_loop import long_work
 from router.models.open_request_limit import OpenRequestLimit
 from router.request.tenants import Tenant
 from router.responses.background_runs import BackgroundRuns

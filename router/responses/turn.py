@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from edge.http.answers.kept_response import KeptResponse
 from edge.http.errors import RequestTooLarge
-from edge.http.kept_response import KeptResponse
 from router.responses.json_fields import UNREADABLE, encode, raw_list, value_of
 from router.responses.state_fields import StateFields
 from router.store.conversations import ConversationRow

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from edge.http.answer_times import AnswerTimes
+from edge.http.answers.answer_times import AnswerTimes
 from router.observe.batch_metrics import BatchFacts
 from router.observe.status.page_files import page_files
 from router.observe.status.snapshot import Snapshot

@@ -148,7 +148,7 @@ CLUSTER_BUGS = (
     ),
     Bug(
         "left-behind", "a client that hangs up is answered to the end",
-        "edge/http/client_connection.py", "        self._task.cancel()\n", "",
+        "edge/http/connection/client_connection.py", "        self._task.cancel()\n", "",
         ("tests/router/test_streams.py", "-k", "leaves_mid_stream"),
         hangs=True,
     ),

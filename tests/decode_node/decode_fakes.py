@@ -23,10 +23,10 @@ from engine.config import EngineConfig
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import EngineReady, KVTransferResult
 from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
-from engine.frontend.detokenizer import TokenDecoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.request_stream import Give, OutputQueue, RequestState, RequestStream
+from engine.frontend.text.detokenizer import TokenDecoder
 from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 from tests.awaited import until as until

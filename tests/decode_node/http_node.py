@@ -29,10 +29,10 @@ from decode_node.http.routes import ApiState
 from decode_node.images.create_reader import create_image_reader
 from decode_node.served_text import ServedText, create_parsers, find_defaults
 from decode_node.server import create_metrics, create_node_app, read_api_keys
-from edge.http.guarded_protocol import guarded_protocol
+from edge.http.connection.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
 from edge.tracing.tracer import Tracer
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from engine.lora import LoRAConfig
 from engine.node.http_server import HttpServer, listen

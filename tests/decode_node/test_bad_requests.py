@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import decode_node.answer.answer
 import decode_node.answer.format
 import decode_node.http.routes
-from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.bodies.parse_body import parse_body
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
-from decode_node.protocol.parse_body import parse_body
 from edge.http.errors import HttpError
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.decode_fakes import until
 from tests.decode_node.http_node import CONTEXT, VOCAB_SIZE, chunks_of, http_node, sse_events

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode_node.protocol.bad_words import spell_bad_words
+from decode_node.protocol.bodies.bad_words import spell_bad_words
 from engine.contracts.errors import InvalidRequest
 from engine.contracts.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
 from tests.decode_node.http_node import chat_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.chat_clients import CHAT, accumulated, as_accumulated
 from tests.decode_node.http_node import HttpNode, chunks_of, http_node

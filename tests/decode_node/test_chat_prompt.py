@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.parse_body import parse_body
+from decode_node.protocol.bodies.parse_body import parse_body
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.serving.chat_prompt import ChatPrompt
 from decode_node.serving.prompts import Prompts
 from edge.http.errors import BadRequest
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.engine.frontend.small_tokenizers import byte_level_backend, save
 from tests.engine.tiny_model import tiny_model

@@ -9,11 +9,11 @@ import pytest
 from pydantic import BaseModel
 
 import decode_node.protocol
-from decode_node.protocol.generation_body import GenerationBody
+from decode_node.protocol.bodies.generation_body import GenerationBody
 
 MODULES = [
-    importlib.import_module(f"decode_node.protocol.{module.name}")
-    for module in pkgutil.iter_modules(decode_node.protocol.__path__)
+    importlib.import_module(module.name)
+    for module in pkgutil.walk_packages(decode_node.protocol.__path__, "decode_node.protocol.")
 ]
 BODIES = {
     value

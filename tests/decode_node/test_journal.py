@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from decode_node.answer import answer
 from decode_node.answer.journal import read_resume
-from edge.http.answer_times import read_answer_times
+from edge.http.answers.answer_times import read_answer_times
 from edge.http.errors import BadRequest
 from tests.decode_node.http_node import HttpNode, http_node
 

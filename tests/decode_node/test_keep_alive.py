@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from decode_node.answer.answer import Answer, Write
-from edge.http.event_writer import EventWriter
+from edge.http.answers.event_writer import EventWriter
 from tests.decode_node.decode_fakes import until
 from tests.decode_node.http_node import HttpNode, http_node, live
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode_node.serving.kept_answers import keeps_answers
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.engine.frontend.small_tokenizers import byte_level_backend
 

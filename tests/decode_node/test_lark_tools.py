@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from decode_node.protocol.lark_pattern import NoPattern, lark_pattern
-from decode_node.protocol.responses_tools import ResponseTools
-from decode_node.protocol.tools import Tool, ToolUse
+from decode_node.protocol.chat.tools import Tool, ToolUse
+from decode_node.protocol.responses.lark_pattern import NoPattern, lark_pattern
+from decode_node.protocol.responses.responses_tools import ResponseTools
 from edge.http.errors import BadRequest
 from tests.decode_node.parsers.test_call_grammar import model
 

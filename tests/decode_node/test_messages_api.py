@@ -10,8 +10,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from decode_node.protocol.messages import MessagesRequest
-from decode_node.protocol.parse_body import parse_body
+from decode_node.protocol.bodies.parse_body import parse_body
+from decode_node.protocol.messages.messages import MessagesRequest
 from tests.decode_node.chat_clients import SCRIPT, WEATHER, groups, thinking_tokenizer
 from tests.decode_node.http_node import http_node, live
 from tests.decode_node.test_journal import ask, data_of

@@ -10,8 +10,8 @@ import pytest
 
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
-from decode_node.protocol.messages import MessagesRequest
-from decode_node.protocol.parse_body import parse_body
+from decode_node.protocol.bodies.parse_body import parse_body
+from decode_node.protocol.messages.messages import MessagesRequest
 from decode_node.serving.system_turns import system_first
 from tests.decode_node.http_node import http_node
 from tests.decode_node.test_messages_api import ASK, MESSAGES, TOOLS, USER, one_node

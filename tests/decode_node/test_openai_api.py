@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from decode_node.http import routes
-from edge.http import long_work
+from edge.http.event_loop import long_work
 from engine.frontend import input_processor
 from tests.decode_node.decode_fakes import token_at
 from tests.decode_node.http_node import CONTEXT, MODEL, HttpNode, chunks_of, http_node

@@ -16,7 +16,7 @@ import pytest
 from decode_node.disagg import prefill_client as prefill_client_module
 from decode_node.disagg.prefill_client import PrefillClient
 from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError
-from edge.http import long_work
+from edge.http.event_loop import long_work
 from edge.security.credentials import Credentials
 from edge.tracing.context import TraceContext
 from engine.contracts.request_spec import RequestSpec, decode_spec

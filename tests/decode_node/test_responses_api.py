@@ -10,11 +10,11 @@ import pytest
 
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
-from decode_node.protocol.parse_body import parse_body
-from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.bodies.parse_body import parse_body
+from decode_node.protocol.responses.responses import ResponsesRequest
 from edge.http import headers as names
+from edge.http.answers.kept_response import KeptResponse
 from edge.http.errors import BadRequest
-from edge.http.kept_response import KeptResponse
 from tests.decode_node.chat_clients import groups, thinking_tokenizer
 from tests.decode_node.http_node import HttpNode, http_node, live
 from tests.decode_node.test_journal import ask, data_of

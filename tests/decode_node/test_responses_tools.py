@@ -11,7 +11,7 @@ import pytest
 from decode_node.answer.argument_text import ArgumentText
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
-from decode_node.protocol.valid_strings import ValidStrings
+from decode_node.protocol.bodies.valid_strings import ValidStrings
 from tests.decode_node.chat_clients import thinking_tokenizer
 from tests.decode_node.http_node import http_node
 from tests.decode_node.test_responses_api import RESPONSES, chat_of, events_of, joined

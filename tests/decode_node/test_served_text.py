@@ -12,7 +12,7 @@ from decode_node.main import main as decode_node_main
 from decode_node.served_text import create_parsers, with_template
 from decode_node.server import serve
 from edge.security.config import SecurityError
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.settings import SettingsError
 from tests.decode_node.chat_clients import CHAT, MESSAGES, TOOLS

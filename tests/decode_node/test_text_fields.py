@@ -9,7 +9,7 @@ import pytest
 
 from decode_node.answer.logprobs import TokenNames, chat_logprobs
 from engine.contracts.outputs import TokenLogprobs
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.decode_fakes import token_at
 from tests.decode_node.http_node import CONTEXT, TEMPLATE, HttpNode, chunks_of, http_node

@@ -11,12 +11,12 @@ from decode_node.chat_templates.history import history
 from decode_node.chat_templates.probe import probe
 from decode_node.grammar.reasoning import ReasoningState
 from decode_node.parsers.output_parsers import OutputParsers
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.messages import MessagesRequest
-from decode_node.protocol.parse_body import parse_body
-from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.bodies.parse_body import parse_body
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.messages.messages import MessagesRequest
+from decode_node.protocol.responses.responses import ResponsesRequest
 from decode_node.serving.chat_reading import ChatReading
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from tests.decode_node.chat_clients import thinking_tokenizer
 
 Json = dict[str, Any]

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.chat_clients import CHAT, MESSAGES, TIME, WEATHER, thinking_tokenizer
 from tests.decode_node.http_node import HttpNode, http_node

@@ -11,12 +11,12 @@ import pytest
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
 from decode_node.http.ignored_fields import IgnoredFields
-from decode_node.protocol.body import StrictBody
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.messages import MessagesRequest
-from decode_node.protocol.not_built import NOT_BUILT
-from decode_node.protocol.parse_body import parse_body
-from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.bodies.body import StrictBody
+from decode_node.protocol.bodies.not_built import NOT_BUILT
+from decode_node.protocol.bodies.parse_body import parse_body
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.messages.messages import MessagesRequest
+from decode_node.protocol.responses.responses import ResponsesRequest
 from edge.http.errors import BadRequest
 from tests.decode_node.http_node import http_node
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.protocol.valid_strings import ValidStrings, with_valid_strings
+from decode_node.protocol.bodies.valid_strings import ValidStrings, with_valid_strings
 
 _PARTS = (
     *('"', "\\", "u", "d", "D83d", "de00", "00e9", "a", "\n", "\x01", "é", "😀", " ", ":", "/"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.chat_clients import CHAT, MESSAGES, SCRIPT, TOOLS, thinking_tokenizer
 from tests.decode_node.http_node import HttpNode, http_node, sse_events

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.messages import MessagesRequest
-from decode_node.protocol.messages_tools import MessageTools
-from decode_node.protocol.parse_body import validate
-from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.bodies.parse_body import validate
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.messages.messages import MessagesRequest
+from decode_node.protocol.messages.messages_tools import MessageTools
+from decode_node.protocol.responses.responses import ResponsesRequest
 from edge.http.errors import BadRequest
 
 USER = {"role": "user", "content": "hi"}

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from edge.http import body_room
-from edge.http.body_room import FREE_BYTES, BodyRoom
-from edge.http.client_connection import BodyLimits, ClientDisconnected, read_json_body
+from edge.http.bodies import body_room
+from edge.http.bodies.body_room import FREE_BYTES, BodyRoom
+from edge.http.connection.client_connection import BodyLimits, ClientDisconnected, read_json_body
 from edge.http.errors import RequestTimeout
 
 TIMEOUT_S = 30.0

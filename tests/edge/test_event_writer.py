@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edge.http.event_writer import EventWriter, Signs, open_writer
+from edge.http.answers.event_writer import EventWriter, Signs, open_writer
 
 HEAD = {"content-type": "text/event-stream"}
 TIMEOUT_S = 60.0

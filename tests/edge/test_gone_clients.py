@@ -9,8 +9,8 @@ import struct
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from edge.http.client_connection import GONE
-from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.http.connection.client_connection import GONE
+from edge.http.connection.guarded_protocol import ConnectionLimits, guarded_protocol
 from engine.node.http_server import listen
 
 TIMEOUT_S = 30.0

@@ -14,12 +14,12 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from edge.http import guarded_protocol, send_clock
-from edge.http.bounded_reads import bounded
-from edge.http.client_connection import BodyLimits, read_json_body, request_headers
+from edge.http.connection import guarded_protocol, send_clock
+from edge.http.connection.bounded_reads import bounded
+from edge.http.connection.client_connection import BodyLimits, read_json_body, request_headers
+from edge.http.connection.guarded_protocol import CALLER, ConnectionLimits, GuardedProtocol
 from edge.http.errors import HttpError, Unauthorized, send_error
 from edge.http.front import HttpFront
-from edge.http.guarded_protocol import CALLER, ConnectionLimits, GuardedProtocol
 from edge.http.outer_edge import OuterEdge
 from edge.http.request_head import RequestHead
 from engine.node.http_server import HttpServer, listen

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge.http import json_counter
+from edge.http.bodies import json_counter
+from edge.http.bodies.json_counter import JsonCounter
 from edge.http.errors import BadRequest
-from edge.http.json_counter import JsonCounter
 
 TEXT = st.text(alphabet='ab"\\,[]{}.e中\n', max_size=6)
 JSON = st.recursive(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from edge.http.json_fault import json_fault
+from edge.http.bodies.json_fault import json_fault
 
 HALF = "half of a surrogate pair"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edge.http.kernel_timer import KernelTimer
+from edge.http.event_loop.kernel_timer import KernelTimer
 
 LONG_S = 60.0
 

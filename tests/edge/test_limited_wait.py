@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from edge.http.limited_wait import within
+from edge.http.event_loop.limited_wait import within
 
 
 async def test_work_that_is_over_at_once_lets_nobody_in_between() -> None:

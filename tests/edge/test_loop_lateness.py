@@ -9,7 +9,7 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from edge.http.loop_lateness import NAME, LoopLateness
+from edge.http.event_loop.loop_lateness import NAME, LoopLateness
 
 
 def upto(lateness: LoopLateness, bound: str) -> float:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from edge.http import parse_turns
-from edge.http.parse_turns import ParseTurns
+from edge.http.connection import parse_turns
+from edge.http.connection.parse_turns import ParseTurns
 
 WORK_S = 0.002
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from edge.http import body_framing
+from edge.http.bodies import body_framing
 from tests.edge.left_behind import garbage_is_kept, left_behind
 from tests.edge.test_guarded_connections import JSON_POST, KEY, OFFER, read_end, service
 

@@ -9,9 +9,9 @@ import httptools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge.http.bounded_reads import ReadRoom
-from edge.http.offered_protocol import length_of_body
-from edge.http.request_cutter import RequestCutter
+from edge.http.connection.bounded_reads import ReadRoom
+from edge.http.connection.offered_protocol import length_of_body
+from edge.http.connection.request_cutter import RequestCutter
 
 
 class Heard:

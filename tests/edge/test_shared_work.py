@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from edge.http.shared_work import SharedWork
+from edge.http.event_loop.shared_work import SharedWork
 
 
 async def test_those_who_ask_together_share_what_is_made_after_they_asked() -> None:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from edge.h2.frames import FrameKind, frame
 from edge.h2.server import H2Server
-from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.http.connection.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.silent_peers import set_silence_timeout
 from engine.node.http_server import HttpServer, listen
 from router.server import bind

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from edge.http.long_work import hold, pause, release
+from edge.http.event_loop.long_work import hold, pause, release
 
 
 class Turns:

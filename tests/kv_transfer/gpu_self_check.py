@@ -17,9 +17,9 @@ import numpy as np
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import KVGroup, KVLayout
-from kv_transfer.memory.cuda_driver import cuda_driver
-from kv_transfer.memory.device import MemoryDevice
-from kv_transfer.memory.devices import device_of
+from kv_transfer.memory.devices.choice import device_of
+from kv_transfer.memory.devices.cuda_driver import cuda_driver
+from kv_transfer.memory.devices.device import MemoryDevice
 from kv_transfer.planes import Plane
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES = 4, 128, 512 << 10
@@ -195,7 +195,7 @@ class Child:
 def parent() -> bool:
     import torch
 
-    from kv_transfer.memory.cache_handle import handle_of_tensor
+    from kv_transfer.memory.devices.cache_handle import handle_of_tensor
     from kv_transfer.producer.layer_marks import LayerMarks, StreamMarker
 
     print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name(), flush=True)

@@ -18,7 +18,7 @@ from kv_transfer.config import KVTransferConfig, PullTransportName
 from kv_transfer.consumer.receiver import KVReceiver
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.device import MemoryDevice
+from kv_transfer.memory.devices.device import MemoryDevice
 from kv_transfer.metadata import (
     AbortMeta,
     ExportMeta,

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.memory.copy_stream import CopyStream, Fence, HostCopyStream, Numbers
-from kv_transfer.memory.host_device import HostDevice
+from kv_transfer.memory.devices.copy_stream import CopyStream, Fence, HostCopyStream, Numbers
+from kv_transfer.memory.devices.host_device import HostDevice
 
 
 class LateFence(Fence):

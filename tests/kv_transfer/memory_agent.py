@@ -6,8 +6,8 @@ import asyncio
 
 import numpy as np
 
-from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
-from kv_transfer.memory.host_device import HostDevice
+from kv_transfer.memory.devices.copy_stream import HostCopyStream, Numbers
+from kv_transfer.memory.devices.host_device import HostDevice
 from kv_transfer.transports.in_place.read_leases import ReadLeases
 from kv_transfer.transports.nixl.agent import NixlAgent, Transfer
 from kv_transfer.transports.nixl.peers import Peer

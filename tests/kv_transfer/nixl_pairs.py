@@ -11,7 +11,7 @@ from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, until
 from test_direct_copies import pulled_then_exported
 
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.metadata import TransferEventKind
 from kv_transfer.transports.nixl.agent import NixlAgent, Transfer
 from kv_transfer.transports.nixl.consumer import NixlConsumer

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from kv_transfer.memory.block_header import BlockHeaders
-from kv_transfer.memory.block_store import BlockStore, StoreAway
-from kv_transfer.memory.slot_memory import SlotMemory
-from kv_transfer.memory.store_address import StoreAddress
-from kv_transfer.memory.store_calls import StoreCalls
-from kv_transfer.memory.store_parts import StorePart
+from kv_transfer.memory.pool.block_header import BlockHeaders
+from kv_transfer.memory.pool.block_store import BlockStore, StoreAway
+from kv_transfer.memory.pool.slot_memory import SlotMemory
+from kv_transfer.memory.pool.store_address import StoreAddress
+from kv_transfer.memory.pool.store_calls import StoreCalls
+from kv_transfer.memory.pool.store_parts import StorePart
 
 NAMES = [b"a" * 32]
 

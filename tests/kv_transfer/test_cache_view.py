@@ -13,9 +13,9 @@ from kv_caches import RankCache, layout
 
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
-from kv_transfer.memory.cache_handle import handle_of_tensor
 from kv_transfer.memory.cache_view import KVCacheView, copy_blocks, copy_runs, token_runs
-from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
+from kv_transfer.memory.devices.cache_handle import handle_of_tensor
+from kv_transfer.memory.devices.copy_stream import HostCopyStream, Numbers
 from kv_transfer.memory.page_copy import PageCopy
 from kv_transfer.planes import HeadRange
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_transfer.memory.cuda_copies import CudaCopies
-from kv_transfer.memory.cuda_driver import CudaError
+from kv_transfer.memory.devices.cuda_copies import CudaCopies
+from kv_transfer.memory.devices.cuda_driver import CudaError
 
 NOT_SUPPORTED, INVALID_VALUE = 801, 1
 

@@ -18,8 +18,8 @@ from late_device import LateDevice
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer import receiver
-from kv_transfer.memory.device import MemoryDevice
-from kv_transfer.memory.host_device import HostDevice
+from kv_transfer.memory.devices.device import MemoryDevice
+from kv_transfer.memory.devices.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, TransferEventKind
 from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer
 from kv_transfer.transports.cuda_ipc.local_pull_server import LocalPullServer

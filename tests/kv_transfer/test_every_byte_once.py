@@ -22,7 +22,7 @@ from kv_transfer.consumer.stream_plan import plan_streams
 from kv_transfer.group_sizes import share_page_size
 from kv_transfer.layout import STATE_SPAN, BlockIds, KVGroup, KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
+from kv_transfer.memory.devices.copy_stream import HostCopyStream, Numbers
 from kv_transfer.memory.staging import StagingPool
 from kv_transfer.metadata import ExportMeta, KVPeer, RecvMeta, SendMeta, StepProgress
 from kv_transfer.planes import Plane

@@ -28,15 +28,15 @@ from tier_stress import TierStress
 
 from kv_transfer.control.sizing import choose_check_threads
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory import slot_memory
-from kv_transfer.memory.block_files import BlockFiles
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.device import DeviceError
-from kv_transfer.memory.host_device import HostDevice
-from kv_transfer.memory.host_pool import HostPool, PoolConfig
+from kv_transfer.memory.devices.device import DeviceError
+from kv_transfer.memory.devices.host_device import HostDevice
 from kv_transfer.memory.load_marks import LoadGate, LoadMarks
-from kv_transfer.memory.slot_checks import SlotChecks
-from kv_transfer.memory.slot_memory import SlotMemory
+from kv_transfer.memory.pool import slot_memory
+from kv_transfer.memory.pool.block_files import BlockFiles
+from kv_transfer.memory.pool.host_pool import HostPool, PoolConfig
+from kv_transfer.memory.pool.slot_checks import SlotChecks
+from kv_transfer.memory.pool.slot_memory import SlotMemory
 from kv_transfer.metadata import KVConnectorOutput
 from kv_transfer.tier import (
     FetchMeta,

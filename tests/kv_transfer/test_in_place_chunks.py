@@ -13,7 +13,7 @@ from one_job import BLOCK_IDS, FIRST_TOKEN, JOB, NUM_TOKENS, SHAPE, SHARE
 
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.host_device import HostDevice
+from kv_transfer.memory.devices.host_device import HostDevice
 from kv_transfer.transports.base import TransportId
 from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
 from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer, MappedBlocks

@@ -16,8 +16,8 @@ from kv_loopback import Loopback, new_transfer_id, until
 from late_device import LateDevice
 
 from kv_transfer.errors import StagingFull
-from kv_transfer.memory.copy_queue import CopyQueue
-from kv_transfer.memory.copy_stream import CopyStream, Fence
+from kv_transfer.memory.devices.copy_queue import CopyQueue
+from kv_transfer.memory.devices.copy_stream import CopyStream, Fence
 from kv_transfer.memory.inbox import Inbox
 from kv_transfer.metadata import TransferEventKind
 

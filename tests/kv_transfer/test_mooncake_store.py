@@ -17,8 +17,8 @@ from test_transfer_processes import new_node
 
 from kv_transfer.base import HostTier
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.slot_memory import SlotMemory
-from kv_transfer.memory.store_parts import StorePart, store_parts
+from kv_transfer.memory.pool.slot_memory import SlotMemory
+from kv_transfer.memory.pool.store_parts import StorePart, store_parts
 from kv_transfer.metadata import KVConnectorOutput
 from kv_transfer.tier import Tier
 from kv_transfer.tiers.host_tier import PooledHostTier

@@ -31,8 +31,8 @@ from test_direct_copies import only_missing_tokens_come, pulled_then_exported
 from edge.security.config import SecurityConfig, SecurityError
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.device import DeviceError, Mapping
-from kv_transfer.memory.host_device import HostDevice
+from kv_transfer.memory.devices.device import DeviceError, Mapping
+from kv_transfer.memory.devices.host_device import HostDevice
 from kv_transfer.metadata import RecvMeta, TransferEventKind
 from kv_transfer.transports.fetch_job import FetchJob, PullSource
 from kv_transfer.transports.nixl import agent, peers

@@ -21,8 +21,8 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.device import DeviceError
-from kv_transfer.memory.host_device import HostDevice
+from kv_transfer.memory.devices.device import DeviceError
+from kv_transfer.memory.devices.host_device import HostDevice
 from kv_transfer.transports.base import TransportId
 from kv_transfer.transports.group_target import GroupTarget
 from kv_transfer.transports.in_place.read_leases import NUM_LEASES, ReadLeases

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from tier_owner import IDENTITY, NUM_NAMES, content, name_of, take, write
 
-from kv_transfer.memory import slot_memory
-from kv_transfer.memory.block_files import BlockFiles
-from kv_transfer.memory.slot_memory import SlotMemory, TierUnavailable
+from kv_transfer.memory.pool import slot_memory
+from kv_transfer.memory.pool.block_files import BlockFiles
+from kv_transfer.memory.pool.slot_memory import SlotMemory, TierUnavailable
 
 _OWNER = Path(__file__).with_name("tier_owner.py")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.memory.store_address import StoreAddress
+from kv_transfer.memory.pool.store_address import StoreAddress
 
 
 def test_what_an_address_says() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.memory import slot_memory
-from kv_transfer.memory.block_files import BlockFiles
-from kv_transfer.memory.slot_memory import SlotMemory, TierUnavailable
+from kv_transfer.memory.pool import slot_memory
+from kv_transfer.memory.pool.block_files import BlockFiles
+from kv_transfer.memory.pool.slot_memory import SlotMemory, TierUnavailable
 
 IDENTITY = b"m" * 32
 NUM_SLOTS, NUM_LAYERS, PAGE_BYTES = 8, 2, 64 << 10

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from edge.http import long_work
+from edge.http.event_loop import long_work
 from edge.tracing.file import TraceFile
 from edge.tracing.tracer import Tracer
 from engine.config import ParallelConfig

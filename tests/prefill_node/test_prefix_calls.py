@@ -23,8 +23,8 @@ from engine.contracts.messages import (
     PrefixOffered,
 )
 from engine.contracts.prefix_holder import PrefixHolder, checked_holder
-from engine.frontend.engine_calls import EngineCalls
-from engine.frontend.prefix_calls import PrefixCalls
+from engine.frontend.calls.engine_calls import EngineCalls
+from engine.frontend.calls.prefix_calls import PrefixCalls
 from engine.node.prefix_client import PrefixClient
 from engine.node.prefix_servicer import CALLERS, PrefixServicer
 from engine.node.services_server import ServicesServer

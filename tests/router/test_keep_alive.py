@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
+from edge.http.answers.heartbeats import KEEP_ALIVE
 from edge.http.errors import HttpError
-from edge.http.heartbeats import KEEP_ALIVE
 from router.errors import NoNodeAvailable
 from router.relay.client import Client, Clients
 from tests.router.cluster import Cluster, RunningRouter, eventually

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from edge.http.body_room import FREE_BYTES
+from edge.http.bodies.body_room import FREE_BYTES
 from router.admission.admission_gate import GateLimits
 from router.admission.model_gates import ModelGates
 from router.errors import Overloaded, RateLimited

@@ -17,7 +17,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 from prometheus_client import generate_latest
 
-from edge.http.answer_times import AnswerTimes, read_answer_times
+from edge.http.answers.answer_times import AnswerTimes, read_answer_times
 from edge.tracing.context import TraceContext
 from router.config import RouterSettings
 from router.edge.api_keys import ApiKeys

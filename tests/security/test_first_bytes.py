@@ -22,12 +22,12 @@ from edge.h2 import server as h2_server
 from edge.h2 import tls_socket
 from edge.h2.frames import client_opening
 from edge.h2.server import H2Server
-from edge.http import either_listener
-from edge.http.bounded_reads import bounded
-from edge.http.guarded_protocol import ConnectionLimits, guarded_class
+from edge.http.connection import either_listener
+from edge.http.connection.bounded_reads import bounded
+from edge.http.connection.guarded_protocol import ConnectionLimits, guarded_class
+from edge.http.tls_http import TlsConfig
 from edge.security.config import Role
 from edge.security.credentials import Credentials
-from edge.security.tls_http import TlsConfig
 from engine.node.http_server import HttpServer, listen
 from tests.security.authority import Authority, tls_config
 

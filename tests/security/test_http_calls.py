@@ -18,11 +18,15 @@ from starlette.types import Receive, Scope, Send
 from decode_node.http.callers import CallerCheck, CallerKeys
 from decode_node.http.middleware import EdgeMiddleware
 from edge.address import join_address
-from edge.http.guarded_protocol import ConnectionLimits, GuardedProtocol, guarded_protocol
+from edge.http.connection.guarded_protocol import (
+    ConnectionLimits,
+    GuardedProtocol,
+    guarded_protocol,
+)
 from edge.http.outer_edge import OuterEdge
+from edge.http.tls_http import TlsConfig
 from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
-from edge.security.tls_http import TlsConfig
 from engine.node.http_server import HttpServer, listen
 from engine.node.open_requests import OpenRequests
 from router.config import RouterSettings

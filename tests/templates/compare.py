@@ -36,11 +36,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.probe import probe
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.parse_body import validate
+from decode_node.protocol.bodies.parse_body import validate
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.serving.chat_prompt import ChatPrompt
 from edge.http.errors import BadRequest
-from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
+from engine.frontend.templates.chat_template import ChatTemplate, ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer
 from engine.models.files import kept_folders
 from engine.models.vocabularies.files import tokenizer_folder

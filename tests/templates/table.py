@@ -10,7 +10,7 @@ from typing import Any
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.probe import ARGUMENTS, PARAMETERS, TOOL_NAME, Probe
 from decode_node.parsers.output_parsers import OutputParsers, WrittenCall
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 
 BEGIN, END = "<!-- begin of templates -->\n", "<!-- end of templates -->\n"
 USUAL = TemplateForms(reasoning="reasoning_content").to_dict()

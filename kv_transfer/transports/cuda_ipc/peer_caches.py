@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.memory.cache_view import CacheMap
-from kv_transfer.memory.device import DeviceError, MemoryDevice
+from kv_transfer.memory.devices.device import DeviceError, MemoryDevice
 from kv_transfer.metadata import KVPeer
 
 logger = logging.getLogger(__name__)

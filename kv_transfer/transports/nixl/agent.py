@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.errors import KVTransferError
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.transports.nixl.environment import PACKAGES, set_defaults
 
 _MODULES = tuple(f"{package}._api" for package in PACKAGES)

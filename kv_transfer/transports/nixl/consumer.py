@@ -18,7 +18,7 @@ import msgspec
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.device import DeviceError
+from kv_transfer.memory.devices.device import DeviceError
 from kv_transfer.metadata import KVPeer
 from kv_transfer.transports.base import ConsumerTransport, TransportId
 from kv_transfer.transports.chunk_assembler import ChunkAssembler

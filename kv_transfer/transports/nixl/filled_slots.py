@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kv_transfer.memory.cache_view import KVCacheView, copy_joined
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.memory.page_copy import page_copy
 from kv_transfer.planes import PageShape
 from kv_transfer.transports.in_place.read_leases import LeaseName, ReadLease, ReadLeases

@@ -20,7 +20,7 @@ import msgspec
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.device import DeviceError
+from kv_transfer.memory.devices.device import DeviceError
 from kv_transfer.transports.base import Export, ExportOwner, ProducerTransport, TransportId
 from kv_transfer.transports.in_place.read_leases import ReadLeases
 from kv_transfer.transports.nixl.advert import NixlAdvert

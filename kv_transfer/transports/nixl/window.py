@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.memory.device import MemoryDevice
+from kv_transfer.memory.devices.device import MemoryDevice
 from kv_transfer.transports.nixl.agent import NixlAgent, NixlError
 
 _FEWEST_SLOTS = 4

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.group_target import NamedBlocks

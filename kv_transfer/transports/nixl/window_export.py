@@ -23,7 +23,7 @@ import numpy as np
 from edge.h2.out_message import OutMessage
 from kv_transfer.errors import NotServed, TransferTimeout
 from kv_transfer.layout import BlockIds
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.transports.base import Export, ExportOwner, ProducerTransfer
 from kv_transfer.transports.nixl.filled_slots import FilledSlot, FilledSlots, SlotUser
 from kv_transfer.transports.nixl.packed_chunks import chunk_sizes, num_that_fit

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv_transfer.errors import CorruptChunk
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.transports.in_place.read_leases import NUM_LEASES, LeaseName
 from kv_transfer.wire.chunk import AnyArray, ByteArray
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.transports.in_place.read_leases import WORD_BYTES, LeaseName
 from kv_transfer.transports.nixl.agent import NixlError, Transfer
 from kv_transfer.transports.nixl.window import FairSlots, Window

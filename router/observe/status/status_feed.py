@@ -21,9 +21,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
-from edge.http.client_connection import ClientDisconnected, ClientGuard
+from edge.http.connection.client_connection import ClientDisconnected, ClientGuard
 from edge.http.errors import send_error
-from edge.http.shared_work import SharedWork
+from edge.http.event_loop.shared_work import SharedWork
 from router.errors import Overloaded
 from router.observe.status.snapshot import Snapshot
 

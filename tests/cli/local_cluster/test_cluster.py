@@ -12,7 +12,7 @@ import cli.local_cluster.cluster as cluster_module
 from cli.local_cluster.cluster import UpSettings, cluster_specs, free_ports
 from cli.local_cluster.gpu_placement import placement_args
 from cli.up import main as up_main
-from kv_transfer.memory.device import DeviceError
+from kv_transfer.memory.devices.device import DeviceError
 
 
 def option(argv: tuple[str, ...], name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decode_node.chat_templates.control_tokens import MARK, ControlTokens
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.http_node import http_node
 from tests.engine.frontend.small_tokenizers import byte_level_backend

@@ -15,8 +15,8 @@ import pytest
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history, shown_tools
 from decode_node.chat_templates.probe import probe
-from decode_node.protocol.chat_messages import ChatMessage
-from engine.frontend.chat_template import ChatTemplate
+from decode_node.protocol.chat.chat_messages import ChatMessage
+from engine.frontend.templates.chat_template import ChatTemplate
 
 Json = dict[str, Any]
 

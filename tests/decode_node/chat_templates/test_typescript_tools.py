@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from decode_node.chat_templates.typescript_tools import typescript
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.parse_body import validate
+from decode_node.protocol.bodies.parse_body import validate
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.serving.chat_prompt import ChatPrompt
-from engine.frontend.chat_template import ChatTemplate
+from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.engine.frontend.small_tokenizers import byte_level_backend
 

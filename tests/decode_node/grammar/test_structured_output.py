@@ -10,8 +10,8 @@ import pytest
 from decode_node.grammar.grammar_text import GrammarText
 from decode_node.grammar.library_errors import in_plain_words
 from decode_node.grammar.structured_output import express, find_constraint
-from decode_node.protocol.parse_body import parse_body
-from decode_node.protocol.structured_output import StructuredFields
+from decode_node.protocol.bodies.parse_body import parse_body
+from decode_node.protocol.bodies.structured_output import StructuredFields
 from edge.http.errors import BadRequest
 from tests.decode_node.grammar.conformance import compiled
 from tests.decode_node.grammar.hostile import nested_objects

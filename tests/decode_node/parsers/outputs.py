@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 from tests.decode_node.parsers.parsing import Call
 from tests.decode_node.parsers.writers import WRITERS, plain
 

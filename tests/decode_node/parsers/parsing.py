@@ -17,7 +17,7 @@ from decode_node.parsers.deltas import (
     ReasoningText,
 )
 from decode_node.parsers.output_parser import OutputParser
-from engine.frontend.pieces import Piece
+from engine.frontend.text.pieces import Piece
 
 
 @dataclass

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from decode_node.parsers.schema_types import literal_json, value_json
 from decode_node.parsers.text_input import TextInput
-from engine.frontend.pieces import Piece
+from engine.frontend.text.pieces import Piece
 from tests.decode_node.parsers.outputs import FAMILIES, TOOLS
 from tests.decode_node.parsers.parsing import joined, merged, parse, pieces, random_cuts
 from tests.decode_node.parsers.test_calls import parsers_of, tokens_of

@@ -19,14 +19,14 @@ from decode_node.grammar.grammar_text import GrammarText
 from decode_node.grammar.reasoning import ReasoningState
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.parsers.visible_text import ParsedText
-from decode_node.protocol.tools import Tool, ToolUse
+from decode_node.protocol.chat.tools import Tool, ToolUse
 from edge.http.errors import BadRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.text.visible_text import PieceReader
 from engine.frontend.tokenizer import Tokenizer
-from engine.frontend.visible_text import PieceReader
 from tests.decode_node.parsers.outputs import FAMILIES
 from tests.decode_node.parsers.parsing import Parsed, joined
 from tests.decode_node.parsers.test_calls import reasoning_of, tokens_of

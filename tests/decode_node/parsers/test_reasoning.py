@@ -6,7 +6,7 @@ import pytest
 
 from decode_node.grammar.reasoning import ReasoningState, reasoning_state
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 from tests.decode_node.parsers.parsing import Parsed, parse, pieces, random_cuts, two_part_cuts
 
 THINK = {"<think>": 7, "</think>": 8}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from decode_node.parsers.deltas import CallArguments, CallStart, ContentText, Delta, ReasoningText
 from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.visible_text import ParsedText, without_end
-from engine.frontend.pieces import Piece, PieceQueue
-from engine.frontend.stop_strings import StopStringMatcher, VisibleStops
+from engine.frontend.text.pieces import Piece, PieceQueue
+from engine.frontend.text.stop_strings import StopStringMatcher, VisibleStops
 from tests.decode_node.parsers.outputs import OUTPUTS, Output
 from tests.decode_node.parsers.parsing import joined, pieces
 from tests.decode_node.parsers.test_calls import new_parser, tokens_of

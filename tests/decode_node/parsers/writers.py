@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.frontend.pieces import Piece
+from engine.frontend.text.pieces import Piece
 from tests.decode_node.parsers.parsing import pieces
 
 Arguments = Mapping[str, Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.contracts.messages import AdapterAnswer, AddAdapter, RemoveAdapter, ToEngineCore
-from engine.frontend.adapter_calls import AdapterCalls
-from engine.frontend.engine_calls import EngineCalls
+from engine.frontend.calls.adapter_calls import AdapterCalls
+from engine.frontend.calls.engine_calls import EngineCalls
 
 
 class StillAdapters(AdapterCalls):

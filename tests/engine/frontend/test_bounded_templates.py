@@ -11,9 +11,13 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.frontend.bounded_templates import BoundedEnvironment
-from engine.frontend.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateTooCostly
-from engine.frontend.template_budget import rendering_within
+from engine.frontend.templates.bounded_templates import BoundedEnvironment
+from engine.frontend.templates.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    ChatTemplateTooCostly,
+)
+from engine.frontend.templates.template_budget import rendering_within
 
 SECONDS = 0.2
 MESSAGES = [{"role": "user", "content": "hello\nyou"}, {"role": "assistant", "content": "hi"}]

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
 
-from engine.frontend.byte_detokenizer import ByteDetokenizer, create_detokenizer
-from engine.frontend.detokenizer import REPLACEMENT, Detokenizer, TokenJoiner
-from engine.frontend.stop_strings import StopStringMatcher
-from engine.frontend.text_options import TextOptions
+from engine.frontend.text.byte_detokenizer import ByteDetokenizer, create_detokenizer
+from engine.frontend.text.detokenizer import REPLACEMENT, Detokenizer, TokenJoiner
+from engine.frontend.text.stop_strings import StopStringMatcher
+from engine.frontend.text.text_options import TextOptions
 from engine.frontend.tokenizer import Tokenizer
 from tests.engine.frontend.small_tokenizers import (
     byte_fallback,

@@ -15,9 +15,9 @@ from engine.contracts.messages import (
     ToEngineCore,
 )
 from engine.contracts.profiles import ProfileOptions
-from engine.frontend.engine_calls import EngineCalls
-from engine.frontend.profile_calls import ProfileCalls
-from engine.frontend.role_calls import RoleCalls
+from engine.frontend.calls.engine_calls import EngineCalls
+from engine.frontend.calls.profile_calls import ProfileCalls
+from engine.frontend.calls.role_calls import RoleCalls
 from tests.engine.sched.factories import make_config
 
 
@@ -71,7 +71,7 @@ async def test_every_kind_of_call_has_a_deadline(monkeypatch: pytest.MonkeyPatch
     given_up: list[str] = []
     calls = EngineCalls(sent.append)
     for module, limit in (("profile", "_START"), ("profile", "_STOP"), ("role", "_SWITCH")):
-        monkeypatch.setattr(f"engine.frontend.{module}_calls.{limit}_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(f"engine.frontend.calls.{module}_calls.{limit}_TIMEOUT_S", 0.01)
     profiles, roles = ProfileCalls(calls), RoleCalls(calls, given_up.append)
     for call in (profiles.start(ProfileOptions()), profiles.stop()):
         with pytest.raises(EngineCallTimeout):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge.http import long_work
+from edge.http.event_loop import long_work
 from engine.contracts.messages import EngineCoreOutput
 from engine.contracts.outputs import PromptLogprobs, TokenLogprobs
 from engine.frontend import output_delivery

@@ -15,9 +15,9 @@ from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
-from engine.frontend.pieces import Piece
-from engine.frontend.text_options import TextOptions
-from engine.frontend.visible_text import PieceReader, Stretch
+from engine.frontend.text.pieces import Piece
+from engine.frontend.text.text_options import TextOptions
+from engine.frontend.text.visible_text import PieceReader, Stretch
 from tests.engine.frontend.small_tokenizers import byte_level
 
 EOS = 1

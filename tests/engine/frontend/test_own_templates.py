@@ -11,11 +11,11 @@ import pytest
 
 from decode_node.config import DecodeNodeSettings
 from decode_node.parsers.output_parsers import OutputParsers
-from decode_node.protocol.tools import Tool
+from decode_node.protocol.chat.tools import Tool
 from decode_node.served_text import create_parsers
 from engine.config import ModelConfig
-from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
-from engine.frontend.own_templates import own_template
+from engine.frontend.templates.chat_template import ChatTemplate, ChatTemplateError
+from engine.frontend.templates.own_templates import own_template
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.parsers.parsing import parse, pieces
 from tests.engine.frontend.small_tokenizers import byte_level_backend, save

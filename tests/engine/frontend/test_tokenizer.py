@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
+from engine.frontend.templates.chat_template import ChatTemplate, ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer, TokenizerError, TooManyTokens
 from tests.engine.frontend.small_tokenizers import (
     byte_fallback,

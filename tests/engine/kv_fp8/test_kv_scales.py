@@ -38,7 +38,7 @@ from engine.quantization import Quantization
 from engine.worker.memory.kv_cache import blocks_that_fit, describe_capacity
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.group_sizes import in_fp8
-from kv_transfer.memory.slot_memory import NAME_BYTES
+from kv_transfer.memory.pool.slot_memory import NAME_BYTES
 from kv_transfer.planes import Plane
 from prefill_node.config import PrefillNodeSettings
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint

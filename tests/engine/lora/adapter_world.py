@@ -25,8 +25,8 @@ from engine.contracts.request_spec import AdapterRef
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.core.adapter_session import AdapterSession
 from engine.executor.worker_messages import AdapterLoaded
-from engine.frontend.adapter_calls import AdapterCalls
-from engine.frontend.engine_calls import EngineCalls
+from engine.frontend.calls.adapter_calls import AdapterCalls
+from engine.frontend.calls.engine_calls import EngineCalls
 from engine.lora import LoRAConfig, LoRAModule
 from tests.engine.sched.factories import make_config, make_request
 from tests.engine.sched.step_machine import Client, StepMachine

@@ -8,8 +8,8 @@ import pytest
 
 from edge.adapter_call import MAX_VERSION, AdapterCall
 from engine.contracts.errors import InvalidRequest
-from engine.frontend.adapter_calls import OutdatedCall
-from engine.frontend.adapter_records import AdapterRecords
+from engine.frontend.calls.adapter_calls import OutdatedCall
+from engine.frontend.calls.adapter_records import AdapterRecords
 from engine.models.adapters.adapter_files import read_adapter
 from engine.node.adapter_servicer import adapter_call
 from tests.engine.frontend.still_adapters import StillAdapters

@@ -21,7 +21,7 @@ from engine.worker.memory.kv_cache import (
     describe_capacity,
 )
 from host.memory_file import MemoryFile
-from kv_transfer.memory.cache_handle import handle_of_tensor
+from kv_transfer.memory.devices.cache_handle import handle_of_tensor
 from kv_transfer.planes import Plane
 from tandem_kernels.attention.index_pages import (
     CachesByGroup,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from decode_node.answer.journal import read_resume
 from decode_node.parsers.output_parser import OutputParser
-from edge.http.answer_times import read_answer_times
+from edge.http.answers.answer_times import read_answer_times
 from edge.http.errors import BadRequest
 from router.relay.event_buffer import EventBuffer
 from router.relay.journal import Journal, JournalEnd

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 from hypothesis import strategies as st
 
+from edge.http.bodies.json_counter import JsonCounter
 from edge.http.errors import BadRequest
-from edge.http.json_counter import JsonCounter
 from router.edge.key_file import read_keys
 from router.errors import ConfigurationError
 from router.request.info import read_request_info

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from decode_node.grammar.grammar_checker import GrammarChecker
 from decode_node.grammar.grammar_text import GrammarText
 from decode_node.grammar.structured_output import express, find_constraint
-from decode_node.protocol.chat import ChatCompletionRequest
-from decode_node.protocol.parse_body import validate
+from decode_node.protocol.bodies.parse_body import validate
+from decode_node.protocol.chat.chat import ChatCompletionRequest
 from edge.http.errors import BadRequest
 from tests.decode_node.grammar.conformance import random_document
 from tests.decode_node.grammar.matching import END_IDS, backend, ll_tokenizer, matcher

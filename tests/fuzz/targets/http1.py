@@ -13,7 +13,7 @@ import uvicorn
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from edge.http.guarded_protocol import ConnectionLimits, GuardedProtocol, guarded_class
+from edge.http.connection.guarded_protocol import ConnectionLimits, GuardedProtocol, guarded_class
 from tests.fuzz.damage import damaged
 from tests.fuzz.target import Fault, Target, same
 

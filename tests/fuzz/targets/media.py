@@ -16,7 +16,7 @@ from decode_node.images.fetch import AllowedHosts, ImageFetcher
 from decode_node.images.fit import fitted
 from decode_node.images.image_reader import _of_data_url
 from decode_node.images.preprocess import ImageError, preprocess
-from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
+from engine.frontend.templates.chat_template import ChatTemplate, ChatTemplateError
 from engine.images.vision_spec import PixelSpec
 from tests.fuzz.damage import SCALARS, WORDS, altered, damaged, packed, unpacked
 from tests.fuzz.target import Fault, Target, judged, same

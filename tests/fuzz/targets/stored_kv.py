@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from kv_transfer.memory.block_files import BlockFiles
-from kv_transfer.memory.slot_memory import SlotMemory, TierUnavailable
+from kv_transfer.memory.pool.block_files import BlockFiles
+from kv_transfer.memory.pool.slot_memory import SlotMemory, TierUnavailable
 from tests.fuzz.damage import damaged
 from tests.fuzz.target import Fault, Target, judged
 

@@ -18,7 +18,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Connection
 from starlette.types import Message
 
-from edge.http.body_room import BodyRoom
+from edge.http.bodies.body_room import BodyRoom
 from edge.http.errors import RequestTimeout, RequestTooLarge
 from router.batches import result_writer
 from router.batches.upload import Sender

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from edge.http.body_room import BodyRoom
+from edge.http.bodies.body_room import BodyRoom
 from router.batches.answer import Answering
 from router.batches.batch_calls import BatchCalls
 from router.batches.batch_runs import BatchRuns

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from edge.http import headers as names
-from edge.http.kept_response import KeptResponse
+from edge.http.answers.kept_response import KeptResponse
 from tests.router.fakes import open_stream
 
 Json = dict[str, Any]

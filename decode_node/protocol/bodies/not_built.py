@@ -1,0 +1,104 @@
+"""Fields that other servers know, that would change the answer, and that are not built.
+
+They are refused by name, while names that nothing knows are ignored: a client that asks for a
+sampler and silently gets another one is worse off than one that gets an error. A name that an
+API declares as its own field is judged there, so that building one changes nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from decode_node.protocol.bodies.body import StrictBody
+from edge.http.errors import BadRequest
+
+
+class NotBuilt(NamedTuple):
+    """Says what to do instead, and which values ask for nothing, besides false and empty ones.
+    `empty_asks`: an empty object is a request already, with everything as it is by default."""
+
+    advice: str
+    neutral: tuple[Any, ...] = ()
+    empty_asks: bool = False
+
+    def is_asked_by(self, value: Any) -> bool:
+        if self.empty_asks and value == {}:
+            return True
+        return bool(value) and value not in self.neutral
+
+
+_SAMPLERS = "this sampling method is not built; use temperature, top_p, top_k or min_p"
+_ADAPTERS = "name a loaded adapter as `model` instead"
+_CODE = "code and parameters of extensions are not taken from requests"
+# Completions of both kinds declare all names of it.
+_STRUCTURE = "/v1/responses has it as text.format, /v1/messages as output_config.format"
+_CHATS = "only /v1/chat/completions could have it, and it is not built"
+
+NOT_BUILT: dict[str, NotBuilt] = {
+    "messages": NotBuilt("send chats to /v1/chat/completions"),
+    "prompt": NotBuilt("send prompts to /v1/completions"),
+    "use_beam_search": NotBuilt("only /v1/completions and /v1/chat/completions have it"),
+    "best_of": NotBuilt("only /v1/completions and /v1/chat/completions have it", (1,)),
+    "suffix": NotBuilt("text before a suffix is not built; put both into the prompt"),
+    "echo": NotBuilt("only /v1/completions has it"),
+    "audio": NotBuilt("only text is generated"),
+    "modalities": NotBuilt("only text is generated", (["text"],)),
+    "prompt_embeds": NotBuilt("send the prompt as text or token ids"),
+    "input_embeds": NotBuilt("send the prompt as text or token ids"),
+    "lora_path": NotBuilt(_ADAPTERS),
+    "lora_request": NotBuilt(_ADAPTERS),
+    "lora": NotBuilt(_ADAPTERS),
+    "adapter_id": NotBuilt(_ADAPTERS),
+    "logits_processors": NotBuilt(_CODE),
+    "custom_logit_processor": NotBuilt(_CODE),
+    "custom_params": NotBuilt(_CODE),
+    "vllm_xargs": NotBuilt(_CODE),
+    "repetition_detection": NotBuilt("use repetition_penalty or max_tokens"),
+    "no_repeat_ngram_size": NotBuilt("use repetition_penalty"),
+    "repeat_penalty": NotBuilt("it is called repetition_penalty here", (1, 1.0)),
+    "n_predict": NotBuilt("it is called max_tokens here", (-1,)),
+    "no_stop_trim": NotBuilt("it is called include_stop_str_in_output here"),
+    "grammar": NotBuilt("it is called structured_outputs.grammar here"),
+    "dry_multiplier": NotBuilt(_SAMPLERS),
+    "xtc_probability": NotBuilt(_SAMPLERS),
+    "typical_p": NotBuilt(_SAMPLERS, (1, 1.0)),
+    "tfs_z": NotBuilt(_SAMPLERS, (1, 1.0)),
+    "top_a": NotBuilt(_SAMPLERS),
+    "top_n_sigma": NotBuilt(_SAMPLERS, (-1, -1.0)),
+    "epsilon_cutoff": NotBuilt(_SAMPLERS),
+    "eta_cutoff": NotBuilt(_SAMPLERS),
+    "dynatemp_range": NotBuilt(_SAMPLERS),
+    "mirostat": NotBuilt(_SAMPLERS),
+    "smoothing_factor": NotBuilt(_SAMPLERS),
+    "stop_regex": NotBuilt("use stop"),
+    "response_format": NotBuilt(_STRUCTURE, ({"type": "text"},)),
+    "structured_outputs": NotBuilt(_STRUCTURE),
+    "guided_json": NotBuilt(_STRUCTURE),
+    "guided_regex": NotBuilt(_STRUCTURE),
+    "guided_choice": NotBuilt(_STRUCTURE),
+    "guided_grammar": NotBuilt(_STRUCTURE),
+    "structural_tag": NotBuilt(_STRUCTURE),
+    "json_schema": NotBuilt(_STRUCTURE),
+    "regex": NotBuilt(_STRUCTURE),
+    "ebnf": NotBuilt(_STRUCTURE),
+    "tools": NotBuilt(_CHATS),
+    "chat_template": NotBuilt("a template of the request is not taken; the checkpoint's is used"),
+    "continue_final_message": NotBuilt(_CHATS),
+    "mm_processor_kwargs": NotBuilt("only /v1/chat/completions and /tokenize have it"),
+    "media_io_kwargs": NotBuilt("only /v1/chat/completions and /tokenize have it"),
+    "documents": NotBuilt("put documents into the messages"),
+    "thinking_token_budget": NotBuilt("use max_tokens"),
+    "reasoning_effort": NotBuilt("see chat_template_kwargs", ("none",)),
+    "verbosity": NotBuilt("ask for it in the messages", ("medium",)),
+    "web_search_options": NotBuilt("this server searches nothing", empty_asks=True),
+    "return_hidden_states": NotBuilt("hidden states are not given out"),
+}
+
+
+def refuse_not_built(body: StrictBody) -> None:
+    """Raises `BadRequest` for the first undeclared field that asks for what is not built."""
+    for name, value in (body.model_extra or {}).items():
+        if (entry := NOT_BUILT.get(name)) and entry.is_asked_by(value):
+            raise BadRequest(
+                f"{name} is not supported: {entry.advice}", param=name, code="unsupported_parameter"
+            )

@@ -1,0 +1,177 @@
+"""Says the tools of /v1/messages as functions, which models know.
+
+    custom, or no type         as it is
+    bash, text_editor, memory  functions with the input that the API defines for them; all dated
+    anything else              the server would run it: it is left out, and named
+
+Tools with `defer_loading` are not shown at first. The client's own search of tools answers with
+references to some, and then the turns show them (`messages_input.py`), so that the prompt before
+stays as it was. Where the search is the server's, which has none, all are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from edge.http.errors import BadRequest
+
+Json = dict[str, Any]
+
+_MAX_KIND = 64
+_OF_SERVERS = (
+    "web_search_", "web_fetch_", "code_execution_", "computer_", "tool_search_tool_", "mcp_toolset",
+    "advisor_",
+)  # fmt: skip
+"""Beginnings of the types of tools that a server runs, or that need a screen."""
+_TEXT = {"type": "string"}
+
+
+def _commands(about: dict[str, str], **properties: Json) -> Json:
+    told = "; ".join(f"{name}: {meaning}" for name, meaning in about.items())
+    command = {**_TEXT, "enum": list(about), "description": told}
+    return {
+        "type": "object",
+        "properties": {"command": command, **properties},
+        "required": ["command"],
+    }
+
+
+_LINES: Json = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+_EDITS: Json = {
+    "path": _TEXT,
+    "view_range": {**_LINES, "description": "First and last line to view; -1 for the end."},
+    "file_text": {**_TEXT, "description": "The content to create."},
+    "old_str": {**_TEXT, "description": "The text to replace, which the file has once."},
+    "new_str": {**_TEXT, "description": "The text in its place."},
+    "insert_line": {"type": "integer", "description": "The line behind which to insert; 0: first."},
+    "insert_text": {**_TEXT, "description": "The text to insert."},
+}
+_DEFINED: dict[str, tuple[str, Json]] = {
+    "bash_": (
+        "Runs a command in a bash session that keeps its state, and returns what it prints.",
+        {
+            "type": "object",
+            "properties": {
+                "command": {**_TEXT, "description": "The command line."},
+                "restart": {"type": "boolean", "description": "Start the session anew."},
+            },
+        },
+    ),
+    "text_editor_": (
+        "Views, creates and changes text files.",
+        _commands(
+            {
+                "view": "shows a file or lists a folder",
+                "create": "writes a new file",
+                "str_replace": "replaces a text",
+                "insert": "inserts a text behind a line",
+            },
+            **_EDITS,
+        ),
+    ),
+    "memory_": (
+        "Keeps notes in files under /memories, over conversations.",
+        _commands(
+            {
+                "view": "shows a file or lists a folder",
+                "create": "writes a file",
+                "str_replace": "replaces a text",
+                "insert": "inserts a text behind a line",
+                "delete": "deletes a file or a folder",
+                "rename": "gives a file or a folder another path",
+            },
+            **_EDITS,
+            old_path=_TEXT,
+            new_path=_TEXT,
+        ),
+    ),
+}
+"""Descriptions and input of tools that the API defines and clients run, by the type's beginning."""
+
+
+@dataclass(slots=True)
+class MessageTools:
+    """The tools of one request.
+
+    Attributes:
+        functions: As chats have them, and of deferred ones those that are loaded.
+        deferred: Functions that only references show, by name.
+        left_out: Types of tools that are not here.
+        places: Where the client wrote each function.
+    """
+
+    functions: list[Json] = field(default_factory=list)
+    deferred: dict[str, Json] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, tools: list[Json], turns: list[Json]) -> MessageTools:
+        """Reads the field `tools`. `turns` may refer to deferred ones. Raises `BadRequest` for a
+        kind that nothing knows, and where nothing is left."""
+        found = cls()
+        for i, tool in enumerate(tools):
+            found._add(tool, f"tools.{i}")
+        if found.left_out and not found.functions:
+            raise BadRequest(
+                f"tools: this server runs no tools, and {', '.join(sorted(set(found.left_out)))} "
+                "would run on it; only tools that the client runs are supported",
+                param="tools.0.type",
+            )
+        if any(kind.startswith("tool_search_tool_") for kind in found.left_out):
+            found.deferred = {}
+        hidden = found.deferred.keys() - _referred(turns)
+        kept = [
+            (one, place)
+            for one, place in zip(found.functions, found.places, strict=True)
+            if not hidden.intersection(_names(one))
+        ]
+        found.functions = [one for one, _ in kept]
+        found.places = [place for _, place in kept]
+        return found
+
+    def _add(self, tool: Json, place: str) -> None:
+        kind = tool.get("type")
+        defined = next((v for k, v in _DEFINED.items() if str(kind).startswith(k)), None)
+        if isinstance(kind, str) and kind.startswith(_OF_SERVERS):
+            self.left_out.append(kind[:_MAX_KIND])
+            return
+        if kind not in (None, "custom") and defined is None:
+            raise BadRequest(
+                f"{place}: tools can be custom, bash, text_editor and memory", param=f"{place}.type"
+            )
+        function: Json = {k: tool[k] for k in ("name", "description", "strict") if k in tool}
+        if defined is not None:
+            function = {"description": defined[0], **function, "parameters": defined[1]}
+        elif (schema := tool.get("input_schema")) is not None:
+            if not isinstance(schema, dict):
+                where = f"{place}.input_schema"
+                raise BadRequest(f"{where} must be an object", param=where, code="invalid_type")
+            function["parameters"] = schema
+        whole = {"type": "function", "function": function}
+        if tool.get("defer_loading") is True and isinstance(function.get("name"), str):
+            self.deferred[function["name"]] = whole
+        self.functions.append(whole)
+        self.places.append(place)
+
+
+def _names(tool: Json) -> list[str]:
+    """Returns the name of a function, if it has one: what is no text is refused later."""
+    name = tool["function"].get("name")
+    return [name] if isinstance(name, str) else []
+
+
+def _referred(turns: list[Json]) -> set[str]:
+    """Returns the names of tools that results in the turns refer to."""
+    return {
+        str(one.get("tool_name"))
+        for turn in turns
+        for block in _dicts(turn.get("content"))
+        for one in _dicts(block.get("content"))
+        if one.get("type") == "tool_reference"
+    }
+
+
+def _dicts(content: Any) -> list[Json]:
+    return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []

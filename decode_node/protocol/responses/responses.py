@@ -1,0 +1,263 @@
+"""Reads the bodies of /v1/responses, and says the same as a chat.
+
+A node keeps nothing between requests: what refers to earlier ones is refused by name. A router that
+keeps responses sends the items themselves (`router.responses`).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from decode_node.protocol.bodies.body import Ignored, Int, Name, StrictBody
+from decode_node.protocol.bodies.generation_body import first_given
+from decode_node.protocol.chat.other_chat import ChatOfAnother
+from decode_node.protocol.other_names import named_fields
+from decode_node.protocol.responses.client_tools import CLIENT_TOOLS
+from decode_node.protocol.responses.responses_input import chat_messages, left_out_items
+from decode_node.protocol.responses.responses_tools import ResponseTools, flat_name
+from edge.http.errors import BadRequest
+from engine.models.config.sampling_defaults import SamplingDefaults
+
+_NEEDS_STATE = "nothing is kept between requests here; send all earlier items as input"
+_SAME_IN_CHATS = (
+    "model", "temperature", "top_p", "stream", "seed", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "stop", "priority", "cache_salt",
+    "parallel_tool_calls", "chat_template_kwargs",
+)  # fmt: skip
+"""Fields that chats have under the same name, with the same meaning."""
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ReasoningOptions(StrictBody):
+    """How much the model thinks."""
+
+    effort: Name | None = None
+    """Goes to the chat template; `none` turns thinking off where the template can."""
+    summary: Ignored = None
+    """All of the reasoning is sent, and nothing is summarised."""
+    generate_summary: Ignored = None
+    """All of the reasoning is sent, and nothing is summarised."""
+
+
+class ResponseText(StrictBody):
+    """The form of the answer's text."""
+
+    format: dict[str, Any] | None = None
+    """`{"type": "text"}`, `json_object`, or `json_schema` with `name`, `schema` and `strict`."""
+    verbosity: Name | None = None
+    """Goes to the chat template as its variable `verbosity`."""
+
+
+class ChatOfResponses(ChatOfAnother):
+    """A request as the chat that it amounts to."""
+
+    other_names: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "response_format.json_schema": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
+    }
+
+
+class ResponsesRequest(StrictBody):
+    """The body of POST /v1/responses."""
+
+    model: Name | None = None
+    """A name that this server gives its model; any of them, or none."""
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    """A text of the user, or items: messages, calls of all kinds of tools, their outputs,
+    reasoning."""
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: Int | None = None
+    """The most tokens to generate, reasoning included; as `max_tokens` of chats."""
+    stream: bool | None = None
+    """Send the answer as events while it is generated."""
+    temperature: float | None = None
+    """Takes the most likely token where it is 0; up to 100."""
+    top_p: float | None = None
+    """Sample from the smallest set of tokens whose probability reaches this; 0 to 1."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the client runs: `function`, `namespace`, `custom`, `local_shell`, `shell` and
+    `apply_patch`. Those that a server would run are ignored where there are others."""
+    tool_choice: Any = None
+    """`none`, `auto`, `required`, the one to call: `{"type": "function", "name": ...}`, or some:
+    `{"type": "allowed_tools", "mode": "auto", "tools": [...]}`."""
+    parallel_tool_calls: bool | None = None
+    """Whether one answer may hold several calls; on unless it is false."""
+    text: ResponseText | None = None
+    """The form of the answer's text."""
+    reasoning: ReasoningOptions | None = None
+    """How much the model thinks."""
+    store: bool | None = None
+    """A router that keeps responses keeps this one unless it is false. Elsewhere true is
+    ignored."""
+    previous_response_id: str | None = None
+    """Only null where no router keeps responses; else the response to go on from."""
+    conversation: Any = None
+    """Only null where no router keeps responses; else the conversation that it belongs to, as an id
+    or `{"id": ...}`."""
+    background: bool | None = None
+    """Only false where no router keeps responses; else it is answered without a connection."""
+    prompt: Any = None
+    """Only null: there are no stored prompts."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto` leaves out the oldest turns of an input that is too long; else it is refused."""
+    top_logprobs: Int | None = None
+    """The number of most likely tokens to tell for each place of the answer's text."""
+
+    seed: Int | None = None
+    """The same seed gives the same answer."""
+    top_k: Int | None = None
+    """Sample from the k most likely tokens; 0 or -1 takes all."""
+    min_p: float | None = None
+    """Leave out tokens less likely than this share of the most likely one; 0 to 1."""
+    repetition_penalty: float | None = None
+    """Divides the logits of tokens that prompt or answer have."""
+    presence_penalty: float | None = None
+    """Lowers tokens that the answer has already; -2 to 2."""
+    frequency_penalty: float | None = None
+    """Lowers tokens by how often the answer has them; -2 to 2."""
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    """Up to 64 texts that end the answer; it ends before them."""
+    priority: Int | None = None
+    """Smaller runs first, where nodes schedule by priority."""
+    cache_salt: Name | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
+
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    """`message.output_text.logprobs` tells log probabilities. Others are sent anyway, or belong to
+    tools of the server."""
+    stream_options: Ignored = None
+    """The last event always tells the usage."""
+    metadata: dict[str, Any] | None = None
+    """Returned with the answer."""
+    max_tool_calls: Ignored = None
+    """It counts calls of tools of the server."""
+    client_metadata: Ignored = None
+    """Codex describes itself in it."""
+    user: Ignored = None
+    """Nothing is kept by user."""
+    service_tier: Ignored = None
+    """There is one tier."""
+    safety_identifier: Ignored = None
+    """Nothing is kept by user."""
+    prompt_cache_key: Ignored = None
+    """Prefixes are found by their content."""
+    prompt_cache_retention: Ignored = None
+    """Prefixes are kept while there is room."""
+
+    def check_supported(self) -> None:
+        """Raises `BadRequest` for what needs state, or is not built."""
+        for name in ("previous_response_id", "conversation", "prompt"):
+            if getattr(self, name) is not None:
+                raise _refused(name, _NEEDS_STATE)
+        if self.background:
+            raise _refused("background", "answers are given at once; leave it out")
+
+    def unknown_fields(self) -> list[str]:
+        names = super().unknown_fields() + (["store"] if self.store else [])
+        names += [f"tools.{kind}" for kind in self.read_tools.left_out]
+        return names + [f"input.{kind}" for kind in left_out_items(self.input)]
+
+    @cached_property
+    def read_tools(self) -> ResponseTools:
+        """The tools as functions. Raises `BadRequest`."""
+        return ResponseTools.of(self.tools or [])
+
+    def named_fields(self) -> AbstractContextManager[None]:
+        """Names fields of the chat in errors as this API does."""
+        places = {f"tools.{i}": place for i, place in enumerate(self.read_tools.places)}
+        return named_fields(ChatOfResponses.other_names | places)
+
+    def echoed_fields(self, defaults: SamplingDefaults) -> dict[str, Any]:
+        """Returns the fields that an answer repeats, with the values of those not given: the
+        model's `defaults`, or else the API's."""
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": first_given(self.temperature, defaults.temperature, 1.0),
+            "text": {
+                "format": (self.text and self.text.format) or {"type": "text"},
+                "verbosity": (self.text and self.text.verbosity) or "medium",
+            },
+            "tool_choice": self.tool_choice or ("auto" if self.tools else "none"),
+            "tools": self.tools or [],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": first_given(self.top_p, defaults.top_p, 1.0),
+            "truncation": self.truncation or "disabled",
+        }
+
+    def to_chat(self) -> ChatOfResponses:
+        """Returns the same request as a chat. Raises `BadRequest`."""
+        self.check_supported()
+        fields = {name: getattr(self, name) for name in _SAME_IN_CHATS}
+        fields |= {
+            "messages": chat_messages(self.instructions, self.input),
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": None if self.tools is None else self.read_tools.functions,
+            "tool_choice": _chat_choice(self.tool_choice),
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "response_format": _chat_format(self.text.format if self.text else None),
+            "verbosity": self.text.verbosity if self.text else None,
+            "logprobs": True if self._wants_logprobs else None,
+            "top_logprobs": self.top_logprobs or None,
+        }
+        # The last event tells usage.
+        fields["stream_options"] = {"include_usage": True} if self.stream else None
+        chat = ChatOfResponses.of(fields)
+        chat._drops_turns = self.truncation == "auto"
+        return chat
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+
+class InputTokensRequest(ResponsesRequest):
+    """The body of POST /v1/responses/input_tokens: what shapes the prompt of a response. Fields
+    that only sampling uses change nothing."""
+
+
+def _refused(name: str, advice: str) -> BadRequest:
+    return BadRequest(
+        f"{name} is not supported: {advice}", param=name, code="unsupported_parameter"
+    )
+
+
+def _chat_choice(choice: Any) -> Any:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        tools = choice.get("tools")
+        allowed = [_chat_choice(one) for one in tools] if isinstance(tools, list) else tools
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": allowed}}
+    if kind in ("function", "custom"):
+        name = choice.get("name")
+        flat = flat_name(choice.get("namespace"), name) if isinstance(name, str) else name
+        return {"type": "function", "function": {"name": flat}}
+    if kind in CLIENT_TOOLS:
+        return {"type": "function", "function": {"name": kind}}
+    return choice
+
+
+def _chat_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    if form is None or form.get("type") != "json_schema":
+        return form
+    schema = {k: v for k, v in form.items() if k != "type"}
+    return {"type": "json_schema", "json_schema": schema}
