@@ -54,7 +54,7 @@ from tandem_kernels.attention import (
     window_attention,
     window_rows_attention,
 )
-from tandem_kernels.batch import batch_prep, block_copies, ngrams, word_pieces
+from tandem_kernels.batch import batch_prep, block_copies, closed_slots, ngrams, word_pieces
 from tandem_kernels.checksums import xxh3
 from tandem_kernels.collectives import (
     peer_exchange,
@@ -1771,6 +1771,12 @@ def token_row_cases(capability: int) -> Iterator[Case]:
                 **overlap,
             },
         )  # fmt: skip
+    yield Case(
+        closed_slots.closed_slots_kernel,
+        "",
+        {**types, "out": "*i64"},
+        {"TOKENS": 4, "BLOCK": 256, **overlap},
+    )
     yield Case(
         row_cache.cache_rows_kernel,
         "",

@@ -185,6 +185,15 @@ def keep_open_tokens(op: Op, device: str = "cpu") -> None:
     assert torch.equal(flat[[6, 1]], x[[0, 2]]) and int(flat.isnan().any(1).sum()) == 6
 
 
+def closed_slots(op: Op, device: str = "cpu") -> None:
+    """Ends rows behind whole ones alone, and none where a token has no slot."""
+    slots = torch.tensor([3, -1, 0, 7, 127, 4, *range(240, 520)], device=device)
+    closed = [-1 if slot < 0 or (slot + 1) % 4 else slot // 4 for slot in slots.tolist()]
+    assert op(slots, 4).tolist() == closed and closed[:5] == [0, -1, -1, 1, 31]
+    assert op(slots, 128).tolist() == plain.closed_slots(slots, 128).tolist()
+    assert op(slots[:0], 4).tolist() == []
+
+
 def cache_rows(op: Op, dtype: torch.dtype, device: str = "cpu") -> None:
     x = torch.randn(4, 40, device=device)
     pages = torch.full((3, 4, 40), NAN, device=device, dtype=dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
@@ -23,10 +22,3 @@ class GroupPlaces:
 
     slot_mapping: Tensor
     metadata: AttentionMetadata
-
-
-def closed_slots(slot_mapping: Tensor, tokens: int) -> Tensor:
-    """Returns the slots of the rows that tokens close: of `slot_mapping` [T], which counts tokens,
-    those behind which a row of `tokens` ends. -1: a token closes none."""
-    closes = slot_mapping % tokens == tokens - 1  # So does -1, whose row is -1.
-    return torch.where(closes, slot_mapping.div(tokens, rounding_mode="floor"), -1)

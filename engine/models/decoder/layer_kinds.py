@@ -13,13 +13,14 @@ from torch import Tensor
 
 from engine.config import EngineConfig, ModelConfig
 from engine.layers.attention.layer import AttentionInputs, ChosenTokens
-from engine.layers.attention.row_inputs import GroupPlaces, closed_slots
+from engine.layers.attention.row_inputs import GroupPlaces
 from engine.layers.rotary import cos_sin_cache, query_scales
 from engine.layers.states.parallel_mixer import MixedInputs
 from engine.layers.states.state_pages import StateInputs, TokenPlaces
 from engine.models.base import ForwardInputs
 from engine.models.specs.dense import DenseSpec
 from engine.rope import UNROTATED, Rotary
+from tandem_kernels import ops
 from tandem_kernels.batch.state_metadata import StateMetadata
 
 LayerInputs: TypeAlias = AttentionInputs | StateInputs | MixedInputs
@@ -143,7 +144,7 @@ class LayerKinds:
         group, ratio = step.groups[index], self._ratios[index]
         slots, metadata = group.slot_mapping, group.metadata
         assert not isinstance(metadata, StateMetadata)
-        return GroupPlaces(slots if ratio == 1 else closed_slots(slots, ratio), metadata)
+        return GroupPlaces(slots if ratio == 1 else ops.closed_slots(slots, ratio), metadata)
 
 
 def _state_inputs(

@@ -185,6 +185,13 @@ def _closed(kept: Tensor, last: Tensor, form: TokenRowForm, bias: Tensor) -> Ten
     return (taken * gate.softmax(1)).sum(1)
 
 
+def closed_slots(slot_mapping: Tensor, tokens: int) -> Tensor:
+    """Returns the slots of the rows that tokens close: of `slot_mapping` [T] int64, which counts
+    tokens, those behind which a row of `tokens` ends. -1: a token closes none."""
+    closes = slot_mapping % tokens == tokens - 1  # So does -1, whose row is -1.
+    return torch.where(closes, slot_mapping.div(tokens, rounding_mode="floor"), -1)
+
+
 def cache_rows(x: Tensor, pages: RowPages, slot_mapping: Tensor) -> None:
     """Writes rows [T, D] of any precision into the cache where a token closes one."""
     _write(x, pages, slot_mapping)
