@@ -48,6 +48,7 @@ def steps_of(qkv: str, gate_up: str, row: str, head: str) -> list[str]:
 LIBRARY = steps_of("linear", "linear silu_and_mul", "linear", "linear")
 FEW = steps_of("small_m_gemm", "small_m_gate_up", "linear", "linear")
 FEW_HEAD = [*FEW[:-1], "few_row_gemm"]
+FEW_OUTPUTS = steps_of("small_m_gemm", "small_m_gate_up", "few_row_gemm", "few_row_gemm")
 ANY_SIZE = steps_of("few_row_gemm", "linear silu_and_mul", "few_row_gemm", "few_row_gemm")
 ONE_FRONT = [
     *["few_row_qkv", "few_row_gemm", "rms_norm", "linear", "silu_and_mul", "few_row_gemm"] * LAYERS,
@@ -74,10 +75,10 @@ INVARIANT = steps_of(
         ),
         (OWN, "float32", 256, {1: LIBRARY, 16: LIBRARY, 40: LIBRARY, 48: MANY_APART}),
         (OWN, "bfloat16", 128, {1: LIBRARY, 16: LIBRARY, 40: LIBRARY, 48: MANY_APART}),
-        (NEW, "bfloat16", 256, {8: FEW_HEAD, 9: FEW, 48: MANY_APART}),
+        (NEW, "bfloat16", 256, {4: FEW_OUTPUTS, 8: FEW_HEAD, 9: FEW, 48: MANY_APART}),
         (NEW, "bfloat16", 128, {8: ANY_SIZE, 9: LIBRARY}),
         (NEW, "float32", 128, {8: LIBRARY}),
-        (HEADS, "bfloat16", 256, {4: FEW_HEAD}),
+        (HEADS, "bfloat16", 256, {4: FEW_OUTPUTS}),
         (HEADS, "bfloat16", 128, {4: ONE_FRONT, 5: ANY_SIZE}),
         (HEADS, "float32", 128, {4: LIBRARY}),
         (EXACT, "bfloat16", 256, {1: INVARIANT, 16: INVARIANT, 40: INVARIANT, 48: INVARIANT}),
