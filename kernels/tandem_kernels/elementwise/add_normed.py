@@ -14,12 +14,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem_kernels.attention.cache_lines import prefetch_lines
 from tandem_kernels.elementwise.norm_forms import Norm, PairedExperts
 from tandem_kernels.elementwise.rms_norm import normed_row
 from tandem_kernels.experts.expert_sums import sum_of_token
 from tandem_kernels.small_launches import in_turn
 
 MOST_READERS = 3
+_LINE = tl.constexpr(32)
+"""Numbers of float32 in a line of the cache."""
 
 
 @triton.jit
@@ -62,7 +65,21 @@ def add_normed_kernel(
     inside = col < width
     kind: tl.constexpr = residual.dtype.element_ty
     by = tl.load(weight + col, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0
+    if SCALED:
+        factor = tl.load(scale).to(tl.float32)
     if OVERLAP:
+        # Nothing else reads them in a step: they come from memory while the kernels in front run.
+        line = tl.minimum(tl.arange(0, BLOCK // _LINE) * _LINE, width - 1)
+        if PAIRED:
+            prefetch_lines(dense_weight + line)
+            prefetch_lines(sparse_weight + line)
+        if READERS > 0:
+            prefetch_lines(weight_1 + line)
+        if READERS > 1:
+            prefetch_lines(weight_2 + line)
+        if READERS > 2:
+            prefetch_lines(weight_3 + line)
         gdc_wait()
         gdc_launch_dependents()
     value = tl.load(x + row * x_stride + col, mask=inside, other=0.0)
@@ -80,7 +97,7 @@ def add_normed_kernel(
     added = normed_row(value, by, width, eps).to(kind).to(tl.float32)
     total = (added + carried).to(kind)
     if SCALED:
-        total = (total.to(tl.float32) * tl.load(scale).to(tl.float32)).to(kind)
+        total = (total.to(tl.float32) * factor).to(kind)
     tl.store(place, total, mask=inside)
     to = row * width + col
     if READERS > 0:
