@@ -223,7 +223,7 @@ def test_fp8_products_of_few_rows(rows: int, splits: int, swap: bool, blocks: bo
         *operands, out_dtype = given
         x, _, weight, *_ = operands
         out = torch.empty(len(x), len(weight) // (2 if gated else 1), dtype=out_dtype)
-        tuning = Fp8Tuning(64, 128, 1 if gated else splits, swap, num_warps=4, num_stages=3)
+        tuning = Fp8Tuning(64, 128, splits, swap, num_warps=4, num_stages=3)
         return fp8_small_m(*operands, out, tuning, gated=gated)
 
     def gated(x: Any, x_scales: Any, weight: Any, w_scales: Any, out_dtype: Any) -> torch.Tensor:

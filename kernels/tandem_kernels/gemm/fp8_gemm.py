@@ -27,6 +27,7 @@ from tandem_kernels.gemm.fp8_activations import scale_product
 from tandem_kernels.gemm.fp8_library import fp8_product, one, scaled_mm
 from tandem_kernels.gemm.fp8_paths import fp8_path
 from tandem_kernels.gemm.integer_sums import no_sums
+from tandem_kernels.part_sums import sum_of_parts
 
 _MAX_PROGRAMS = 4096
 """Programs along the outputs, at most: each has a counter."""
@@ -58,18 +59,17 @@ def fp8_tuning(
 ) -> Fp8Tuning:
     """Returns what suits a shape; all take inner dimensions of multiples of 128 and outputs of
     multiples of 64."""
-    swap = num_rows > 16
-    splits = 1
-    while (
-        not gated
-        and splits < 4
-        and num_outputs // 64 * splits < 132
-        and inner % (256 * splits) == 0
-    ):
-        splits *= 2
-    if swap:
+    if num_rows > 16:
+        splits = 1
+        while splits < 4 and num_outputs // 64 * splits < 132 and inner % (256 * splits) == 0:
+            splits *= 2
         return Fp8Tuning(64, 128, splits, True, 4, 4, lines=8)
-    depth = 128 if blocks or inner % (256 * splits) else 256
+    splits, most = 1, 8 if num_outputs >= 2048 else 4
+    while splits < most and num_outputs // 32 * splits < 700 and inner % (512 * splits) == 0:
+        splits *= 2
+    if blocks:
+        return Fp8Tuning(32, 128, splits, False, 4, 4, lines=8)
+    depth = 128 if inner % (256 * splits) else 256
     return Fp8Tuning(32, depth, splits, False, 4, 3 if gated else 4, lines=8)
 
 
@@ -117,6 +117,27 @@ def _scaled(
         if x_scales is not None:
             acc *= tl.load(x_scales + row, mask=row < num_rows, other=0.0)[:, None]
     return acc
+
+
+@triton.jit
+def _write(
+    acc: tl.tensor,
+    second: tl.tensor,
+    bias: tl.tensor,
+    col: tl.tensor,
+    to: tl.tensor,
+    real: tl.tensor,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    """Writes sums [ROWS, COLS], with their bias, or activated with `second`."""
+    kind = to.dtype.element_ty
+    if GATED:
+        gate = acc.to(kind).to(tl.float32)
+        acc = gate / (1.0 + tl.exp(-gate)) * second.to(kind).to(tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(bias + col).to(tl.float32)[None, :]
+    tl.store(to, acc.to(kind), mask=real)
 
 
 @triton.jit(do_not_specialize=["num_rows", "x_scales_stride"])
@@ -192,28 +213,24 @@ def fp8_small_m_kernel(
             ups = tl.load(places + others)
             second = _multiplied(second, given, ups, other_scale, SWAP, BLOCKS)
     acc = _scaled(acc, x_scales, w_scales, row, col, num_rows, SWAP, BLOCKS)
-    kind = out.dtype.element_ty
-    to = row[:, None] * num_outputs + col[None, :]
     if GATED:
         second = _scaled(second, x_scales, w_scales, row, num_outputs + col, num_rows, SWAP, BLOCKS)
-        gate = acc.to(kind).to(tl.float32)
-        acc = gate / (1.0 + tl.exp(-gate)) * second.to(kind).to(tl.float32)
+    to = row[:, None] * num_outputs + col[None, :]
     if SPLITS > 1:
-        stride = num_rows * num_outputs
+        half = num_rows * num_outputs
+        stride = half * 2 if GATED else half
         tl.store(partial + part * stride + to, acc, mask=real)
+        if GATED:
+            tl.store(partial + part * stride + half + to, second, mask=real)
         tl.debug_barrier()
         if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(tickets + tile, 0)
-            acc = tl.zeros([ROWS, COLS], tl.float32)
-            for other in range(SPLITS):
-                acc += tl.load(partial + other * stride + to, mask=real, cache_modifier=".cg")
-            if HAS_BIAS:
-                acc += tl.load(bias + col).to(tl.float32)[None, :]
-            tl.store(out + to, acc.to(kind), mask=real)
+            acc = sum_of_parts(partial + to, stride, real, SPLITS)
+            if GATED:
+                second = sum_of_parts(partial + half + to, stride, real, SPLITS)
+            _write(acc, second, bias, col, out + to, real, GATED, HAS_BIAS)
     else:
-        if HAS_BIAS:
-            acc += tl.load(bias + col).to(tl.float32)[None, :]
-        tl.store(out + to, acc.to(kind), mask=real)
+        _write(acc, second, bias, col, out + to, real, GATED, HAS_BIAS)
 
 
 def prepare(device: torch.device) -> None:
@@ -278,14 +295,13 @@ def fp8_small_m(
         x_scales: [T], or of each 128 inputs [K / 128, T or more].
         w_scales: [N], or of each 128 x 128 weights [N / 128, K / 128].
     """
-    assert tuning.splits == 1 or not gated, "an activation takes whole sums"
     num_rows, num_outputs = out.shape
     inner = weight.shape[1]
     blocks = w_scales.dim() == 2
     overlap = supports_pdl(x.device)
     partial = None
     if tuning.splits > 1:
-        shape = (tuning.splits, num_rows, num_outputs)
+        shape = (tuning.splits, 2 if gated else 1, num_rows, num_outputs)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
     fp8_small_m_kernel[(num_outputs // tuning.cols, tuning.splits)](
         x,
