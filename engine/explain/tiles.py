@@ -134,7 +134,7 @@ def _of_states(
 def _few_rows(x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
     from tandem_kernels.gemm.few_row_gemm import few_row_tuning
 
-    tuning = few_row_tuning(len(x), len(weight))
+    tuning = few_row_tuning(len(x), *weight.shape)
     return "few_row_gemm_kernel", _fields(tuning, "cols", "depth", "num_warps", "num_stages")
 
 

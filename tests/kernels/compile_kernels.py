@@ -317,9 +317,10 @@ def few_row_cases(capability: int) -> Iterator[Case]:
     """Yields what Hopper runs; engines on older devices leave few rows to the library."""
     if capability < 90:
         return
-    for rows, outputs in ((4, 128), (16, 2880)):
-        tuning = few_row_gemm.few_row_tuning(rows, outputs)
+    for rows, outputs in ((4, 128), (1, 2880), (16, 2880)):
         is_router = outputs == 128
+        inner = 2880 if is_router else 4096
+        tuning = few_row_gemm.few_row_tuning(rows, outputs, inner)
         yield Case(
             few_row_gemm.few_row_gemm_kernel,
             f"rows={rows} outputs={outputs}",
@@ -328,7 +329,7 @@ def few_row_cases(capability: int) -> Iterator[Case]:
                 "ROWS": rows,
                 "COLS": tuning.cols,
                 "DEPTH": tuning.depth,
-                "INNER": 2880 if is_router else 4096,
+                "INNER": inner,
                 "IN_REGISTERS": rows <= few_row_shapes.REGISTER_ROWS,
                 "HAS_BIAS": not is_router,
                 "ADDS": outputs == 2880,

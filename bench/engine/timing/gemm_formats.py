@@ -124,7 +124,7 @@ class FewRows(Bf16):
     def ways(self) -> Mapping[str, Way]:
         if self.shape.gated:
             return super().ways()
-        usual = few_row_tuning(self.rows, self.shape.outputs)
+        usual = few_row_tuning(self.rows, self.shape.outputs, self.shape.inputs)
         return {**super().ways(), "chosen": partial(self.tiled, usual)}
 
     def tiled(self, tuning: FewRowTuning, index: int) -> None:
@@ -133,7 +133,7 @@ class FewRows(Bf16):
     def tunings(self) -> Iterator[FewRowTuning]:
         if self.shape.gated:
             return
-        yield few_row_tuning(self.rows, self.shape.outputs)
+        yield few_row_tuning(self.rows, self.shape.outputs, self.shape.inputs)
         if self.rows > REGISTER_ROWS:
             for cols, depth, stages in itertools.product((16, 32), (128, 256, 512), (3, 4, 5)):
                 yield FewRowTuning(cols, depth, 4, stages)
