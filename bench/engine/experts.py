@@ -38,6 +38,7 @@ from tandem_kernels.experts.expert_tuning import (
     ExpertTuning,
     Range,
     nearest_table,
+    searched_pairs,
 )
 
 _TOKENS = (1, 2, 4, 16, 64, 256, 2048, 8192)
@@ -86,7 +87,8 @@ class Layer:
         def run(rows: ExpertRows) -> None:
             self.held.gemm(given, self.weights, rows, tuning, gated=gated)
 
-        steps = [ExpertRows.of(chosen, self.shape.num_experts) for chosen in self.chosen]
+        most = searched_pairs(self.held.table)
+        steps = [ExpertRows.of(one, self.shape.num_experts, most) for one in self.chosen]
         try:
             run(steps[0])
             return graph_us([partial(run, step) for step in steps], replays) if replays else 0.0

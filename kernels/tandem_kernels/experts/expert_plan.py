@@ -9,7 +9,12 @@ from torch import Tensor
 
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_rows import ExpertRows
-from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, gemm_tunings
+from tandem_kernels.experts.expert_tuning import (
+    ExpertShape,
+    ExpertTuning,
+    gemm_tunings,
+    searched_pairs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,4 +44,5 @@ class ExpertPlan:
             gate_up = down = fixed
         else:
             gate_up, down = gemm_tunings(shape, experts.numel(), gpu_name(experts.device))
-        return cls(gate_up, down, ExpertRows.of(experts, shape.num_experts))
+        searched = searched_pairs(shape.weights)
+        return cls(gate_up, down, ExpertRows.of(experts, shape.num_experts, searched))

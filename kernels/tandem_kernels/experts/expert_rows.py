@@ -224,10 +224,12 @@ class ExpertRows:
     counts: Tensor | None
 
     @classmethod
-    def of(cls, experts: Tensor, num_experts: int) -> ExpertRows:
-        """Sorts the pairs if there are too many to search."""
+    def of(
+        cls, experts: Tensor, num_experts: int, searched: int = MAX_SEARCHED_PAIRS
+    ) -> ExpertRows:
+        """Sorts the pairs if there are more than `searched`, the most that programs search."""
         order = counts = None
-        if experts.numel() > MAX_SEARCHED_PAIRS:
+        if experts.numel() > searched:
             order, counts = sort_pairs(experts, num_experts)
         return cls(experts, num_experts, order, counts)
 

@@ -27,6 +27,9 @@ TABLES = Path(__file__).parent / "expert_tables"
 MAX_SEARCHED_PAIRS = 128
 """Up to this many (token, expert) pairs each program finds its own rows; beyond, they are sorted
 first, by one more launch."""
+_SEARCHED_OF_FORMAT = {"mxfp4": 48, "nvfp4": 48, "int4": 48}
+"""The same of formats whose programs are short: to look takes them longer than that launch. 120
+pairs of DeepSeek-V4-Flash take 324 us sorted, and 395 searched (one H200)."""
 _PLAIN_FORMAT, _EXACT_FORMAT = "bf16", "fp32"
 _LIKE = {"nvfp4": "mxfp4"}
 """Formats that take another one's tiles before those of bf16, because the same kernels run them."""
@@ -195,6 +198,11 @@ def expert_tuning(
     if shape.weights == _EXACT_FORMAT:
         return _EXACT
     return nearest_table(shape, gpu, tables).choose(num_pairs / shape.num_experts, gated=gated)
+
+
+def searched_pairs(weights: str) -> int:
+    """Returns the most pairs that programs search, by the format of the weights."""
+    return _SEARCHED_OF_FORMAT.get(weights, MAX_SEARCHED_PAIRS)
 
 
 def gemm_tunings(shape: ExpertShape, num_pairs: int, gpu: str) -> tuple[ExpertTuning, ExpertTuning]:
