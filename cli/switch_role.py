@@ -21,7 +21,7 @@ from cli.running_node import NodeCallSettings, grpc_address, node_stub, reason
 from edge.command_line import parse_settings
 from edge.security.config import SecurityError
 from edge.security.credentials import Credentials
-from engine.node.role_switch import NAMES
+from engine.node.services.role_switch import NAMES
 from tandem_pb import node_pb2, node_pb2_grpc
 
 _ROLES = {name: role for role, name in NAMES.items()}

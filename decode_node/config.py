@@ -11,7 +11,7 @@ from edge.http.settings import HttpEdgeSettings
 from engine.contracts.errors import CannotStartError
 from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS
 from engine.models.config.sampling_defaults import read_override
-from engine.node.settings import EngineSettings
+from engine.node.settings.engine_settings import EngineSettings
 
 
 def _checked_override(text: str) -> str:

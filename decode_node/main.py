@@ -11,7 +11,7 @@ from edge.http.event_loop.large_blocks import return_large_blocks
 from edge.logs.setup import setup_logging
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import run_node
-from engine.node.settings import SettingsError
+from engine.node.settings.engine_settings import SettingsError
 
 
 def main() -> int:

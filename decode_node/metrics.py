@@ -17,7 +17,7 @@ from edge.http.event_loop.loop_lateness import LoopLateness
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
-from engine.node.metrics import (
+from engine.node.metrics.engine_metrics import (
     ITL_BUCKETS,
     LABELS,
     LATENCY_BUCKETS,

@@ -26,7 +26,7 @@ from engine.contracts.request_spec import AdapterRef
 from engine.frontend.templates.chat_template import ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.models.config.sampling_defaults import SamplingDefaults, not_applied
-from engine.node.settings import SettingsError
+from engine.node.settings.engine_settings import SettingsError
 
 logger = logging.getLogger(__name__)
 

@@ -60,10 +60,10 @@ from engine.kv_cache.capacity import blocks_a_token, blocks_besides, tokens_that
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import HttpServer, ProbeServer, listen
 from engine.node.lifetime import NodeLifetime
-from engine.node.metrics import EngineCollector
+from engine.node.metrics.engine_metrics import EngineCollector
 from engine.node.prefix_servicer import CALLERS as PREFIX_CALLERS
 from engine.node.process import StopSignal, emit_ready, start_engine
-from engine.node.role_switch import RoleSwitch
+from engine.node.services.role_switch import RoleSwitch
 from engine.node.start_progress import StartProgress
 from engine.node.status import NodeStatus
 from tandem_pb import node_pb2

@@ -18,7 +18,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_settings import BaseSettings
 
 from decode_node.config import DecodeNodeSettings
-from engine.node.settings import EngineSettings
+from engine.node.settings.engine_settings import EngineSettings
 from prefill_node.config import PrefillNodeSettings
 from role_node.config import RoleNodeSettings
 from router.config import RouterSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from engine.node.settings import EngineSettings
+from engine.node.settings.engine_settings import EngineSettings
 
 
 class PrefillNodeSettings(EngineSettings):

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from edge.http.event_loop.loop_lateness import LoopLateness
 from engine.config import EngineConfig
-from engine.node.metrics import (
+from engine.node.metrics.engine_metrics import (
     ITL_BUCKETS,
     LABELS,
     LATENCY_BUCKETS,

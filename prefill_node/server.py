@@ -25,12 +25,12 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import ProbeServer
 from engine.node.lifetime import NodeLifetime
-from engine.node.metrics import EngineCollector
+from engine.node.metrics.engine_metrics import EngineCollector
 from engine.node.prefix_client import PrefixClient
 from engine.node.prefix_servicer import CALLERS as PREFIX_CALLERS
 from engine.node.prefix_servicer import PrefixServicer
 from engine.node.process import StopSignal, emit_ready, start_engine
-from engine.node.role_switch import RoleSwitch
+from engine.node.services.role_switch import RoleSwitch
 from engine.node.start_progress import StartProgress
 from engine.node.status import NodeStatus
 from prefill_node.config import PrefillNodeSettings

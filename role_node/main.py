@@ -9,7 +9,7 @@ from decode_node.server import check_files
 from edge.logs.setup import setup_logging
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import run_node
-from engine.node.settings import SettingsError
+from engine.node.settings.engine_settings import SettingsError
 from role_node.config import RoleNodeSettings
 from role_node.server import serve
 

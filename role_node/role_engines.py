@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from engine.config import EngineConfig, ParallelConfig
-from engine.node.image_settings import takes_images
-from engine.node.settings import SettingsError
+from engine.node.settings.engine_settings import SettingsError
+from engine.node.settings.image_settings import takes_images
 from kv_transfer.config import KVRole
 
 RoleName = Literal["prefill", "decode"]

@@ -37,7 +37,7 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.text.detokenizer import TokenDecoder
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import StopSignal, start_engine
-from engine.node.role_switch import RoleSwitch
+from engine.node.services.role_switch import RoleSwitch
 from engine.node.start_progress import StartProgress
 from prefill_node.server import PrefillNode, PrefillPorts
 from role_node.certificate import certificate_obstacle

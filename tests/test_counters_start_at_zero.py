@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from decode_node.metrics import DecodeMetrics
-from engine.node.metrics import ITL_BUCKETS
+from engine.node.metrics.engine_metrics import ITL_BUCKETS
 from prefill_node.metrics import PrefillMetrics
 from router.config import RouterSettings
 from router.make_services import OuterWorld, make_services

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import engine.config
-from engine.node.settings import EngineSettings
+from engine.node.settings.engine_settings import EngineSettings
 from tests.statements import statements
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +128,14 @@ LAYERS_ORDER = [
     {"linear"},
     {"attention", "feed_forward", "streams"},
     {"states"},
+]
+
+NODE_ORDER = [
+    {"metrics", "open_requests", "services", "settings", "start_progress"},
+    {"status"},
+    {"grpc_server", "prefix_servicer"},
+    {"http_server", "prefix_client", "process"},
+    {"lifetime"},
 ]
 
 METHODS_ORDER = [
@@ -337,6 +345,7 @@ SORTED = (
     "engine.layers",
     "engine.layers.methods",
     "engine.models",
+    "engine.node",
     "engine.worker",
     "kv_transfer.memory",
 )
@@ -574,6 +583,7 @@ def test_header_names_stand_in_one_place() -> None:
         ("engine.layers", LAYERS_ORDER),
         ("engine.layers.methods", METHODS_ORDER),
         ("engine.models", MODELS_ORDER),
+        ("engine.node", NODE_ORDER),
         ("engine.sched", SCHED_ORDER),
         ("engine.worker", WORKER_ORDER),
         ("kv_transfer.memory", KV_MEMORY_ORDER),

@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 from cli.local_cluster.gpu_placement import placement_args
 from cli.local_cluster.supervisor import ServiceSpec
 from edge.address import join_address
-from engine.node.settings import detect_device
+from engine.node.settings.engine_settings import detect_device
 from kv_transfer.memory.devices.cuda_driver import cuda_driver
 
 _LOWEST_PORT = 10_000

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cli.local_cluster.cluster import UpSettings
 from engine.contracts.errors import CannotStartError
-from engine.node.settings import detect_device
+from engine.node.settings.engine_settings import detect_device
 from host.memory import available_memory
 from kv_transfer.memory.devices.cuda_driver import cuda_driver
 

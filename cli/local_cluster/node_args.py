@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from cli.local_cluster.cluster import UpSettings
 from edge.command_line import flags_of
-from engine.node.settings import EngineSettings
+from engine.node.settings.engine_settings import EngineSettings
 
 _OTHER_NAMES = {"--tensor-parallel-size": "--tp", "-tp": "--tp"}
 _MODEL = "--model"

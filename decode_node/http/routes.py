@@ -42,7 +42,7 @@ from edge.http.event_loop import long_work
 from edge.http.unknown_path import path_without_slash
 from engine.frontend.calls.adapter_calls import AdapterCalls
 from engine.node.open_requests import OpenRequests
-from engine.node.profile_servicer import ProfiledEngine
+from engine.node.services.profile_servicer import ProfiledEngine
 
 logger = logging.getLogger(__name__)
 

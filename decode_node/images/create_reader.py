@@ -7,7 +7,7 @@ from decode_node.images.fetch import AllowedHosts, ImageFetcher
 from decode_node.images.image_pool import ImagePool
 from decode_node.images.image_reader import ImageReader, ReadLimits
 from engine.config import EngineConfig
-from engine.node.image_settings import takes_images
+from engine.node.settings.image_settings import takes_images
 
 
 def create_image_reader(settings: DecodeNodeSettings, config: EngineConfig) -> ImageReader:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from prometheus_client.core import Exemplar, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.node.metrics import ITL_BUCKETS, LABELS
+from engine.node.metrics.engine_metrics import ITL_BUCKETS, LABELS
 
 _NAME = "vllm:inter_token_latency_seconds"
 _TEXT = "Between outputs."

@@ -40,7 +40,7 @@ from engine.executor.uniproc_executor import UniprocExecutor
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.models.checkpoint import load_model_config, resolve_model
 from engine.models.kv_scale_files import FILE_FORMAT, KVCacheDtypeError, ScaleFile, choose_kv_scales
-from engine.node.settings import detect_device
+from engine.node.settings.engine_settings import detect_device
 
 LARGEST = 224.0
 """The largest number that was seen becomes this; the format ends at 448."""

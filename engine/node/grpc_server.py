@@ -20,7 +20,7 @@ from grpc_health.v1.health import aio as health_aio
 from edge.address import join_address
 from edge.security.config import Role
 from edge.security.credentials import Credentials
-from engine.node.services_server import ServicesServer
+from engine.node.services.services_server import ServicesServer
 from engine.node.status import NodeStatus, NodeStatusServicer
 from tandem_pb import node_pb2_grpc
 

@@ -26,7 +26,7 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.grpc_server import PortInUse
-from engine.node.settings import SettingsError
+from engine.node.settings.engine_settings import SettingsError
 from engine.node.start_progress import StartProgress
 
 

@@ -30,11 +30,11 @@ from edge.tracing.environment import host_name
 from engine.contracts.errors import EngineCallTimeout, EngineDeadError
 from engine.frontend.step_history import StepHistory
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.node.adapter_servicer import adapter_call
-from engine.node.metrics import MeasuredEngine
-from engine.node.profile_servicer import ProfiledEngine
-from engine.node.role_servicer import RoleServicer
-from engine.node.role_switch import RoleSwitch
+from engine.node.metrics.engine_metrics import MeasuredEngine
+from engine.node.services.adapter_servicer import adapter_call
+from engine.node.services.profile_servicer import ProfiledEngine
+from engine.node.services.role_servicer import RoleServicer
+from engine.node.services.role_switch import RoleSwitch
 from host.life_signs import Silence
 from kv_transfer.control.sizing import pull_bytes_per_token
 from kv_transfer.layout import KVLayout

@@ -39,7 +39,7 @@ from engine.contracts.errors import CannotStartError
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.models.checkpoint import load_model_config, resolve_model
 from engine.models.kv_scale_files import choose_kv_scales
-from engine.node.settings import detect_device
+from engine.node.settings.engine_settings import detect_device
 from engine.speed.config_map import ClusterError, write_config_map
 from engine.speed.measurements import MeasurementPlan, Measurements
 from engine.speed.offline_engine import OfflineEngine, offline_engine

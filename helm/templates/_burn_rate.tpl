@@ -94,7 +94,7 @@ sum(increase({{ .of.metric }}_total{ {{- .of.labels }},status=~"5.."}[{{ .window
 {{- default "+Inf" $found -}}
 {{- end -}}
 
-{{/* Bounds as the services write them: router/observe/first_byte_times.py, engine/node/metrics.py. */}}
+{{/* Bounds as the services write them: router/observe/first_byte_times.py, engine/node/metrics/engine_metrics.py. */}}
 {{- define "tandem.ttftBuckets" -}}
 0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 640.0
 {{- end -}}

@@ -16,7 +16,7 @@ from cli.switch_role import main
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
 from engine.node.grpc_server import NodeGrpcServer
-from engine.node.role_switch import RoleSwitch
+from engine.node.services.role_switch import RoleSwitch
 from engine.node.status import NodeStatus
 from tandem_pb import node_pb2
 from tests.engine.frontend.test_node_status import StillEngine

@@ -9,7 +9,7 @@ import pytest
 from decode_node.config import DecodeNodeSettings
 from decode_node.main import main as decode_node_main
 from decode_node.served_text import create_parsers
-from engine.node.settings import SettingsError
+from engine.node.settings.engine_settings import SettingsError
 from tests.decode_node.chat_clients import (
     CHAT,
     MESSAGES,

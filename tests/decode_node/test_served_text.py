@@ -14,7 +14,7 @@ from decode_node.server import serve
 from edge.security.config import SecurityError
 from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
-from engine.node.settings import SettingsError
+from engine.node.settings.engine_settings import SettingsError
 from tests.decode_node.chat_clients import CHAT, MESSAGES, TOOLS
 from tests.decode_node.http_node import http_node
 from tests.engine.frontend.small_tokenizers import byte_level_backend, save

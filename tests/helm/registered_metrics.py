@@ -17,8 +17,8 @@ from engine.config import DeviceConfig, ParallelConfig
 from engine.contracts.outputs import ExpertStats, ResidencyStats, SchedulerStats, WorkStats
 from engine.inspection_config import InspectionConfig
 from engine.lora import LoRAConfig
-from engine.node.kv_transfer_metrics import BY_TRANSPORT
-from engine.node.metrics import EngineCollector
+from engine.node.metrics.engine_metrics import EngineCollector
+from engine.node.metrics.kv_transfer_metrics import BY_TRANSPORT
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from kv_transfer.metadata import Reclaim

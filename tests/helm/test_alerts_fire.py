@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode_node.metrics import DecodeMetrics
-from engine.node.metrics import EngineCollector, MeasuredEngine
+from engine.node.metrics.engine_metrics import EngineCollector, MeasuredEngine
 from router.config import RouterSettings
 from router.make_services import OuterWorld, make_services
 from router.observe.metrics import RouterMetrics

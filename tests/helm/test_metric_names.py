@@ -10,7 +10,7 @@ from typing import Any
 import promql_parser
 import pytest
 
-from engine.node.kv_transfer_metrics import BY_TRANSPORT, COUNTERS, GAUGES
+from engine.node.metrics.kv_transfer_metrics import BY_TRANSPORT, COUNTERS, GAUGES
 from tests.helm.helm_engine import CHART, ROOT
 from tests.helm.registered_metrics import series_of, transfer_figures
 from tests.helm.scenarios import SCENARIOS, rendered, serving_pod

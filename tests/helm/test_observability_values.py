@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.node.metrics import ITL_BUCKETS
+from engine.node.metrics.engine_metrics import ITL_BUCKETS
 from router.observe.first_byte_times import FIRST_BYTE_BUCKETS
 from tests.helm.helm_engine import HelmSdk, Rendered
 from tests.helm.registered_metrics import series_of

@@ -10,7 +10,7 @@ from engine.contracts.errors import CannotStartError, EngineDeadError
 from engine.frontend.tokenizer import TokenizerError
 from engine.node.grpc_server import PortInUse
 from engine.node.process import run_node
-from engine.node.settings import SettingsError
+from engine.node.settings.engine_settings import SettingsError
 
 
 async def _failing(error: Exception) -> int:

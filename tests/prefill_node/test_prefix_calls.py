@@ -27,7 +27,7 @@ from engine.frontend.calls.engine_calls import EngineCalls
 from engine.frontend.calls.prefix_calls import PrefixCalls
 from engine.node.prefix_client import PrefixClient
 from engine.node.prefix_servicer import CALLERS, PrefixServicer
-from engine.node.services_server import ServicesServer
+from engine.node.services.services_server import ServicesServer
 from engine.node.status import NodeWork
 from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.metadata import KVPeer

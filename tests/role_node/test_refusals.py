@@ -13,8 +13,8 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.contracts.errors import EngineDeadError, RoleSwitchRefused
 from engine.node.grpc_server import PortInUse
-from engine.node.role_switch import RoleSwitch
-from engine.node.settings import SettingsError
+from engine.node.services.role_switch import RoleSwitch
+from engine.node.settings.engine_settings import SettingsError
 from role_node.config import RoleNodeSettings
 from role_node.ports import HeldPorts
 from role_node.role_engines import RoleEngines, differing

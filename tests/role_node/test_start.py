@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 import role_node.server as role_server
-from engine.node.settings import SettingsError
+from engine.node.settings.engine_settings import SettingsError
 from role_node.config import RoleNodeSettings
 
 

@@ -13,7 +13,7 @@ from cli.switch_role import main as switch_role
 from edge.security.config import Role, SecurityError, TlsIdentity
 from edge.security.credentials import Credentials
 from engine.node.grpc_server import NodeGrpcServer
-from engine.node.role_switch import RoleSwitch
+from engine.node.services.role_switch import RoleSwitch
 from engine.node.status import NodeStatus
 from role_node.certificate import certificate_obstacle
 from role_node.config import RoleNodeSettings

@@ -15,7 +15,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from engine.frontend.async_llm import AsyncLLM
-from engine.node.metrics import EngineCollector
+from engine.node.metrics.engine_metrics import EngineCollector
 from kv_transfer.metadata import Reclaim
 from tests.engine.core.pd_pair import Pair, start_engine, start_engines, tokens_of
 from tests.engine.core.tiny_engine import Oracle, make_request, until, until_empty

@@ -28,7 +28,7 @@ from engine.contracts.errors import EngineDeadError
 from engine.contracts.outputs import TokenLogprobs
 from engine.frontend.async_llm import AsyncLLM
 from engine.models.draft_checkpoint import read_draft
-from engine.node.metrics import EngineCollector
+from engine.node.metrics.engine_metrics import EngineCollector
 from tests.engine.core.pd_pair import Pair, start_engine, start_engines, tokens_by_choice, tokens_of
 from tests.engine.core.tiny_engine import TINY, VOCAB, Oracle, until, until_empty
 from tests.engine.core.tiny_tokenizer import save_tokenizer, text_of

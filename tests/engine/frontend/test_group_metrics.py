@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from engine.config import ParallelConfig
 from engine.contracts.outputs import DraftStats, LoRAStats, SchedulerStats
-from engine.node.group_metrics import group_metrics
-from engine.node.tier_metrics import tier_metrics
+from engine.node.metrics.group_metrics import group_metrics
+from engine.node.metrics.tier_metrics import tier_metrics
 from engine.sched.groups.merged_stats import merged_stats
 from kv_transfer.config import KVTransferConfig
 from tests.engine.sched.factories import make_config

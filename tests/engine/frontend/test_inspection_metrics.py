@@ -9,8 +9,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.contracts.outputs import KindRates, ResidencyStats, WorkStats
 from engine.inspection_config import InspectionConfig
-from engine.node.device_peaks import DevicePeaks, peaks_of
-from engine.node.inspection_metrics import residency_metrics, work_metrics
+from engine.node.metrics.device_peaks import DevicePeaks, peaks_of
+from engine.node.metrics.inspection_metrics import residency_metrics, work_metrics
 from engine.quantization import Fp8Scheme, Quantization, SchemeRule
 from tests.engine.core.tiny_engine import tiny_config
 

@@ -21,9 +21,9 @@ from engine.config import (
 )
 from engine.contracts.errors import CannotStartError
 from engine.models.errors import CheckpointError
-from engine.node import settings as settings_module
-from engine.node.settings import EngineSettings, SettingsError, detect_device
-from engine.node.speculative_settings import parse_speculative_config
+from engine.node.settings import engine_settings as settings_module
+from engine.node.settings.engine_settings import EngineSettings, SettingsError, detect_device
+from engine.node.settings.speculative_settings import parse_speculative_config
 from prefill_node.config import PrefillNodeSettings
 
 ALL = [EngineSettings, PrefillNodeSettings, DecodeNodeSettings]

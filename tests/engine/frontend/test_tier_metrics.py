@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.contracts.outputs import SchedulerStats
-from engine.node.tier_metrics import tier_metrics
+from engine.node.metrics.tier_metrics import tier_metrics
 from kv_transfer.config import KVTransferConfig
 from tests.engine.core.tiny_engine import tiny_config
 

@@ -24,7 +24,7 @@ from engine.models.errors import CheckpointError
 from engine.models.factory import create_tower
 from engine.models.loader import load_weights
 from engine.models.vision.tower import VisionTower
-from engine.node.image_settings import ImageSettings
+from engine.node.settings.image_settings import ImageSettings
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from tests.engine.images.test_vision_parity import config_of

@@ -11,7 +11,7 @@ from engine.contracts.errors import InvalidRequest
 from engine.frontend.calls.adapter_calls import OutdatedCall
 from engine.frontend.calls.adapter_records import AdapterRecords
 from engine.models.adapters.adapter_files import read_adapter
-from engine.node.adapter_servicer import adapter_call
+from engine.node.services.adapter_servicer import adapter_call
 from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.lora.adapted_engine import Adapted
 

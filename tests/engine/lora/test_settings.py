@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from bench.engine.models.shapes import shape_config
 from edge.command_line import SettingsError, parse_settings
-from engine.node.adapter_settings import AdapterSettings
+from engine.node.settings.adapter_settings import AdapterSettings
 from prefill_node.config import PrefillNodeSettings
 
 CONFIG = shape_config("tiny", device="cpu")

@@ -11,9 +11,9 @@ from engine.contracts.outputs import ExpertStats
 from engine.eplb_config import EplbConfig
 from engine.models.checkpoint import check_parallel, load_model_config
 from engine.models.errors import CheckpointError
-from engine.node.expert_metrics import expert_metrics
-from engine.node.expert_settings import parse_eplb_config
-from engine.node.settings import SettingsError
+from engine.node.metrics.expert_metrics import expert_metrics
+from engine.node.settings.engine_settings import SettingsError
+from engine.node.settings.expert_settings import parse_eplb_config
 from prefill_node.config import PrefillNodeSettings
 
 EP2 = ["--enable-eplb", "--enable-expert-parallel", "--tensor-parallel-size", "2"]

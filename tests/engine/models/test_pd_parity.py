@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.models.checkpoint import load_model_config
-from engine.node.speculative_settings import parse_speculative_config
+from engine.node.settings.speculative_settings import parse_speculative_config
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
 from tests.engine.models.parity_cases import prompts

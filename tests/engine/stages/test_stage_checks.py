@@ -15,8 +15,8 @@ from engine.config import (
     SpeculativeConfig,
 )
 from engine.lora import LoRAConfig
-from engine.node.settings import SettingsError
-from engine.node.stage_checks import check_stages
+from engine.node.settings.engine_settings import SettingsError
+from engine.node.settings.stage_checks import check_stages
 from kv_transfer.planes import Plane
 from prefill_node.config import PrefillNodeSettings
 from tests.engine.sched.rows.test_images import VISION

@@ -19,7 +19,7 @@ from engine.config import DeviceConfig, EngineConfig, SchedulerConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from engine.node.speculative_settings import parse_speculative_config
+from engine.node.settings.speculative_settings import parse_speculative_config
 from engine.sched.rows.draft_length import DraftLength
 from engine.worker.worker import Worker
 from tandem_kernels.batch.batch_tables import RowTables

@@ -17,9 +17,9 @@ from engine.contracts.errors import RoleSwitchRefused
 from engine.contracts.messages import PrefixOffered
 from engine.contracts.profiles import Profile, ProfileOptions
 from engine.lora import LoRAConfig
-from engine.node.adapter_servicer import AdapterServicer, adapter_call
 from engine.node.prefix_servicer import PrefixServicer
-from engine.node.role_switch import RoleSwitch
+from engine.node.services.adapter_servicer import AdapterServicer, adapter_call
+from engine.node.services.role_switch import RoleSwitch
 from engine.node.status import NodeStatus
 from kv_transfer.wire.handshake import peer_to_proto
 from tandem_pb import node_pb2, prefixes_pb2

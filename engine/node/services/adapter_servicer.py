@@ -9,7 +9,7 @@ import grpc
 from edge.adapter_call import AdapterCall
 from engine.contracts.errors import EngineCallTimeout, EngineDeadError, InvalidRequest
 from engine.frontend.calls.adapter_calls import AdapterCalls, OutdatedCall
-from engine.node.profile_servicer import ProfiledEngine, ProfileServicer
+from engine.node.services.profile_servicer import ProfiledEngine, ProfileServicer
 from tandem_pb import node_pb2
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, node_pb2.Adapter]"

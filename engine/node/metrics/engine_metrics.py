@@ -29,13 +29,13 @@ from engine.contracts.outputs import (
     TokensPerStep,
 )
 from engine.frontend.calls.adapter_calls import AdapterCalls
-from engine.node.adapter_metrics import adapter_metrics
-from engine.node.device_peaks import DevicePeaks, peaks_of
-from engine.node.expert_metrics import expert_metrics
-from engine.node.group_metrics import group_metrics
-from engine.node.inspection_metrics import histogram_of, residency_metrics, work_metrics
-from engine.node.kv_transfer_metrics import kv_transfer_metrics
-from engine.node.tier_metrics import tier_metrics
+from engine.node.metrics.adapter_metrics import adapter_metrics
+from engine.node.metrics.device_peaks import DevicePeaks, peaks_of
+from engine.node.metrics.expert_metrics import expert_metrics
+from engine.node.metrics.group_metrics import group_metrics
+from engine.node.metrics.inspection_metrics import histogram_of, residency_metrics, work_metrics
+from engine.node.metrics.kv_transfer_metrics import kv_transfer_metrics
+from engine.node.metrics.tier_metrics import tier_metrics
 
 LABELS = ("model_name", "engine")
 

@@ -20,7 +20,7 @@ from engine.contracts.outputs import (
     TokensPerStep,
     WorkStats,
 )
-from engine.node.device_peaks import DevicePeaks
+from engine.node.metrics.device_peaks import DevicePeaks
 
 
 def residency_metrics(

@@ -8,9 +8,9 @@ import grpc
 
 from engine.contracts.errors import RoleSwitchRefused
 from engine.frontend.calls.adapter_calls import AdapterCalls
-from engine.node.adapter_servicer import AdapterServicer
-from engine.node.profile_servicer import ProfiledEngine
-from engine.node.role_switch import RoleSwitch
+from engine.node.services.adapter_servicer import AdapterServicer
+from engine.node.services.profile_servicer import ProfiledEngine
+from engine.node.services.role_switch import RoleSwitch
 from tandem_pb import node_pb2
 
 Context: TypeAlias = (

@@ -47,14 +47,14 @@ from engine.models.checkpoint import (
     resolve_model,
 )
 from engine.models.kv_scale_files import choose_kv_scales
-from engine.node.adapter_settings import AdapterSettings
-from engine.node.cache_settings import CacheSettings
-from engine.node.expert_settings import ExpertSettings, check_eplb
-from engine.node.image_settings import ImageSettings
-from engine.node.inspection_settings import InspectionSettings
-from engine.node.speculative_settings import SpeculativeSettings
-from engine.node.stage_checks import check_ranks, check_stages
-from engine.node.transfer_settings import TransferSettings
+from engine.node.settings.adapter_settings import AdapterSettings
+from engine.node.settings.cache_settings import CacheSettings
+from engine.node.settings.expert_settings import ExpertSettings, check_eplb
+from engine.node.settings.image_settings import ImageSettings
+from engine.node.settings.inspection_settings import InspectionSettings
+from engine.node.settings.speculative_settings import SpeculativeSettings
+from engine.node.settings.stage_checks import check_ranks, check_stages
+from engine.node.settings.transfer_settings import TransferSettings
 from kv_transfer.config import KVRole, KVTransferConfig
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
