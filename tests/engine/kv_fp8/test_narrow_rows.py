@@ -33,8 +33,8 @@ from tests.engine.models.family import Family
 from tests.engine.models.rank_process import make_paged_model
 from tests.engine.models.reference_models import GreedyAnswers, reference, reference_logits
 from tests.engine.models.test_deepseek_v4 import LONG, asked, flash
-from tests.engine.worker.stream_drafts import write_v4_with_mtp
-from tests.engine.worker.test_network_drafters import with_drafter
+from tests.engine.worker.drafts.stream_drafts import write_v4_with_mtp
+from tests.engine.worker.drafts.test_network_drafters import with_drafter
 
 ROPE = 8
 WIDE = Family(LONG.model, LONG.config, LONG.changes | {"head_dim": 128, "num_hidden_layers": 2})

@@ -57,10 +57,10 @@ from tests.engine.models.reference_models import (
 )
 from tests.engine.models.sparse_families import V4
 from tests.engine.stages.test_stages import running, stage_config
+from tests.engine.worker.drafts.stream_drafts import v4_mtp_reference, write_v4_with_mtp
+from tests.engine.worker.drafts.test_network_drafters import engine_config as drafting_config
+from tests.engine.worker.drafts.test_network_drafters import watch, with_drafter
 from tests.engine.worker.one_engine import OneEngine
-from tests.engine.worker.stream_drafts import v4_mtp_reference, write_v4_with_mtp
-from tests.engine.worker.test_network_drafters import engine_config as drafting_config
-from tests.engine.worker.test_network_drafters import watch, with_drafter
 
 NUM_TOKENS = 8
 LENGTHS = [3, 4, 127, 128, 129, 255, 256, 381, 512, 515, 700]

@@ -20,7 +20,7 @@ from engine.config import (
 from engine.models.checkpoint import load_model_config
 from tests.engine.models.engine_rank import EngineRank, Found
 from tests.engine.models.parity_cases import VOCAB
-from tests.engine.worker.drafters import KnowingDrafter
+from tests.engine.worker.drafts.drafters import KnowingDrafter
 
 FAMILIES = [
     "mixtral",  # experts by their softmax

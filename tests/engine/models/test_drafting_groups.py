@@ -26,9 +26,9 @@ from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_unti
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.test_data_parallel import DP2, Known, answers, config_of, node_of
 from tests.engine.thread_executor import ThreadExecutor
-from tests.engine.worker import draft_checkpoints as drafts
-from tests.engine.worker.test_draft_graphs import ThreadGraphsByHand
-from tests.engine.worker.test_network_drafters import watch
+from tests.engine.worker.drafts import draft_checkpoints as drafts
+from tests.engine.worker.drafts.test_draft_graphs import ThreadGraphsByHand
+from tests.engine.worker.drafts.test_network_drafters import watch
 
 NUM_DRAFTS = 3
 NUM_TOKENS = 24

@@ -31,7 +31,7 @@ from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 from tests.engine.models.rank_process import CHUNK, WHOLE, make_paged_model
 from tests.engine.models.reference_models import expected_logits, reference, reference_greedy
 from tests.engine.models.test_greedy_parity import CLEAR_LEAD, chosen_behind
-from tests.engine.worker.test_prompt_graphs import GraphsByHand
+from tests.engine.worker.graphs.test_prompt_graphs import GraphsByHand
 
 FAMILIES = ["deepseek_v2", "deepseek_v3_yarn"]
 TINY = LatentSpec(q_rank=0, kv_rank=24, nope=16, rope=8, value=12, scale=0.3)

@@ -19,6 +19,7 @@ from engine.worker import model_runner
 from tests.engine.kv_groups.grouped_node import GroupedNode, run_until
 from tests.engine.thread_executor import ThreadExecutor
 from tests.engine.tiny_model import tiny_model
+from tests.engine.worker.drafts.test_draft_graphs import ThreadGraphsByHand
 from tests.engine.worker.grammar_requests import (
     EOS,
     GPU_MODEL,
@@ -27,7 +28,6 @@ from tests.engine.worker.grammar_requests import (
     grammar_workload,
     write_checkpoint,
 )
-from tests.engine.worker.test_draft_graphs import ThreadGraphsByHand
 
 MODEL = tiny_model(
     vocab_size=VOCAB,

@@ -24,7 +24,7 @@ from engine.worker.async_output import AsyncOutput
 from engine.worker.drafts.drafter import Drafter
 from engine.worker.worker import Worker
 from kv_transfer.base import KVCacheHandle
-from tests.engine.worker.drafters import KnowingDrafter, RandomDrafter
+from tests.engine.worker.drafts.drafters import KnowingDrafter, RandomDrafter
 from tests.engine.worker.grammar_requests import (
     CHOICE,
     DEAD_END,

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 from tests.engine.models.test_beam_search import BEAMS, PROMPTS, asked, check, expected
-from tests.engine.worker import draft_checkpoints as drafts
-from tests.engine.worker.one_engine import OneEngine, check_empty
-from tests.engine.worker.test_network_drafters import (
+from tests.engine.worker.drafts import draft_checkpoints as drafts
+from tests.engine.worker.drafts.test_network_drafters import (
     engine_config,
     greedy_requests,
     watch,
     with_drafter,
 )
-from tests.engine.worker.test_speculation import run
+from tests.engine.worker.drafts.test_speculation import run
+from tests.engine.worker.one_engine import OneEngine, check_empty
 
 
 def test_beams_beside_requests_that_draft(tmp_path: Path) -> None:

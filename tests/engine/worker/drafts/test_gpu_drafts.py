@@ -17,7 +17,8 @@ from engine.models.draft_checkpoint import read_draft
 from engine.worker.drafts.drafter import Drafter
 from engine.worker.drafts.passes import DraftPasses
 from engine.worker.graphs.cuda_graphs import CudaGraphManager
-from tests.engine.worker.drafters import KnowingDrafter, RepeatingDrafter
+from tests.engine.worker.drafts.drafters import KnowingDrafter, RepeatingDrafter
+from tests.engine.worker.drafts.test_speculation import with_ngrams
 from tests.engine.worker.gpu_workers import (
     SchedulerAndWorker,
     mixed_requests,
@@ -25,7 +26,6 @@ from tests.engine.worker.gpu_workers import (
     started,
 )
 from tests.engine.worker.test_gpu_no_waiting import never_waiting
-from tests.engine.worker.test_speculation import with_ngrams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 

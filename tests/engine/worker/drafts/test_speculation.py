@@ -24,7 +24,7 @@ from engine.sched.rows.draft_length import DraftLength
 from engine.worker.worker import Worker
 from tandem_kernels.batch.batch_tables import RowTables
 from tests.engine.worker import grammar_requests
-from tests.engine.worker.drafters import RandomDrafter
+from tests.engine.worker.drafts.drafters import RandomDrafter
 from tests.engine.worker.one_engine import EOS, KINDS, OneEngine, check_empty
 from tests.engine.worker.test_choices import forked
 

@@ -22,16 +22,16 @@ from engine.models.recorded_steps import capture_sizes
 from engine.sched.rows.draft_length import DraftLength
 from engine.worker import model_runner
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
-from tests.engine.worker.one_engine import OneEngine, check_empty
-from tests.engine.worker.test_network_drafters import (
+from tests.engine.worker.drafts.test_network_drafters import (
     CASES,
     engine_config,
     greedy_requests,
     watch,
     with_drafter,
 )
-from tests.engine.worker.test_prompt_graphs import GraphsByHand
-from tests.engine.worker.test_speculation import plain_requests, with_ngrams
+from tests.engine.worker.drafts.test_speculation import plain_requests, with_ngrams
+from tests.engine.worker.graphs.test_prompt_graphs import GraphsByHand
+from tests.engine.worker.one_engine import OneEngine, check_empty
 
 
 class DecodeGraphsByHand(GraphsByHand):

@@ -16,14 +16,14 @@ from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.models.errors import CheckpointError
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
-from tests.engine.worker import draft_checkpoints as drafts
-from tests.engine.worker.one_engine import OneEngine
-from tests.engine.worker.test_network_drafters import (
+from tests.engine.worker.drafts import draft_checkpoints as drafts
+from tests.engine.worker.drafts.test_network_drafters import (
     CASES,
     MAX_LEN,
     engine_config,
     with_drafter,
 )
+from tests.engine.worker.one_engine import OneEngine
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
-from tests.engine.worker.draft_checkpoints import HIDDEN, Reference, noise
+from tests.engine.worker.drafts.draft_checkpoints import HIDDEN, Reference, noise
 
 _PARTS = {"enorm": (HIDDEN,), "hnorm": (HIDDEN,), "eh_proj": (HIDDEN, 2 * HIDDEN)}
 _WHOLE_NEMOTRON = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"]

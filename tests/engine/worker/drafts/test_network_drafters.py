@@ -33,14 +33,14 @@ from engine.models.draft_checkpoint import read_draft
 from engine.worker.model_runner import ModelRunner
 from tandem_kernels.batch.batch_tables import RowTables
 from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
-from tests.engine.worker import draft_checkpoints as drafts
-from tests.engine.worker import hybrid_mtp_checkpoints as hybrid_mtp
-from tests.engine.worker.drafters import KnowingDrafter
+from tests.engine.worker.drafts import draft_checkpoints as drafts
+from tests.engine.worker.drafts import hybrid_mtp_checkpoints as hybrid_mtp
+from tests.engine.worker.drafts.drafters import KnowingDrafter
+from tests.engine.worker.drafts.stream_drafts import v4_mtp_reference, write_v4_with_mtp
+from tests.engine.worker.drafts.test_speculation import run
 from tests.engine.worker.one_engine import OneEngine, check_empty
-from tests.engine.worker.stream_drafts import v4_mtp_reference, write_v4_with_mtp
 from tests.engine.worker.test_choices import forked
 from tests.engine.worker.test_grammars import TwoRanks
-from tests.engine.worker.test_speculation import run
 from tests.processes import free_address
 
 BLOCK_SIZE, MAX_LEN, NUM_DRAFTS = 8, 96, 3

@@ -13,7 +13,7 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.worker.drafts.drafter import Drafter
-from tests.engine.worker.drafters import KnowingDrafter, RandomDrafter
+from tests.engine.worker.drafts.drafters import KnowingDrafter, RandomDrafter
 from tests.engine.worker.one_engine import OneEngine, check_empty, run_traffic, workload
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tests.engine.models.family import Family
 from tests.engine.models.reference_models import reference, save_checkpoint
-from tests.engine.worker.draft_checkpoints import HIDDEN, Reference, noise
+from tests.engine.worker.drafts.draft_checkpoints import HIDDEN, Reference, noise
 
 NORMS = "enorm", "hnorm", "norm"
 

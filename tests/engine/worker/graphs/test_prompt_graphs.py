@@ -29,7 +29,7 @@ from kv_transfer.metadata import KVConnectorMetadata
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_pages import PagedKV
-from tests.engine.worker.drafters import KnowingDrafter
+from tests.engine.worker.drafts.drafters import KnowingDrafter
 from tests.engine.worker.grammar_requests import (
     JSON,
     grammar_config,
