@@ -14,7 +14,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.serving.chat_prompt import RENDER_S, TOO_COSTLY, ChatPrompt
 from decode_node.serving.long_texts import VERY_LONG, LongTexts
 from decode_node.serving.recent_turns import RecentTurns
-from decode_node.serving.system_turns import system_first
+from decode_node.serving.system_turns import system_first, without_billing_line
 from edge.http.errors import BadRequest
 from edge.http.event_loop import long_work
 from engine.config import ModelConfig
@@ -83,8 +83,11 @@ class Prompts:
         self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool
     ) -> tuple[str, list[int]]:
         """Returns the text of a chat's prompt, and its tokens. Raises `BadRequest`."""
+        messages = without_billing_line(body.messages)
         if self._moves_system_turns and body.moves_system_turns:
-            body = body.model_copy(update={"messages": system_first(body.messages)})
+            messages = system_first(messages)
+        if messages is not body.messages:
+            body = body.model_copy(update={"messages": messages})
         try:
             return await self._of_chat(body, tool_use, is_long=is_long)
         except BadRequest as error:

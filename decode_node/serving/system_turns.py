@@ -1,4 +1,5 @@
-"""Makes one message, in front, of what the system says before the first answer.
+"""Makes one message, in front, of what the system says before the first answer, without the line by
+which Claude Code tells a gateway what it is.
 
 Claude Code says its "Environment" behind the user's first words. Models are trained with one
 message of the system, in front; and what stands behind the user's words shares no prefix with other
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from decode_node.protocol.chat.chat_messages import ChatMessage, ContentPart, TextPart
+from decode_node.protocol.messages.message_texts import without_billing
 
 _SYSTEM = "system"
 _GAP = "\n\n"
@@ -27,6 +29,23 @@ def system_first(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         whole = whole.model_copy(update={"content": _both(whole.content, more.content)})
     others = [one for one in opening if one.role != _SYSTEM]
     return [whole, *others, *messages[len(opening) :]]
+
+
+def without_billing_line(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Returns the messages without that line, which gateways pass on as the first of the system's
+    texts. Another one stands in each conversation, so that none shares a prefix with others."""
+    first = messages[0]
+    parts = _parts(first.content)
+    text = parts[0] if parts else None
+    if first.role != _SYSTEM or not isinstance(text, TextPart) or first.images():
+        return messages
+    kept = without_billing(text.text)
+    if kept == text.text:
+        return messages
+    rest = parts[1:] if not kept else [text.model_copy(update={"text": kept}), *parts[1:]]
+    if not rest and len(messages) > 1:
+        return messages[1:]
+    return [first.model_copy(update={"content": rest}), *messages[1:]]
 
 
 def _both(

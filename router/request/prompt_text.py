@@ -6,6 +6,7 @@ found by scans of these bytes: they are looked at through views, and only pieces
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -15,6 +16,9 @@ import msgspec
 _BRACKETS = b" \t\r\n["
 _BYTES_PER_TOKEN = 4
 _PIECE_BYTES = 64 << 10
+_BILLING = re.compile(rb'x-anthropic-billing-header:[^"\\]*')
+_BILLING_WITHIN = 512
+"""It stands in the first bytes of a system prompt, also where a gateway has made a chat of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,12 @@ class PromptText:
         return len(self) // _BYTES_PER_TOKEN
 
     def beginning(self, num_bytes: int) -> bytes:
-        """Returns the first `num_bytes` of it."""
+        """Returns the first `num_bytes` of it, without the line by which Claude Code tells what it
+        is: that is another one in each conversation, and no part of what nodes cache."""
         front = bytes(self.preamble[:num_bytes])
-        return front + self.prompt[: num_bytes - len(front)]
+        whole = front + self.prompt[: num_bytes - len(front)]
+        line = _BILLING.search(whole, 0, _BILLING_WITHIN)
+        return whole if line is None else whole[: line.start()] + whole[line.end() :]
 
     def _begins_with_a_digit(self) -> bool:
         text = _without_brackets(self.preamble) or self.prompt

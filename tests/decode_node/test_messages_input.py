@@ -116,7 +116,17 @@ async def test_conversations_of_an_agent_share_their_prefix() -> None:
         last, alone = list(node.engine.requests.values())[-2:]
         prompts.append(node.tokenizer.decode(last.request.spec.prompt_token_ids))
         assert node.tokenizer.decode(alone.request.spec.prompt_token_ids) == "u:hello\n"
+        prompts += [await _prompt_of_chat(node, system), await _prompt_of_chat(node, joined)]
+        assert await _prompt_of_chat(node, HEADER.format("a")) == "u:hello\n"
     assert set(prompts) == {"s:You are an agent.\nu:hello\n"}
+
+
+async def _prompt_of_chat(node: Any, system: Any) -> str:
+    """Returns what is made of the chat that a gateway makes of such a request."""
+    body = {"max_tokens": 2, "messages": [{"role": "system", "content": system}, USER]}
+    assert (await node.client.post("/v1/chat/completions", json=body)).status_code == 200
+    spec = list(node.engine.requests.values())[-1].request.spec
+    return str(node.tokenizer.decode(spec.prompt_token_ids))
 
 
 def test_blocks_that_hold_text_are_text() -> None:

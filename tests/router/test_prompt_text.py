@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from router.request.info import SessionSource, read_request_info
 from router.request.prompt_text import PromptText
 
 LONG = 4 << 20
+USER = [{"role": "user", "content": "hello"}]
 PIECES = [b"data:image", b'"data":', b'"data": ', b"/", b"\\/", b'"', b"x" * 70, b"y", b" ", b":"]
 IMAGE = re.compile(rb'data:image\\?/[^"]*|(?<="data":")[^"]{64,}|(?<="data": ")[^"]{64,}')
 """All that is taken for an image, as one expression says it."""
@@ -35,6 +37,33 @@ def test_parts_are_those_of_the_whole(preamble: bytes, prompt: bytes, num_bytes:
     assert len(text) == len(whole)
     is_ids = whole.lstrip(b" \t\r\n[")[:1].isdigit()
     assert text.num_tokens == (whole.count(b",") + 1 if is_ids else len(whole) // 4)
+
+
+def messages_body(line: str, rest: str) -> bytes:
+    system = [{"type": "text", "text": line}, {"type": "text", "text": rest}]
+    return json.dumps({"system": system, "messages": USER}).encode()
+
+
+def gateway_body(line: str, rest: str) -> bytes:
+    system = {"role": "system", "content": [{"type": "text", "text": line + "\n" + rest}]}
+    return json.dumps({"messages": [system, *USER]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", messages_body), ("/v1/chat/completions", gateway_body)],
+)
+def test_conversations_of_claude_code_share_their_blocks(
+    path: str, body: Callable[[str, str], bytes]
+) -> None:
+    """Their system prompts begin with a line that is another one in each."""
+    line = "x-anthropic-billing-header: cc_version=2.1.332.{}; cc_entrypoint=cli;"
+    chains = [
+        read_request_info(path, "r", {}, body(line.format(one), rest * 2000)).prefix_blocks
+        for one, rest in (("6f1", "be kind. "), ("06d", "be kind. "), ("6f1", "be brief. "))
+    ]
+    assert len(chains[0]) > 2 and chains[0] == chains[1]
+    assert chains[0][0] != chains[2][0]
 
 
 def named(image: re.Match[bytes]) -> bytes:

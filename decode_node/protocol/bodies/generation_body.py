@@ -134,6 +134,8 @@ class GenerationBody(StructuredFields):
     """Prefixes are found by their content."""
     prompt_cache_retention: Ignored = None
     """Prefixes are kept while there is room."""
+    prompt_cache_options: Ignored = None
+    """Prefixes are found by their content, wherever they end."""
 
     @property
     def num_choices(self) -> int:

@@ -91,6 +91,10 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "reasoning_effort": NotBuilt("see chat_template_kwargs", ("none",)),
     "verbosity": NotBuilt("ask for it in the messages", ("medium",)),
     "web_search_options": NotBuilt("this server searches nothing", empty_asks=True),
+    "moderation": NotBuilt(
+        "this server moderates nothing; ask a model that does, before and after"
+    ),
+    "compaction": NotBuilt("this server summarises nothing by itself; ask for it in a message"),
     "return_hidden_states": NotBuilt("hidden states are not given out"),
 }
 

@@ -155,6 +155,8 @@ class ResponsesRequest(StrictBody):
     """Prefixes are found by their content."""
     prompt_cache_retention: Ignored = None
     """Prefixes are kept while there is room."""
+    prompt_cache_options: Ignored = None
+    """Prefixes are found by their content, wherever they end."""
 
     def check_supported(self) -> None:
         """Raises `BadRequest` for what needs state, or is not built."""
