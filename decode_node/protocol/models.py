@@ -30,7 +30,7 @@ class Model(msgspec.Struct, kw_only=True):
 
     Attributes:
         root: What the operator called it: a folder or a name on the hub.
-        type, display_name, created_at, max_input_tokens: What Anthropic's clients read.
+        type, display_name, created_at, lifecycle, max_input_tokens: What Anthropic's clients read.
         chat_format: How its chats are written and read: the names of the parsers, and what the chat
             template takes.
     """
@@ -45,6 +45,7 @@ class Model(msgspec.Struct, kw_only=True):
     type: str = "model"
     display_name: str
     created_at: str
+    lifecycle: str = "active"
     max_input_tokens: int
     default_sampling_params: dict[str, float]
     permission: list[ModelPermission]

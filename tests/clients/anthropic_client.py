@@ -23,6 +23,7 @@ TOOL = {
 def check(client: anthropic.Anthropic) -> None:
     [model] = client.models.list()
     assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
+    assert model.lifecycle == "active"
     assert client.models.retrieve("demo").max_input_tokens == model.max_input_tokens > 0
     short = {"model": "demo", "max_tokens": 20, "extra_body": {"temperature": 0.0}}
     long = {**short, "max_tokens": 900}

@@ -126,6 +126,7 @@ async def test_model_cards_tell_names_defaults_and_what_clients_look_for(tmp_pat
             assert (await node.client.get(f"/v1/models/{card['id']}")).json() == card
             assert (card["root"], card["parent"]) == ("unused", None)
             assert (card["type"], card["display_name"]) == ("model", card["id"])
+            assert card["lifecycle"] == "active"
             assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
             assert card["max_input_tokens"] == card["max_model_len"] == CONTEXT
             assert card["default_sampling_params"] == {"temperature": 0.6}
