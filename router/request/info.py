@@ -25,7 +25,7 @@ from router.request.image_urls import image_names, may_hold_images, shortened
 from router.request.model_route import ModelRoute, plain_route
 from router.request.prompt_blocks import BLOCK_BYTES, MOST_BYTES, hash_blocks
 from router.request.prompt_parts import PromptPart, parts_of, several_prompts
-from router.request.prompt_text import PromptText
+from router.request.prompt_text import PromptText, estimate_tokens
 from router.request.proxied_path import PROXIED_PATHS
 from router.request.tenants import ANYONE, Priority, Tenant
 
@@ -185,7 +185,8 @@ def read_request_info(
     source, session = _session(headers, fields, (text.preamble, *_lines(first)) if first else ())
     session_key = _session_key(tenant, led.name + led.adapter_digest, source, session)
     version = led.version(session_key or request_id.encode())
-    num_tokens = text.num_tokens
+    # Templates write tools in front of the turns; agents bring more of them than of all else.
+    num_tokens = text.num_tokens + estimate_tokens(fields.get("tools", _NOTHING))
     prompts = several_prompts(given)
     num_prompts, seed = max(1, len(prompts)), _chain_seed(tenant, version + led.adapter_digest)
     parts = parts_of(prompts, seed)

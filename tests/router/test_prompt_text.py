@@ -66,6 +66,22 @@ def test_conversations_of_claude_code_share_their_blocks(
     assert chains[0][0] != chains[2][0]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_tools_are_part_of_the_prompt(path: str) -> None:
+    """An agent's first prompt is tools, for the most part."""
+    body = {"messages": [{"role": "user", "content": "be kind " * 1000}]}
+    tools = [{"name": f"t{i}", "description": "does " * 200} for i in range(30)]
+    plain, whole = (
+        read_request_info(path, "r", {}, json.dumps(one).encode())
+        for one in (body, {**body, "tools": tools})
+    )
+    more = whole.num_prompt_tokens - plain.num_prompt_tokens
+    assert abs(more - len(json.dumps(tools)) // 4) < 2
+    assert whole.prefix_blocks == plain.prefix_blocks
+    share = whole.tokens_per_block / plain.tokens_per_block
+    assert share == pytest.approx(whole.num_prompt_tokens / plain.num_prompt_tokens)
+
+
 def named(image: re.Match[bytes]) -> bytes:
     name = b"img-" + xxhash.xxh3_128_hexdigest(image.group()).encode()
     return (name * 200)[: min(len(image.group()), 4096)]
