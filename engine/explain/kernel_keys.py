@@ -20,6 +20,7 @@ from engine.explain.explanation import Batch, asked_model
 from engine.explain.launched_kernels import KernelKey, keeping
 from engine.explain.launches import Launches
 from engine.models.recorded_steps import recorded_steps
+from engine.worker.attention_of_model import masked_tokens_of
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from tandem_kernels import ops
 from tandem_kernels.device import GpuFacts
@@ -69,7 +70,9 @@ def steps_before_ready(config: EngineConfig) -> list[DummyStep]:
     """Returns the steps that a worker runs at its start: to measure memory, and to warm up."""
     limits = config.scheduler
     sizes = limits.max_num_batched_tokens, limits.max_num_seqs, config.model
-    return [*largest_steps(*sizes, expands_contexts=True), *warm_up_steps(config)]
+    masked = masked_tokens_of(config)
+    largest = largest_steps(*sizes, expands_contexts=True, masked_tokens=masked)
+    return [*largest, *warm_up_steps(config)]
 
 
 def batch_of_graph(key: GraphKey, config: EngineConfig) -> Batch:

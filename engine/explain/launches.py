@@ -21,6 +21,7 @@ from tandem_kernels import ops
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
+from tandem_kernels.attention.ragged_batch import RaggedBatch
 from tandem_kernels.attention.token_rows import TokenRowForm
 
 OnKernel = Callable[[ops.Op[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -222,6 +223,10 @@ def _ragged(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     return q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty((q.shape[1], len(q)))
 
 
+def _bits(chosen: Tensor, batch: RaggedBatch, *rest: Any) -> Tensor:
+    return chosen.new_empty((len(chosen), -(-batch.max_key_len // 64) * 2))
+
+
 def _heads(x: Tensor, weight: Tensor, bias: Any, positions: Tensor, table: Tensor,
            kv_cache: Tensor, *rest: Any) -> Tensor:  # fmt: skip
     return x.new_empty((len(x), len(weight) // kv_cache.shape[-1], kv_cache.shape[-1]))
@@ -301,6 +306,7 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "fused_qkv": _heads,
     "gather_context": _gathered_context,
     "gather_latents": _gathered_latents,
+    "chosen_bits": _bits,
     "ragged_attention": _ragged,
     "merge_attention": _nothing,
     "add_sinks": _nothing,

@@ -104,6 +104,7 @@ RULES: dict[str, tuple[str, str]] = {
     "window_rows_attention": ("a window's tokens and rows of several, by one softmax", ""),
     "choose_blocks": ("scores of whole blocks, of which each KV head chooses its own", ""),
     "block_sparse_attention": ("the blocks that each KV head has chosen", ""),
+    "chosen_bits": ("chosen tokens of prompts that are expanded and masked", ""),
     "ragged_attention": ("expanded latents of long prompts", ""),
     "FlashAttention 3": ("long prompts: faster than our kernel (selection.py)", ""),
     "cuDNN": ("long uncached prompts, without FlashAttention 3 (selection.py)", ""),

@@ -144,18 +144,27 @@ def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> lis
 
 
 def largest_steps(
-    num_tokens: int, max_num_reqs: int, model: ModelConfig, *, expands_contexts: bool
+    num_tokens: int,
+    max_num_reqs: int,
+    model: ModelConfig,
+    *,
+    expands_contexts: bool,
+    masked_tokens: int = 0,
 ) -> list[DummyStep]:
     """Returns steps of which one takes as much memory as any step with `num_tokens` may: as many
     requests as there may be, one token each, and the rest of the tokens in few long prompts, which
-    all want all that the sampler can do; and a step behind long contexts, or where layers keep
-    states one of many prompts, each of which has a chunk that is not full."""
+    all want all that the sampler can do; and a step behind long contexts, behind those of which
+    `masked_tokens` say that they are expanded and masked, or where layers keep states one of many
+    prompts, each of which has a chunk that is not full."""
     lengths = dummy_lengths(num_tokens, max_num_reqs, model.max_model_len)
     most = min(MAX_LOGPROBS, model.vocab_size)
     seeds = tuple(range(DRAWS_AT_ONCE))
     steps = [DummyStep(lengths, everything(most, most), sibling_seeds=seeds)]
     if expands_contexts:
         steps.append(behind_contexts(num_tokens, max_num_reqs, model.max_model_len))
+    if masked_tokens:
+        longest = min(masked_tokens, model.max_model_len)
+        steps.append(behind_contexts(num_tokens, max_num_reqs, longest))
     if any(kv.is_state for kv in model.kv_layers):
         count = max(1, min(max_num_reqs, num_tokens // 2))
         length = min(num_tokens // count, model.max_model_len)

@@ -46,7 +46,12 @@ from engine.models.vision.tower import VisionTower
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
 from engine.worker.async_output import AsyncOutput, ResultCopier
-from engine.worker.attention_of_model import attention_of, group_inputs, prepare_attention
+from engine.worker.attention_of_model import (
+    attention_of,
+    group_inputs,
+    masked_tokens_of,
+    prepare_attention,
+)
 from engine.worker.drafts.drafter import Drafts
 from engine.worker.drafts.network_drafter import NetworkDrafter, with_drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
@@ -240,8 +245,10 @@ class ModelRunner:
         """
         model, most_rows = self._config.model, self.states.max_num_reqs
         self._images.dummy_run()
-        is_longer = self._attention.expands_contexts
-        for step in largest_steps(num_tokens, most_rows, model, expands_contexts=is_longer):
+        is_longer, masked = self._attention.expands_contexts, masked_tokens_of(self._config)
+        for step in largest_steps(
+            num_tokens, most_rows, model, expands_contexts=is_longer, masked_tokens=masked
+        ):
             self._dummy_step(step)
 
     def _dummy_step(self, dummy: DummyStep) -> None:

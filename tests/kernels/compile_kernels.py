@@ -29,6 +29,7 @@ from tandem_kernels.attention import (
     attention_sink,
     block_scores,
     block_sparse_attention,
+    chosen_bits,
     chosen_slots,
     close_rows,
     context_gather,
@@ -1266,18 +1267,22 @@ def ragged_cases(capability: int) -> Iterator[Case]:
         **named("*fp32", "log_sums", "part_log_sums"),
         **named("fp32", "scale"),
     }
-    for causal in (False, True):
+    types |= named("*i32", "chosen", "bits", "chosen_bits")
+    for causal, chosen in ((False, {}), (True, {}), (True, {"CHOSEN": True})):
         yield Case(
             ragged_attention.ragged_attention_kernel,
-            f"causal={causal}",
+            f"causal={causal} {chosen}",
             types,
             {
                 "NUM_HEADS": 16, "KEY": 192, "MAIN": 128, "REST": 64, "VALUE": 128,
                 "BLOCK_VALUE": 128, "BLOCK_Q": 128, "TILE": 64, "CAUSAL": causal,
                 "PRECISION": "tf32", "LOG_2": 0.7,
+                **(chosen or {"CHOSEN": False, "chosen_bits": None}),
             },
             {"num_warps": 8, "num_stages": 3},
         )  # fmt: skip
+    kernel = chosen_bits.chosen_bits_kernel
+    yield Case(kernel, "", types, {"TOP_K": 2048, "BLOCK": 2048}, {"num_warps": 8})
     yield Case(
         merge_attention.merge_attention_kernel,
         "",

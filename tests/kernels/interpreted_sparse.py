@@ -77,6 +77,17 @@ def test_attention_to_chosen_tokens(
     )
 
 
+@pytest.mark.parametrize(
+    ("lengths", "causal"), [(([20, 3, 40], [90, 3, 133]), True), (([20, 3, 5], [70, 30, 1]), False)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_to_chosen_keys(lengths: check.Lengths, causal: bool, dtype: torch.dtype) -> None:
+    check.attention_to_chosen_keys(
+        ops.ragged_attention.kernel, ops.chosen_bits.kernel, lengths, (2, 24, 12, 50), dtype,
+        causal=causal,
+    )  # fmt: skip
+
+
 def test_choice_does_not_depend_on_what_else_is_there() -> None:
     check.index_topk_is_invariant(ops.index_topk.kernel, (70, 9), (3, 16, 20), fp8=False)
 

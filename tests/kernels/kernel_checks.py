@@ -1090,15 +1090,18 @@ def ragged_attention(
 def merge_attention(
     op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """Checks the join of two parts; `sizes` is (T, H, V). One part counts for nothing once."""
+    """Checks the join of two parts; `sizes` is (T, H, V). One part counts for nothing once, and of
+    another row there is nothing in both."""
     num_tokens, num_heads, _ = sizes
     parts = [torch.randn(sizes, device=device).to(dtype) for _ in range(2)]
+    for part in parts:
+        part[1, 0] = 0.0
     # As in a step: a part of the rows of more queries.
     sums = [torch.randn(num_heads, num_tokens + 3, device=device)[:, 3:] * 5 for _ in range(2)]
-    sums[1][0, 0] = -math.inf
+    sums[1][0, 0] = sums[0][0, 1] = sums[1][0, 1] = -math.inf
     shares = torch.stack([part.double().t()[..., None] for part in sums]).exp()
     wide = torch.stack([part.double() for part in parts])
-    expected = (wide * shares).sum(0) / shares.sum(0)
+    expected = ((wide * shares).sum(0) / shares.sum(0)).nan_to_num(0.0)
     expected_sums = torch.stack([part.double() for part in sums]).logsumexp(0)
     op(parts[0], sums[0], parts[1], sums[1])
     assert oracle.relative_error(parts[0], expected) < ELEMENTWISE[dtype]

@@ -14,6 +14,7 @@ from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.index_select import SelectedRows
 from tandem_kernels.attention.kv_scales import E4M3
+from tandem_kernels.attention.ragged_batch import RaggedBatch
 
 Op = Callable[..., Any]
 SCORES = {False: 1e-4, True: 1e-3}
@@ -309,3 +310,54 @@ def sparse_latent_attention(
     out = op(q[:, :, :latent], q[:, :, latent:], cache, chosen, metadata, batch.scale)
     assert out.shape == expected.shape and out.dtype == dtype
     assert oracle.relative_error(out, expected) < ATTENTION[dtype]
+
+
+def attention_to_chosen_keys(
+    attend: Op,
+    write: Op,
+    lengths: Lengths,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    *,
+    causal: bool,
+    device: str = "cpu",
+) -> None:
+    """Checks attention to random tokens of contexts of which a part lies here as keys: bits, and
+    what they make of `ragged_attention`. `lengths` are those of queries and keys, `sizes` is
+    (H, D, V, K). The first query of each request has chosen nothing of what is here."""
+    (query_lens, key_lens), (num_heads, key, value, top_k) = lengths, sizes
+    first = [5 + 40 * r for r in range(len(key_lens))]
+    q, k, v = (
+        torch.randn(sum(rows), num_heads, width, device=device).to(dtype)
+        for rows, width in ((query_lens, key), (key_lens, key), (key_lens, value))
+    )
+    bounds = [oracle.cumulative(part).to(device) for part in lengths]
+    batch = RaggedBatch(*bounds, max(query_lens), max(key_lens), causal)
+    chosen = torch.full((len(q), top_k), -1, dtype=torch.int32)
+    expected = torch.zeros(len(q), num_heads, value, dtype=torch.float64, device=device)
+    sums = torch.full((num_heads, len(q)), -torch.inf, dtype=torch.float64, device=device)
+    places: list[list[int]] = []
+    for r, (num_queries, num_keys) in enumerate(zip(query_lens, key_lens, strict=True)):
+        for i in range(num_queries):
+            seen = num_keys - num_queries + i + 1 if causal else num_keys
+            room = first[r] + (seen if i else 0)
+            picked = torch.randperm(room)[:top_k].sort().values
+            chosen[len(places), : len(picked)] = picked.int()
+            own = picked[picked >= first[r]] - first[r]
+            if len(own):
+                rows, token = sum(key_lens[:r]) + own.to(device), len(places)
+                scores = torch.einsum("hd,shd->hs", q[token].double(), k[rows].double())
+                scores *= key**-0.5
+                expected[token] = torch.einsum("hs,shd->hd", scores.softmax(-1), v[rows].double())
+                sums[:, token] = scores.logsumexp(-1)
+            places.append(own.tolist())
+    begins = torch.tensor(first, dtype=torch.int32, device=device)
+    bits = write(chosen.to(device), batch, begins)
+    assert bits.dtype == torch.int32 and bits.shape == (len(q), -(-max(key_lens) // 64) * 2)
+    for row, own in zip(bits.tolist(), places, strict=True):
+        assert [32 * w + i for w, word in enumerate(row) for i in range(32) if word >> i & 1] == own
+    out, log_sums = attend(q, k, v, batch, key**-0.5, bits)
+    assert out.dtype == dtype and oracle.relative_error(out, expected) < ATTENTION[dtype]
+    torch.testing.assert_close(
+        log_sums.double(), sums, rtol=ATTENTION[dtype], atol=ATTENTION[dtype]
+    )

@@ -68,6 +68,18 @@ def test_attention_to_chosen_tokens(
     )  # fmt: skip
 
 
+@halves
+@pytest.mark.parametrize(
+    ("lengths", "causal"),
+    [(([200, 3, 129], [1000, 3, 400]), True), (([64, 3, 100], [2500, 70, 1]), False)],
+)
+def test_attention_to_chosen_keys(dtype: torch.dtype, lengths: check.Lengths, causal: bool) -> None:
+    check.attention_to_chosen_keys(
+        ops.ragged_attention, ops.chosen_bits, lengths, (4, 192, 128, 300), dtype, causal=causal,
+        device="cuda",
+    )  # fmt: skip
+
+
 def test_index_keys_in_e4m3_choose_nearly_the_same() -> None:
     torch.manual_seed(5)
     lengths = 8000, 2048

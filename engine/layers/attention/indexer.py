@@ -113,10 +113,8 @@ class Indexer(nn.Module):
             return self._chosen(queries, weights, pages, metadata)
         parts = (
             (metadata.before, slice(0, metadata.rows.start)),
-            (
-                metadata.after,
-                slice(metadata.rows.stop, len(x)),
-            ),
+            (metadata.choosing, metadata.rows),
+            (metadata.after, slice(metadata.rows.stop, len(x))),
         )
         found = {
             rows.start: self._chosen(queries[rows], weights[rows], pages, part)

@@ -15,6 +15,10 @@ expansion is worth while where
 that is, for DeepSeek's sizes, from 171 tokens on behind a long context, and from fewer behind a
 short one; a chunk's own tokens cost the same either way. Steps of few tokens stay absorbed: they
 may be recorded. Source: the absorbed form is DeepSeek-V2's (arXiv 2405.04434, 2.1.2).
+
+Where an indexer chooses what is attended, each query has rows of its own, and reading them takes
+longer than products of short contexts do: there chunks are expanded, too, and what is not chosen
+is masked. How long a context may be is measured.
 """
 
 from __future__ import annotations
@@ -65,12 +69,14 @@ class LatentMetadata(AttentionMetadata):
         passes: What they attend to; the first one is causal and has all of them.
         before, after: The requests around them, whose query rows count from 0 and from the end of
             `rows`. None: there are none.
+        choosing: Those that are expanded, where they attend to chosen tokens; None: to all.
     """
 
     rows: slice = field(default_factory=lambda: slice(0))
     passes: tuple[ContextPass, ...] = ()
     before: AttentionMetadata | None = None
     after: AttentionMetadata | None = None
+    choosing: AttentionMetadata | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,8 @@ class LatentBackend(PagedBackend):
         ragged: Attends to expanded keys and values.
         pass_tokens: Of contexts expanded at once.
         fewest_tokens, fewest_of_step: Of a chunk, and of all that a step expands.
-        dense_tokens: Longer contexts stay absorbed.
+        dense_tokens: Of longer contexts an indexer chooses.
+        masked_tokens: Contexts of no more are expanded all the same, and what is not chosen masked.
     """
 
     shape: LatentShape | None = None
@@ -90,6 +97,7 @@ class LatentBackend(PagedBackend):
     pass_tokens: int = PASS_TOKENS
     fewest_tokens: int = _FEWEST_TOKENS
     fewest_of_step: int = _FEWEST_OF_STEP
+    masked_tokens: int = 0
 
     @property
     def expands_contexts(self) -> bool:
@@ -136,6 +144,9 @@ class LatentBackend(PagedBackend):
         chunks = _chunks(batch.order)[first - batch.order.num_decodes :][: end - first]
         tables = batch.block_tables[first:end]
         before, after = around(metadata, query_lens.tolist(), first, end)
+        choosing = None
+        if not self._is_dense(int(batch.order.seq_lens[first:end].max())):
+            choosing = _part(metadata, query_lens.tolist(), first, end)
         return LatentMetadata(
             metadata.block_tables,
             metadata.query_start_loc,
@@ -148,6 +159,7 @@ class LatentBackend(PagedBackend):
             passes=context_passes(chunks, tables, self.pass_tokens),
             before=before,
             after=after,
+            choosing=choosing,
         )
 
     def _may_record(self, order: StepOrder) -> bool:
@@ -168,6 +180,10 @@ class LatentBackend(PagedBackend):
     def _is_dense(self, num_tokens: int) -> bool:
         """Returns whether a context of `num_tokens` is attended as a whole."""
         return self.dense_tokens is None or num_tokens <= self.dense_tokens
+
+    def _may_expand(self, num_tokens: int) -> bool:
+        """Returns whether a context of `num_tokens` may be expanded, as a whole or masked."""
+        return self._is_dense(num_tokens) or num_tokens <= self.masked_tokens
 
     def _of_whole_prompts(self, batch: StepBatch, metadata: AttentionMetadata) -> LatentMetadata:
         """Returns metadata that says nothing of the prompts' lengths but on the device, for a
@@ -202,7 +218,7 @@ class LatentBackend(PagedBackend):
         if shape is None or self.fixed_order or chunk.num_tokens < self.fewest_tokens:
             return False
         new, cached = chunk.num_tokens, chunk.num_computed
-        if not self._is_dense(new + cached):
+        if not self._may_expand(new + cached):
             return False
         pairs = new * cached + new * new / 2
         saved = 2 * shape.kv_rank - shape.nope - shape.value
@@ -219,7 +235,7 @@ class LatentBackend(PagedBackend):
         if not chosen:
             return 0, 0
         first, end = chosen[0], chosen[-1] + 1
-        if not self._is_dense(int(order.seq_lens[first:end].max())):
+        if not self._may_expand(int(order.seq_lens[first:end].max())):
             return 0, 0
         if int(order.query_lens[first:end].sum()) < self.fewest_of_step:
             return 0, 0
@@ -250,13 +266,20 @@ def around(
             max_query_len=max(query_lens[:first]),
         )
     if end < len(query_lens):
-        # Copies, because kernels are compiled by how addresses are aligned.
-        after = replace(
-            metadata,
-            block_tables=metadata.block_tables[end:].clone(),
-            query_start_loc=metadata.query_start_loc[end:] - sum(query_lens[:end]),
-            seq_lens=metadata.seq_lens[end:].clone(),
-            num_decodes=0,
-            max_query_len=max(query_lens[end:]),
-        )
+        after = _part(metadata, query_lens, end, len(query_lens))
     return before, after
+
+
+def _part(
+    metadata: AttentionMetadata, query_lens: list[int], first: int, end: int
+) -> AttentionMetadata:
+    """Returns requests [first, end), none of which decodes, as a step of their own."""
+    # Copies, because kernels are compiled by how addresses are aligned.
+    return replace(
+        metadata,
+        block_tables=metadata.block_tables[first:end].clone(),
+        query_start_loc=metadata.query_start_loc[first : end + 1] - sum(query_lens[:first]),
+        seq_lens=metadata.seq_lens[first:end].clone(),
+        num_decodes=0,
+        max_query_len=max(query_lens[first:end]),
+    )

@@ -47,8 +47,9 @@ class LatentForms:
         [N, B, L + R].
 
         Args:
-            chosen: [T, K] int32, what tokens attend to whose contexts are not expanded, as
-                `tandem_kernels.reference.index.index_topk` returns it; None: to all.
+            chosen: [T, K] int32, what tokens attend to, as
+                `tandem_kernels.reference.index.index_topk` returns it; None: to all. Contexts that
+                are expanded are attended as a whole unless the metadata says that they choose.
 
         Returns:
             [T, H, V].
@@ -56,7 +57,10 @@ class LatentForms:
         metadata, backend = inputs.metadata, inputs.backend
         if not isinstance(metadata, LatentMetadata) or not isinstance(backend, LatentBackend):
             return self.absorbed(heads, cache, metadata, chosen)
-        expanded = self.expanded(heads[metadata.rows], cache, metadata.passes, backend)
+        of_rows = None
+        if metadata.choosing is not None and chosen is not None:
+            of_rows = chosen[metadata.rows]
+        expanded = self.expanded(heads[metadata.rows], cache, metadata.passes, backend, of_rows)
         if metadata.before is None and metadata.after is None:
             return expanded
         first, end = metadata.rows.start, metadata.rows.stop
@@ -95,14 +99,22 @@ class LatentForms:
         cache: Tensor,
         passes: tuple[ContextPass, ...],
         backend: LatentBackend,
+        chosen: Tensor | None = None,
     ) -> Tensor:
-        """Attends to keys and values made of the cache: [T, H, P + R] -> [T, H, V]."""
+        """Attends to keys and values made of the cache, to all or to `chosen` [T, K]:
+        [T, H, P + R] -> [T, H, V]."""
+
+        def of_pass(part: ContextPass) -> tuple[Tensor, Tensor]:
+            given = heads[part.rows], *self._expand(heads, cache, part), part.batch, self.scale
+            if chosen is None:
+                return backend.ragged(*given)
+            bits = ops.chosen_bits(chosen[part.rows], part.batch, part.first)
+            return ops.ragged_attention(*given, bits)
+
         first, *others = passes
-        keys, values = self._expand(heads, cache, first)
-        attended, log_sums = backend.ragged(heads, keys, values, first.batch, self.scale)
+        attended, log_sums = of_pass(first)
         for part in others:
-            keys, values = self._expand(heads, cache, part)
-            found, sums = backend.ragged(heads[part.rows], keys, values, part.batch, self.scale)
+            found, sums = of_pass(part)
             ops.merge_attention(attended[part.rows], log_sums[:, part.rows], found, sums)
         return attended
 

@@ -28,7 +28,8 @@ def merge_attention_kernel(
     own_place = log_sums + head * log_sums_stride + token
     own = tl.load(own_place)
     other = tl.load(part_log_sums + head * part_log_sums_stride + token)
-    peak = tl.maximum(own, other)
+    # Where there is nothing in either part, both shares are zero.
+    peak = tl.maximum(tl.maximum(own, other), -3.0e38)
     own_share = tl.exp(own - peak)
     other_share = tl.exp(other - peak)
     total = own_share + other_share
@@ -37,7 +38,8 @@ def merge_attention_kernel(
     place = (token * NUM_HEADS + head) * VALUE + dim
     value = tl.load(out + place, mask=inside, other=0.0).to(tl.float32) * own_share
     value += tl.load(part + place, mask=inside, other=0.0).to(tl.float32) * other_share
-    tl.store(out + place, (value / total).to(out.dtype.element_ty), mask=inside)
+    value = value / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
     tl.store(own_place, peak + tl.log(total))
 
 

@@ -4,6 +4,8 @@ A program owns one tile of query tokens of one head and walks its request's keys
 mask as far as all of its queries see, then masked to where the last one does. Tiles are taken from
 the end of the batch backwards, so that the longest walks start first. A key's width is cut into the
 largest power of two and the rest, as 192 is into 128 and 64.
+
+Where queries attend to chosen keys alone there is one walk: a bit of each key says whether it is.
 """
 
 from __future__ import annotations
@@ -21,6 +23,21 @@ _LEAST_WIDTH = 16
 
 
 @triton.jit
+def _is_chosen(
+    bits: tl.tensor, start: tl.tensor, is_query: tl.tensor, TILE: tl.constexpr
+) -> tl.tensor:
+    """Returns which keys of the tile at `start` each query has chosen, [BLOCK_Q, TILE]. `bits`:
+    pointers to the first word of each query."""
+    lane = tl.arange(0, TILE)
+    low = tl.load(bits + start // 32, mask=is_query, other=0)
+    word = tl.broadcast_to(low[:, None], [low.shape[0], TILE])
+    if TILE == 64:
+        high = tl.load(bits + start // 32 + 1, mask=is_query, other=0)
+        word = tl.where((lane < 32)[None, :], word, high[:, None])
+    return (word & (1 << lane % 32)[None, :]) != 0
+
+
+@triton.jit
 def _advance(
     query: tl.tensor,
     query_rest: tl.tensor,
@@ -29,8 +46,10 @@ def _advance(
     acc: tl.tensor,
     k_line: tl.tensor,
     v_line: tl.tensor,
-    position: tl.tensor,
+    start: tl.tensor,
     last_seen: tl.tensor,
+    bits: tl.tensor,
+    is_query: tl.tensor,
     num_keys: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
@@ -40,10 +59,13 @@ def _advance(
     REST: tl.constexpr,
     VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
+    TILE: tl.constexpr,
     MASKED: tl.constexpr,
+    CHOSEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Takes the keys at `position` [TILE] into a softmax state."""
+    """Takes the TILE keys from `start` on into a softmax state."""
+    position = start + tl.arange(0, TILE)
     inside = (position < num_keys)[:, None]
     row = position.to(tl.int64)[:, None]
     main = tl.arange(0, MAIN)[None, :]
@@ -54,7 +76,9 @@ def _advance(
         keys = tl.load(k_line + row * k_stride + rest, mask=inside & (rest < KEY), other=0.0)
         scores = tl.dot(query_rest, tl.trans(keys), scores, input_precision=PRECISION)
     scores *= scale
-    if MASKED:
+    if CHOSEN:
+        scores = tl.where(_is_chosen(bits, start, is_query, TILE), scores, float("-inf"))
+    elif MASKED:
         scores = tl.where(position[None, :] <= last_seen[:, None], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1))
     weights = tl.exp2(scores - higher[:, None])
@@ -68,7 +92,7 @@ def _advance(
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "log_sums_stride"],
+    do_not_specialize=["num_reqs", "log_sums_stride", "bits_stride"],
     do_not_specialize_on_alignment=["query_bounds", "key_bounds"],
 )
 def ragged_attention_kernel(
@@ -77,6 +101,7 @@ def ragged_attention_kernel(
     v: tl.tensor,
     query_bounds: tl.tensor,
     key_bounds: tl.tensor,
+    chosen_bits: tl.tensor,
     out: tl.tensor,
     log_sums: tl.tensor,
     num_reqs: tl.tensor,
@@ -87,6 +112,7 @@ def ragged_attention_kernel(
     v_stride: tl.tensor,
     v_head_stride: tl.tensor,
     log_sums_stride: tl.tensor,
+    bits_stride: tl.tensor,
     scale: tl.tensor,
     NUM_HEADS: tl.constexpr,
     KEY: tl.constexpr,
@@ -97,6 +123,7 @@ def ragged_attention_kernel(
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CHOSEN: tl.constexpr,
     PRECISION: tl.constexpr,
     LOG_2: tl.constexpr,
 ) -> None:
@@ -112,7 +139,8 @@ def ragged_attention_kernel(
     key_start = tl.load(key_bounds + r)
     num_keys = tl.load(key_bounds + r + 1) - key_start
     query = first + tl.arange(0, BLOCK_Q)
-    real = (query < num_queries)[:, None]
+    is_query = query < num_queries
+    real = is_query[:, None]
     at = (query_start + query).to(tl.int64)
     line = q + at[:, None] * q_stride + head * q_head_stride
     main = tl.load(line + tl.arange(0, MAIN)[None, :], mask=real, other=0.0)
@@ -135,27 +163,38 @@ def ragged_attention_kernel(
     peak = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_VALUE], tl.float32)
-    lane = tl.arange(0, TILE)
-    for start in range(0, seen_by_all, TILE):
-        peak, total, acc = _advance(
-            main, rest, peak, total, acc, k_line, v_line, start + lane, last_seen, num_keys,
-            k_stride, v_stride, scale, KEY, MAIN, REST, VALUE, BLOCK_VALUE, False, PRECISION,
-        )  # fmt: skip
+    bits = at
+    if CHOSEN:
+        bits = chosen_bits + at * bits_stride
+        seen_by_all = num_keys * 0
+    else:
+        for start in range(0, seen_by_all, TILE):
+            peak, total, acc = _advance(
+                main, rest, peak, total, acc, k_line, v_line, start, last_seen, bits, is_query,
+                num_keys, k_stride, v_stride, scale, KEY, MAIN, REST, VALUE, BLOCK_VALUE, TILE,
+                False, False, PRECISION,
+            )  # fmt: skip
     for start in range(seen_by_all, needed, TILE):
         peak, total, acc = _advance(
-            main, rest, peak, total, acc, k_line, v_line, start + lane, last_seen, num_keys,
-            k_stride, v_stride, scale, KEY, MAIN, REST, VALUE, BLOCK_VALUE, True, PRECISION,
+            main, rest, peak, total, acc, k_line, v_line, start, last_seen, bits, is_query,
+            num_keys, k_stride, v_stride, scale, KEY, MAIN, REST, VALUE, BLOCK_VALUE, TILE,
+            True, CHOSEN, PRECISION,
         )  # fmt: skip
     attended = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     dim = tl.arange(0, BLOCK_VALUE)[None, :]
     to = out + (at * NUM_HEADS + head)[:, None] * VALUE + dim
     tl.store(to, attended.to(out.dtype.element_ty), mask=real & (dim < VALUE))
     log_sum = tl.where(total > 0.0, peak * LOG_2 + tl.log(total), float("-inf"))
-    tl.store(log_sums + head * log_sums_stride + at, log_sum, mask=query < num_queries)
+    tl.store(log_sums + head * log_sums_stride + at, log_sum, mask=is_query)
 
 
 def ragged_attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    chosen_bits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.ragged.ragged_attention`. Numbers of a head are adjacent."""
     num_tokens, num_heads, key = q.shape
@@ -175,6 +214,7 @@ def ragged_attention(
         v,
         batch.query_bounds,
         batch.key_bounds,
+        chosen_bits,
         out,
         log_sums,
         num_reqs,
@@ -182,6 +222,7 @@ def ragged_attention(
         *k.stride()[:2],
         *v.stride()[:2],
         num_tokens,
+        0 if chosen_bits is None else chosen_bits.stride(0),
         scale * LOG2_E,
         NUM_HEADS=num_heads,
         KEY=key,
@@ -192,6 +233,7 @@ def ragged_attention(
         BLOCK_Q=block_q,
         TILE=tile,
         CAUSAL=batch.causal,
+        CHOSEN=chosen_bits is not None,
         PRECISION="tf32" if is_half else "ieee",
         LOG_2=_LOG_2,
         num_warps=8 if is_half else 4,

@@ -8,8 +8,36 @@ from torch import Tensor
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 
 
+def chosen_bits(chosen: Tensor, batch: RaggedBatch, first: Tensor) -> Tensor:
+    """Returns which keys of a batch each query attends to, as bits.
+
+    Args:
+        chosen: [T, K] int32 positions, ascending; -1 behind the last.
+        first: [R] int32, the position of each request's first key.
+
+    Returns:
+        [T, W] int32, an even number of words: bit i of word w is that of key 32 w + i of the
+        query's request.
+    """
+    queries, keys, begins = (x.tolist() for x in (batch.query_bounds, batch.key_bounds, first))
+    seen = torch.zeros(len(chosen), -(-batch.max_key_len // 64) * 64 + 1, device=chosen.device)
+    for r, begin in enumerate(begins):
+        place = chosen[queries[r] : queries[r + 1]].long() - begin
+        is_key = (place >= 0) & (place < keys[r + 1] - keys[r])
+        place = torch.where(is_key, place, seen.shape[1] - 1)
+        seen[queries[r] : queries[r + 1]].scatter_(1, place, 1.0)
+    words = seen[:, :-1].long().reshape(len(chosen), -1, 32)
+    bits: Tensor = (words << torch.arange(32, device=chosen.device)).sum(2)
+    return bits.to(torch.int32)
+
+
 def ragged_attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    chosen_bits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends within each request.
 
@@ -18,6 +46,8 @@ def ragged_attention(
         k: [S, H, D].
         v: [S, H, V].
         scale: Multiplies the scores.
+        chosen_bits: As `chosen_bits` returns them, none of a key that its query does not see; None:
+            queries attend to all that they see.
 
     Returns:
         ([T, H, V], [H, T] float32): what was attended to, and the logarithms of the softmax's sums.
@@ -35,7 +65,12 @@ def ragged_attention(
         if batch.causal:
             mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
             scores.masked_fill_(~mask.tril_(num_keys - num_queries), -torch.inf)
-        out[own] = torch.einsum("hts,shv->thv", scores.softmax(-1), v[seen].float()).to(out.dtype)
+        if chosen_bits is not None:
+            lane = torch.arange(32, device=q.device)
+            mask = (chosen_bits[own, :, None] >> lane & 1).flatten(1)[:, :num_keys] > 0
+            scores.masked_fill_(~mask, -torch.inf)
+        weights = scores.softmax(-1).nan_to_num(0.0)
+        out[own] = torch.einsum("hts,shv->thv", weights, v[seen].float()).to(out.dtype)
         log_sums[:, own] = scores.logsumexp(-1)
     return out, log_sums
 
@@ -44,12 +79,13 @@ def merge_attention(out: Tensor, log_sums: Tensor, part: Tensor, part_log_sums: 
     """Joins attention to other keys of the same requests into `out`, in place.
 
     Args:
-        out, part: [T, H, V].
+        out, part: [T, H, V]; zero where their sums are.
         log_sums, part_log_sums: [H, T] float32, as `ragged_attention` returns them. `log_sums`
-            becomes that of both; it is nowhere -inf.
+            becomes that of both.
     """
     total = torch.logaddexp(log_sums, part_log_sums)
-    own, other = ((sums - total).exp().t().unsqueeze(-1) for sums in (log_sums, part_log_sums))
+    finite = total.clamp(min=torch.finfo(total.dtype).min)
+    own, other = ((sums - finite).exp().t().unsqueeze(-1) for sums in (log_sums, part_log_sums))
     out.copy_(out.float() * own + part.float() * other)
     log_sums.copy_(total)
 

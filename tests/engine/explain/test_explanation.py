@@ -221,6 +221,14 @@ def test_latent_attention_is_expanded_for_long_prompts(tmp_path: Path) -> None:
     assert "ragged_attention" in {row.operation for row in rows_of(without, 1)}
 
 
+def test_chosen_tokens_of_short_contexts_are_attended_behind_a_mask() -> None:
+    config = shape_config("deepseek-v3.2-6-layers")
+    (prompt,) = explain(config, H200, [Batch(prompts=(8192,))])
+    operations = {row.operation for row in rows_of(prompt, 1)}
+    assert {"index_topk", "chosen_bits", "ragged_attention"} <= operations
+    assert "sparse_latent_attention" not in operations
+
+
 def test_without_flash_attention_cudnn_attends_long_prompts(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama-3.1-8b")
     steps = [Batch(prompts=(4096,))]

@@ -63,6 +63,19 @@ def test_a_chunk_is_expanded_where_that_takes_fewer_products(
         assert expands == (expanded < absorbed)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached", "expands"),
+    [(2048, 0, True), (2049, 0, True), (4096, 3904, True), (4096, 3905, False), (600, 9000, False)],
+)
+def test_a_chunk_that_chooses_is_expanded_up_to_a_context(
+    num_tokens: int, num_cached: int, expands: bool
+) -> None:
+    backend = replace(BACKEND, dense_tokens=2048, masked_tokens=8000)
+    order = _order([PrefillChunk(0, num_tokens, num_cached)], 0)
+    assert (backend._expanded(order) == (0, 1)) == expands
+    assert replace(backend, masked_tokens=0)._expanded(order)[1] == (num_tokens + num_cached < 2049)
+
+
 @given(ending=chunk_lists, leaving=chunk_lists, num_decodes=st.integers(0, 2))
 def test_chunks_to_expand_lie_together(
     ending: list[PrefillChunk], leaving: list[PrefillChunk], num_decodes: int

@@ -22,6 +22,7 @@ from engine.layers.attention.latent_forms import LatentForms
 from engine.layers.attention.layer import AttentionInputs
 from engine.models import recorded_steps
 from engine.models.checkpoint import load_model_config
+from engine.models.registry import spec_of
 from engine.models.specs.latent import LatentSpec
 from engine.parallel.distributed import ParallelGroup
 from engine.worker import model_runner
@@ -100,11 +101,11 @@ class Batch:
         kv_b = randn(num_heads, sizes.value + sizes.nope, sizes.kv_rank, std=sizes.kv_rank**-0.5)
         self.forms = LatentForms(kv_b, sizes.value, sizes.scale, False)
 
-    def attended(self, backend: LatentBackend) -> Tensor:
+    def attended(self, backend: LatentBackend, chosen: Tensor | None = None) -> Tensor:
         positions = torch.zeros(len(self.heads), dtype=torch.int64)
         metadata = backend.metadata(self)
         inputs = AttentionInputs(positions, positions, positions, metadata, backend)
-        return self.forms.attend(self.heads, self.cache, inputs)
+        return self.forms.attend(self.heads, self.cache, inputs, chosen)
 
 
 def tiny_backend(pass_tokens: int) -> LatentBackend:
@@ -124,14 +125,33 @@ def test_both_forms_are_equal(name: str, pass_tokens: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("pass_tokens", [7, 60, 1000])
+@pytest.mark.parametrize("name", STEPS)
+def test_both_forms_attend_to_the_same_chosen_tokens(name: str, pass_tokens: int) -> None:
+    batch = Batch(*STEPS[name], TINY, 3)
+    backend = replace(tiny_backend(pass_tokens), dense_tokens=10, masked_tokens=1000)
+    metadata = backend.metadata(batch)
+    assert isinstance(metadata, LatentMetadata) and metadata.choosing is not None
+    lengths = zip(batch.order.query_lens.tolist(), batch.order.seq_lens.tolist(), strict=True)
+    seen = [one for query, seq in lengths for one in range(seq - query + 1, seq + 1)]
+    chosen = torch.full((len(seen), 10), -1, dtype=torch.int32)
+    for row, length in zip(chosen, seen, strict=True):
+        picked = torch.randperm(length)[:10].sort().values
+        row[: len(picked)] = picked.int()
+    expected = batch.attended(LatentBackend(), chosen)
+    torch.testing.assert_close(batch.attended(backend, chosen), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("pass_tokens", [30, 1000])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v32", "glm_moe_dsa_shared"])
 def test_expanded_logits_equal_transformers(
     family: str, pass_tokens: int, checkpoints: Path
 ) -> None:
-    """Whole prompts, chunks, and behind a cached prefix, to the tolerance of all models."""
+    """Whole prompts, chunks, and behind a cached prefix, to the tolerance of all models, also where
+    an indexer chooses what is attended."""
     model = make_paged_model(checkpoints / family, ParallelGroup(0, 1))
-    model.backend = tiny_backend(pass_tokens)
+    dense = spec_of(load_model_config(checkpoints / family)).dense_tokens
+    model.backend = replace(tiny_backend(pass_tokens), dense_tokens=dense, masked_tokens=1000)
     expected = expected_logits(checkpoints / family)
     for chunk in (WHOLE, CHUNK, 40):
         for found, logits in zip(model.prefill(prompts(), chunk), expected, strict=True):
