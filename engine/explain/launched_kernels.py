@@ -51,10 +51,12 @@ class Compilation:
         import triton
         from triton.backends.nvidia import driver
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
 
         given = self.backend, dict(self.given), self.bound, self.kinds, self.options
         options, signature, constants, attributes = self.kernel._pack_args(*given)
-        source = ASTSource(self.kernel, signature, constants, attributes)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = kind(self.kernel, signature, constants, attributes)
         target, named = self.backend.target, options.__dict__
         compiled = triton.compile(source, target=target, options=named)
         if hasattr(driver, "make_launcher"):

@@ -82,11 +82,14 @@ _OF_HEADS = "rows", "tile", "num_warps", "num_stages"
 """Fields of kernels whose programs share the heads of a token."""
 
 
-def _sparse_latents(q_latent: Tensor, *rest: Any) -> tuple[str, str]:
-    from tandem_kernels.attention.sparse_latent_attention import sparse_tuning
+def _sparse_latents(q_latent: Tensor, q_rope: Tensor, cache: Tensor, chosen: Tensor, metadata: Any,
+                    scale: float, kv_scales: Any = None) -> tuple[str, str]:  # fmt: skip
+    from tandem_kernels.attention.sparse_latent_attention import copies_ahead, sparse_tuning
 
-    tuning = sparse_tuning(q_latent.shape[1], q_latent.element_size())
-    return "sparse_latent_kernel", _fields(tuning, *_OF_HEADS)
+    is_ahead = copies_ahead(q_latent, q_rope, metadata, kv_scales)
+    tuning = sparse_tuning(q_latent.shape[1], q_latent.element_size(), is_ahead=is_ahead)
+    kernel = "sparse_ahead_kernel" if is_ahead else "sparse_latent_kernel"
+    return kernel, _fields(tuning, *_OF_HEADS)
 
 
 def _window_rows(q: Tensor, pages: Any, metadata: Any, *rest: Any) -> tuple[str, str]:

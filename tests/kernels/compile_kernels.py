@@ -24,6 +24,7 @@ from registers_in_flight import faults_of, multiplies_from_registers
 from stack_bytes import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from tandem_kernels.attention import (
     attention_sink,
@@ -52,6 +53,7 @@ from tandem_kernels.attention import (
     row_cache,
     shared_rope_and_cache,
     sparse_latent_attention,
+    sparse_latents_ahead,
     window_attention,
     window_rows_attention,
 )
@@ -190,7 +192,8 @@ class Case:
             if (kind.startswith("*") or (kind == "i32" and name.endswith(MULTIPLES)))
             and not (known.do_not_specialize or known.do_not_specialize_on_alignment)
         }
-        return ASTSource(self.kernel, signature, self.constants, aligned)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        return kind(self.kernel, signature, self.constants, aligned)
 
 
 NO_PARTS = {"IN_PARTS": False, "partial_acc": None, "partial_state": None, "arrived": None}
@@ -1736,6 +1739,30 @@ def sparse_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def sparse_ahead_cases(capability: int) -> Iterator[Case]:
+    """Yields what Hopper runs of attention to chosen tokens."""
+    for num_heads, splits in ((16, 1), (128, 4)) if capability == 90 else ():
+        tuning = sparse_latent_attention.sparse_tuning(num_heads, 2, is_ahead=True)
+        yield Case(
+            sparse_latents_ahead.sparse_ahead_kernel,
+            f"heads={num_heads} splits={splits}",
+            {
+                **named("*bf16", "q_latent", "q_rope", "kv_cache"),
+                **named("*i32", "slots", "query_start_loc", "seq_lens"),
+                "out": "*fp32" if splits > 1 else "*bf16",
+                "state": "*fp32",
+                "scale": "fp32",
+            },
+            {
+                "TOP_K": 2048, "QUERY_LEN": 0, "NUM_HEADS": num_heads, "ROWS": tuning.rows,
+                "LATENT": 512, "ROPE": 64, "BLOCK_SIZE": 64, "TILE": tuning.tile,
+                "SPLITS": splits, "TURNED": tuning.rows < 64, "TILES": num_heads // tuning.rows,
+                "num_warps": tuning.num_warps,
+            },
+            {"num_warps": tuning.num_warps},
+        )  # fmt: skip
+
+
 def token_row_cases(capability: int) -> Iterator[Case]:
     """Yields DeepSeek-V4's windows beside rows of 4 and of 128 tokens."""
     types = {
@@ -1953,6 +1980,7 @@ def compile_all(capability: int) -> None:
         normed_router_cases,
         latent_cases,
         sparse_cases,
+        sparse_ahead_cases,
         token_row_cases,
         stream_cases,
         block_sparse_cases,
