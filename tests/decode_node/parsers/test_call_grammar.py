@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as Backend
@@ -115,11 +116,12 @@ class Model:
         self.parsers = OutputParsers.of_model(
             self.tokenizer, tool_call_parser=family, reasoning_parser=reasoning_of(family)
         )
-        self._closing = [
+        closing = [
             i
             for i in range(self.tokenizer.vocab_size)
             if i >= end or any(char in '"}])<\n' for char in self.tokenizer.decode([i]))
         ]
+        self._closing = np.array(closing)
 
     def grammar(self, use: ToolUse) -> str:
         text = GrammarText()
@@ -144,9 +146,11 @@ class Model:
                 closer = self.tokenizer.encode(rng.choice(self._closers), add_special_tokens=False)
                 ids += closer[: matcher.try_consume_tokens(closer)]
             mask = matcher.compute_bitmask()
-            allowed = [i for i in range(self.tokenizer.vocab_size) if mask[i >> 3] >> (i & 7) & 1]
-            closing = [i for i in self._closing if mask[i >> 3] >> (i & 7) & 1]
-            chosen = rng.choice(closing if closing and rng.random() < 0.5 else allowed)
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            closing = self._closing[bits[self._closing] > 0]
+            is_end = len(closing) > 0 and rng.random() < 0.5
+            allowed = closing if is_end else bits[: self.tokenizer.vocab_size].nonzero()[0]
+            chosen = int(rng.choice(allowed))
             assert matcher.consume_token(chosen), matcher.get_error()
             if chosen == self.end:
                 return ids
@@ -182,10 +186,16 @@ def model(family: str, has_tokens: bool = True) -> Model:
     return Model(family, has_tokens=has_tokens)
 
 
+@cache
+def validator(tool: str) -> jsonschema.Draft202012Validator:
+    jsonschema.Draft202012Validator.check_schema(SCHEMAS[tool])
+    return jsonschema.Draft202012Validator(SCHEMAS[tool])
+
+
 def check_calls(answer: Parsed) -> None:
     for call in answer.calls:
         assert call.is_complete, call
-        jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+        validator(call.name).validate(json.loads(call.arguments))
 
 
 @pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])

@@ -300,12 +300,10 @@ class StepMachine:
         """Checks that every block is either free or has exactly the users that its count says."""
         scheduler = self.scheduler
         pool = scheduler._kv_cache.block_pool
-        users: Counter[int] = Counter()
+        held = [*scheduler._fence.waiting_blocks(), *scheduler._remote.held.blocks()]
         for request_id in scheduler._kv_cache.request_ids():
-            held = scheduler._kv_cache.held_blocks(request_id)
-            users.update(block.block_id for block in held)
-        users.update(block.block_id for block in scheduler._fence.waiting_blocks())
-        users.update(block.block_id for block in scheduler._remote.held.blocks())
+            held += scheduler._kv_cache.held_blocks(request_id)
+        users = Counter([block.block_id for block in held])
         free = set(pool.free_queue.block_ids())
         assert len(free) == pool.num_free_blocks
         assert len(free) + len(users) == self.num_blocks
@@ -328,22 +326,31 @@ class StepMachine:
             assert not scheduler._remote.prefill.lacks_token
             return
         in_state = arrivals._in
+        with_blocks, queued, started, named = set(), set(), [], set()
+        for name, one in found.items():
+            assert in_state[one.state].get(name) is one
+            if one.state in WITH_BLOCKS:
+                with_blocks.add(name)
+            if one.request in scheduler._waiting:
+                queued.add(name)
+            else:
+                started.append(one.source)
+            if isinstance(one, TransferArrival) and one.transfer_id:
+                named.add(one.transfer_id)
         assert sum(map(len, in_state.values())) == len(found)
-        assert all(in_state[one.state].get(name) is one for name, one in found.items())
-        early, queued = (in_state[s].keys() for s in (ArrivalState.EARLY, ArrivalState.QUEUED))
-        with_blocks = {name for name, one in found.items() if one.state in WITH_BLOCKS}
+        early = in_state[ArrivalState.EARLY].keys()
+        assert queued == in_state[ArrivalState.QUEUED].keys()
         assert with_blocks | early == found.keys() & set(scheduler._kv_cache.request_ids())
         assert len(with_blocks) == arrivals.num_with_blocks
         ready = {request.request_id for request in arrivals.ready}
         assert ready == in_state[ArrivalState.READY].keys()
         assert arrivals.num_started == len(found) - len(queued) - len(early)
         assert scheduler._remote.prefill.lacks_token == bool(in_state[ArrivalState.HERE])
-        started = Counter(one.source for name, one in found.items() if name not in queued)
-        assert +arrivals._num_of == started
-        named = {one.transfer_id for one in found.values() if isinstance(one, TransferArrival)}
-        assert set(arrivals._of_transfer) == named - {""}
+        assert {source: count for source, count in arrivals._num_of.items() if count} == dict(
+            Counter(started)
+        )
+        assert set(arrivals._of_transfer) == named
         assert all(found[name].request.row >= 0 for name in early)
-        assert queued == {one.request_id for one in scheduler._waiting} & found.keys()
 
     def check_bounds(self) -> None:
         """Checks that what the worker has of each row lies between what is confirmed and what is
