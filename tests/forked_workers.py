@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-u", "-c", popen_bootstrapline]
 """Of a worker, as execnet starts it."""
 _popen: Any = subprocess.Popen
-_MAX_FILES = 256
 
 
 def install() -> None:
@@ -65,8 +64,7 @@ def _run_importer(parent: int, pipe: Any) -> NoReturn:
     try:
         die_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.closerange(3, pipe.fileno())
-        os.closerange(pipe.fileno() + 1, _MAX_FILES)
+        _let_go_of_files(pipe.fileno())
         gc.disable()
         # Some tests train a tokenizer as they are imported, which would start threads for that.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -88,6 +86,19 @@ def _run_importer(parent: int, pipe: Any) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     os._exit(1)
+
+
+def _let_go_of_files(but: int) -> None:
+    """Closes what the main process has open, except the standard streams and one more. Numbers stay
+    taken: objects that own them may close them at any time, when others would have them."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in sorted(int(path.name) for path in Path("/proc/self/fd").iterdir()):
+        if fd > 2 and fd not in (but, null):
+            # The last is of this listing, which is over.
+            with contextlib.suppress(OSError):
+                os.fstat(fd)
+                os.dup2(null, fd, inheritable=False)
+    os.close(null)
 
 
 def _import(files: list[Path]) -> None:
