@@ -34,7 +34,7 @@ from engine.kv_cache.group_manager import BlockTables, RequestBlocks, StateGroup
 from engine.kv_cache.groups import create_group_managers, state_stride
 from engine.kv_cache.kept_states import BlockCopy, KeptStates
 from engine.kv_cache.prefixes_behind import PrefixesBehind
-from engine.kv_cache.rolling_windows import UNWRITTEN, RollingWindowManager
+from engine.kv_cache.promised_blocks import GrownTables, PromisedBlocks
 from engine.kv_cache.sampled_pool import SampledBlockPool
 from kv_transfer.layout import STATE_SPAN, BlockIds, KVGroup, own_groups
 
@@ -58,12 +58,10 @@ class KVCacheManager:
         )
         self._groups = create_group_managers(groups, self.block_pool, step_tokens)
         self._shapes = groups = own_groups(groups)
-        self._rolling = [one for one in self._groups if isinstance(one, RollingWindowManager)]
-        rolling = {group.index for group in self._rolling}
+        self._promised = PromisedBlocks(self._groups, self.block_pool)
+        rolling = {group.index for group in self._promised.windows}
         self._staying = [index for index in range(len(groups)) if index not in rolling]
         self.states = KeptStates(self._groups, self.block_pool, state_stride(groups))
-        self._num_promised = 0
-        """Free blocks that requests will take in steps to come."""
         self._sizes = [(index, group.block_size) for index, group in enumerate(groups)]
         self._other_sizes = self._sizes[1:]
         self._blocks: dict[str, RequestBlocks] = {}
@@ -95,7 +93,7 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         """Returns the blocks that are neither used nor promised."""
-        return self.block_pool.num_free_blocks - self._num_promised
+        return self._promised.num_free
 
     def residency(self) -> ResidencyStats | None:
         """Returns how long blocks stay; None: nothing watches them."""
@@ -194,45 +192,29 @@ class KVCacheManager:
             ],
             [block for _, borrowed in begun for block in borrowed],
         )
-        if not self._rolling:
+        if not self._promised.windows:
             grown = self.grow(blocks, num_tokens)
             assert grown is not None
             return blocks
         grown = self._grow_groups(blocks.tables, num_tokens, self._staying)
-        rolled = self._roll_on(blocks.tables, num_filled)
+        rolled = self._promised.roll_on(blocks.tables, num_filled)
         assert grown is not None and rolled is not None
         blocks.num_prompt_tokens = num_tokens
-        self._settle_promise(blocks)
+        self._promised.settle(blocks)
         return blocks
 
-    def extend(self, blocks: RequestBlocks, num_tokens: int) -> list[tuple[int, list[int]]] | None:
+    def extend(self, blocks: RequestBlocks, num_tokens: int) -> GrownTables | None:
         """Does what `grow` does for windows that roll, before a step computes the prompt up to
         `num_tokens` tokens. What the request was promised is there."""
-        if not self._rolling:
-            return []
-        own, blocks.num_promised = blocks.num_promised, 0
-        self._num_promised -= own
-        grown = self._roll_on(blocks.tables, num_tokens)
-        self._settle_promise(blocks)
-        return grown
+        return self._promised.extend(blocks, num_tokens)
 
-    def _roll_on(self, tables: BlockTables, num_tokens: int) -> list[tuple[int, list[int]]] | None:
-        wanted = [one.entries_for(tables[one.index], num_tokens) for one in self._rolling]
-        if sum(map(sum, wanted)) > self.num_free_blocks:
-            return None
-        grown: list[tuple[int, list[int]]] = []
-        for group, entries in zip(self._rolling, wanted, strict=True):
-            blocks = iter(self.block_pool.get_new_blocks(sum(entries)))
-            more = [next(blocks) if is_block else UNWRITTEN for is_block in entries]
-            tables[group.index] += more
-            if more:
-                grown.append((group.index, [block.block_id for block in more]))
-        return grown
-
-    def _settle_promise(self, blocks: RequestBlocks) -> None:
-        promised = sum(group.num_promised(blocks) for group in self._rolling)
-        self._num_promised += promised - blocks.num_promised
-        blocks.num_promised = promised
+    def skip_to(self, request: Request, num_tokens: int) -> bool:
+        """Makes room for the first `num_tokens` tokens, whose KV comes from elsewhere, as far as
+        the next one sees it. Windows have it from its beginning on then, and publish nothing
+        before. Returns False where blocks are lacking: the request must begin anew."""
+        blocks = self._blocks[request.request_id]
+        self.behind.skip_to(blocks, num_tokens)
+        return self._promised.skip_to(blocks, num_tokens)
 
     def can_fork(self, pairs: Sequence[tuple[Request, Request]], headroom: int) -> bool:
         """Returns whether `fork` has blocks for all these, and `headroom` stay free: pairs of a
@@ -303,7 +285,7 @@ class KVCacheManager:
         request.block_hashes = {size: list(names) for size, names in source.block_hashes.items()}
         return lost
 
-    def grow(self, blocks: RequestBlocks, num_tokens: int) -> list[tuple[int, list[int]]] | None:
+    def grow(self, blocks: RequestBlocks, num_tokens: int) -> GrownTables | None:
         """Gives a request the blocks for its first `num_tokens` tokens that it has not yet.
 
         Returns:
@@ -325,14 +307,14 @@ class KVCacheManager:
 
     def _grow_groups(
         self, tables: BlockTables, num_tokens: int, groups: Sequence[int]
-    ) -> list[tuple[int, list[int]]] | None:
+    ) -> GrownTables | None:
         missing = [
             max(0, self._shapes[index].num_blocks_for(num_tokens) - len(tables[index]))
             for index in groups
         ]
         if sum(missing) > self.num_free_blocks:
             return None
-        grown: list[tuple[int, list[int]]] = []
+        grown: GrownTables = []
         for index, count in zip(groups, missing, strict=True):
             if count > 0:
                 new_blocks = self.block_pool.get_new_blocks(count)
@@ -377,8 +359,8 @@ class KVCacheManager:
             group.confirm(request, blocks, num_tokens)
         if blocks.borrowed or blocks.kept:
             self.states.settle(request, blocks, num_tokens)
-        if self._rolling:
-            self._settle_promise(blocks)
+        if self._promised.windows:
+            self._promised.settle(blocks)
 
     # It leaves --------------------------------------------------------------------------------
 
@@ -387,7 +369,7 @@ class KVCacheManager:
         blocks = self._blocks.pop(request_id, None)
         if blocks is None:
             return []
-        self._num_promised -= blocks.num_promised
+        self._promised.count -= blocks.num_promised
         return self._held(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:

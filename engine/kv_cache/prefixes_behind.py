@@ -91,15 +91,10 @@ class PrefixesBehind:
             ids += [block.block_id for block in table[first : first + len(coming)]]
         return names, ids
 
-    def begin(
-        self, request: Request, num_before: int, num_tokens: int
-    ) -> tuple[list[BlockHash], list[int]]:
-        """Returns what `blocks` does, when those are about to be filled. What windows have before
-        them stays unwritten, and is never published."""
-        names, ids = self.blocks(request, num_before, num_tokens)
-        own = self._blocks[request.request_id]
+    def skip_to(self, blocks: RequestBlocks, num_tokens: int) -> None:
+        """Keeps from others what windows have before the first `num_tokens` tokens: it stays
+        unwritten."""
         for group in self._groups:
-            own.num_published[group.index] = max(
-                own.num_published[group.index], group.num_unseen(num_tokens)
+            blocks.num_published[group.index] = max(
+                blocks.num_published[group.index], group.num_unseen(num_tokens)
             )
-        return names, ids

@@ -282,7 +282,9 @@ class Admission:
             if num_received:
                 self._note_blocked(request)
             return False
-        self._allocate(request, need, cached, num_cached, num_received, stop)
+        # Of a source that may have less, windows get the blocks once it has said how much it has.
+        num_filled = stop if num_received or source.finds_certainly else num_cached
+        self._allocate(request, need, cached, num_cached, num_received, num_filled)
         source.begin(request, num_cached, num_coming)
         return True
 

@@ -139,7 +139,10 @@ class StoreSource:
         if stop <= before:
             self._go_on(load, before)
             return
-        names, blocks = self._kv_cache.behind.begin(request, before, stop)
+        if not self._kv_cache.skip_to(request, stop):
+            self._arrivals.compute_all(load)
+            return
+        names, blocks = self._kv_cache.behind.blocks(request, before, stop)
         num_tokens = stop - before
         self._arrivals.begin(load, load.num_before, num_tokens, ArrivalState.COMING)
         load.began_at = time.monotonic()

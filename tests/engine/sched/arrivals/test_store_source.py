@@ -10,7 +10,7 @@ from engine.contracts.request import RequestStatus
 from engine.sched.arrivals import store_source
 from kv_transfer.tier import AskMeta, FetchMeta, LoadMeta
 from kv_transfer.tiers import load_pieces
-from tests.engine.sched.factories import make_config, make_request
+from tests.engine.sched.factories import compressed_layers, make_config, make_request
 from tests.engine.sched.memory_host_tier import Store, new_store
 from tests.engine.sched.step_machine import Client, StepMachine
 
@@ -181,3 +181,17 @@ def test_a_store_that_does_not_answer_costs_a_few_prompts_a_moment(
     again = run(machine, "again")
     assert again.tokens == again.expected and again.num_cached_tokens == NUM_LOADABLE
     machine.check_all_done()
+
+
+@pytest.mark.parametrize("num_blocks", [300, 100])
+def test_windows_that_roll_take_blocks_for_what_comes_alone(num_blocks: int) -> None:
+    """Blocks of all that was asked for are more than a request is admitted with."""
+    prompt, store = [1 + i % 60 for i in range(300)], new_store()
+    config = make_config(
+        kv_layers=compressed_layers(), max_model_len=400, max_num_batched_tokens=16
+    )
+    for size in (300, num_blocks):
+        machine = StepMachine(config, size, num_host_slots=600, store=store)
+        run(machine, "asks", prompt)
+        machine.check_all_done()
+    assert machine.scheduler.stats().prompt_tokens_from_store == 288
