@@ -1,6 +1,7 @@
 """A decode node gives the KV of its answers to prefill nodes, for the next turns of conversations.
 
-1. `only_kept_answers`   at the start: not where a model's answers stand in no later prompt
+1. `only_kept_answers`   at the start: not where a model's answers stand in no later prompt, nor
+                         where no state is kept behind them
 2. `serve_answers`       `Prefixes` is served, and load reports name the prompts whose answers end
 """
 
@@ -30,12 +31,16 @@ def only_kept_answers(
     transfer = config.kv_transfer
     if transfer is None or not transfer.shares_prefixes:
         return config
-    if keeps_answers(tokenizer, reasons=parsers.reasoning_format is not None):
+    if any(group.is_state for group in config.kv_layout.groups):
+        why = "states are kept behind prompts, and not behind answers"
+    elif keeps_answers(tokenizer, reasons=parsers.reasoning_format is not None):
         return config
-    logger.warning(
-        "answers are not offered to prefill nodes (--kv-share-prefixes): the chat template leaves "
-        "the reasoning of earlier turns away, so no later prompt begins with an answer's tokens"
-    )
+    else:
+        why = (
+            "the chat template leaves the reasoning of earlier turns away, so no later prompt "
+            "begins with an answer's tokens"
+        )
+    logger.warning("answers are not offered to prefill nodes (--kv-share-prefixes): %s", why)
     return replace(config, kv_transfer=replace(transfer, shares_prefixes=False))
 
 

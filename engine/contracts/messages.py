@@ -10,6 +10,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.contracts.crash_facts import EngineFacts
 from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
+from engine.contracts.prefix_holder import HashChains
 from engine.contracts.profiles import Profile, ProfileOptions, RefusalCode
 from engine.contracts.request_spec import RequestSpec
 from engine.images.image_input import ImagePixels
@@ -86,20 +87,20 @@ class PrefillLocally(msgspec.Struct, tag="prefill_locally"):
 
 
 class PrefixAnswer(msgspec.Struct, tag="prefix_answer"):
-    """Answers a `PrefixAsk`: the peer holds the first `num_blocks` for the transfer that
+    """Answers a `PrefixAsk`: the peer holds the first `num_tokens` for the transfer that
     `kv_transfer_params` name. Without them there is nothing to pull."""
 
     request_id: str
     kv_transfer_params: KVTransferParams | None = None
-    num_blocks: int = 0
+    num_tokens: int = 0
 
 
 class OfferPrefix(msgspec.Struct, tag="offer_prefix"):
-    """Asks for the blocks of these names, for a peer that will pull them. Is answered with the
-    `PrefixOffered` of this call."""
+    """Asks for a prefix of the prompt with these hashes, for a peer that will pull it. Is answered
+    with the `PrefixOffered` of this call."""
 
     call_id: int
-    names: list[bytes]
+    chains: HashChains
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
@@ -249,12 +250,12 @@ class KVTransferResult(msgspec.Struct, array_like=True):
 
 
 class PrefixAsk(msgspec.Struct, array_like=True):
-    """Asks the node server to ask a peer which of these blocks it holds. Is answered with a
-    `PrefixAnswer`, always."""
+    """Asks the node server to ask a peer how much it holds of the prompt with these hashes. Is
+    answered with a `PrefixAnswer`, always."""
 
     request_id: str
     peer: str
-    names: list[bytes]
+    chains: HashChains
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", kw_only=True):
@@ -267,12 +268,12 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", kw_only=True):
 
 
 class PrefixOffered(msgspec.Struct, tag="prefix_offered"):
-    """Answers `OfferPrefix`: the data-parallel group `group` holds the first `num_blocks` under
+    """Answers `OfferPrefix`: the data-parallel group `group` holds the first `num_tokens` under
     this transfer."""
 
     call_id: int
     transfer_id: str
-    num_blocks: int
+    num_tokens: int
     group: int = 0
 
 

@@ -1,11 +1,17 @@
-"""Names a node that may hold a prompt's prefix: `prefill/host:port` or `decode/host:port`."""
+"""Names a node that may hold a prompt's prefix, `prefill/host:port` or `decode/host:port`, and the
+prefix."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 _HOLDER = re.compile(r"(prefill|decode)/((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5})")
+
+
+HashChains: TypeAlias = dict[int, list[bytes]]
+"""Hashes of a prompt's full blocks from the first on (`engine.kv_cache.block_hash`), by the tokens
+of such a block. Every group of layers makes its names of one of them."""
 
 
 class PrefixHolder(NamedTuple):

@@ -274,9 +274,9 @@ class EngineCoreProc:
                 return False
             case ResetPrefixCache(call_id):
                 self._send(PrefixCacheReset(call_id, core.scheduler.reset_prefix_cache()))
-            case OfferPrefix(call_id, names):
-                group, transfer_id, num_blocks = core.scheduler.remote.offer(names)
-                self._send(PrefixOffered(call_id, transfer_id, num_blocks, group))
+            case OfferPrefix(call_id, chains):
+                group, transfer_id, num_tokens = core.scheduler.remote.offer(chains)
+                self._send(PrefixOffered(call_id, transfer_id, num_tokens, group))
             case DescribeEngine():
                 self._send(EngineDescription(core.facts()))
             case StartProfile(call_id, options):

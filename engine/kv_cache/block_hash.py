@@ -14,13 +14,27 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
+from engine.contracts.prefix_holder import HashChains
 from engine.contracts.request import Request
 from engine.contracts.request_spec import RequestSpec
 from engine.images.image_input import ImageSpan
 
 BlockHash = bytes
 """A hash of 32 bytes, equal in every process and on every host."""
+
+
+@dataclass(slots=True)
+class NamedPrefix:
+    """Stands for a prompt of which a peer has sent nothing but hashes."""
+
+    block_hashes: HashChains
+
+
+Named: TypeAlias = Request | NamedPrefix
+"""Blocks can be named of these."""
 
 
 def root_hash(spec: RequestSpec) -> BlockHash:
@@ -46,8 +60,10 @@ def hash_block_tokens(parent: BlockHash, packed_tokens: bytes) -> BlockHash:
     return hashlib.sha256(parent + packed_tokens).digest()
 
 
-def extend_block_hashes(request: Request, block_size: int) -> list[BlockHash]:
+def extend_block_hashes(request: Named, block_size: int) -> list[BlockHash]:
     """Hashes the full blocks of `request.all_token_ids` that have none yet; returns all hashes."""
+    if isinstance(request, NamedPrefix):
+        return request.block_hashes[block_size]
     hashes = request.block_hashes.get(block_size)
     if hashes is None:
         hashes = request.block_hashes[block_size] = []

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from engine.contracts.request import Request
 from engine.kv_cache.block import KVCacheBlock
-from engine.kv_cache.block_hash import BlockHash, extend_block_hashes
+from engine.kv_cache.block_hash import BlockHash, Named, extend_block_hashes
 from engine.kv_cache.block_pool import BlockPool
 from kv_transfer.layout import KVGroup
 
@@ -92,16 +92,16 @@ class GroupManager:
         found = self.run_in_cache(request, num_tokens)
         return found, len(found) * self.block_size
 
-    def names(self, request: Request, num_tokens: int) -> list[BlockHash]:
+    def names(self, request: Named, num_tokens: int) -> list[BlockHash]:
         """Returns the names of the full blocks among the first `num_tokens` tokens."""
         return [block_hash + self._tag for block_hash in self._hashes(request, num_tokens)]
 
-    def run_in_cache(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
+    def run_in_cache(self, request: Named, num_tokens: int) -> list[KVCacheBlock]:
         """Returns the table of a request whose first `num_tokens` tokens come from behind the
         cache: what the cache has of them, from the first block that is seen on without a gap."""
         return self._run(self._hashes(request, num_tokens))
 
-    def find_behind(self, request: Request, num_tokens: int, is_behind: IsBehind) -> int:
+    def find_behind(self, request: Named, num_tokens: int, is_behind: IsBehind) -> int:
         """Returns the tokens of the longest prefix of at most `num_tokens` of which `run_in_cache`
         has a beginning, and all the rest lies behind the cache."""
         hashes = self._hashes(request, num_tokens)
@@ -110,7 +110,7 @@ class GroupManager:
             stop += 1
         return stop * self.block_size
 
-    def names_behind(self, request: Request, first: int, num_tokens: int) -> list[BlockHash]:
+    def names_behind(self, request: Named, first: int, num_tokens: int) -> list[BlockHash]:
         """Returns the names of the blocks from the `first` on that must come for a prefix of
         `num_tokens` tokens."""
         return self.names(request, num_tokens)[first:]
@@ -129,7 +129,11 @@ class GroupManager:
         """Returns how many leading blocks no token from `num_tokens` on sees."""
         return 0
 
-    def _hashes(self, request: Request, num_tokens: int) -> list[BlockHash]:
+    def num_seen(self, num_tokens: int) -> int:
+        """Returns how many blocks of `num_tokens` tokens, which fill theirs, the next one sees."""
+        return self._group.num_blocks_for(num_tokens) - self._group.first_block_seen(num_tokens)
+
+    def _hashes(self, request: Named, num_tokens: int) -> list[BlockHash]:
         return extend_block_hashes(request, self.block_size)[: num_tokens // self.block_size]
 
     def _run(self, hashes: list[BlockHash]) -> list[KVCacheBlock]:
@@ -206,11 +210,11 @@ class WindowGroupManager(GroupManager):
         table = [NULL_BLOCK] * index + found[::-1] if stop else []
         return table, len(table) * self.block_size
 
-    def run_in_cache(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
+    def run_in_cache(self, request: Named, num_tokens: int) -> list[KVCacheBlock]:
         first = self._group.first_block_seen(num_tokens)
         return [NULL_BLOCK] * first + self._run(self._hashes(request, num_tokens)[first:])
 
-    def find_behind(self, request: Request, num_tokens: int, is_behind: IsBehind) -> int:
+    def find_behind(self, request: Named, num_tokens: int, is_behind: IsBehind) -> int:
         hashes = self._hashes(request, num_tokens)
         stop = len(hashes)
         while stop > 0:
@@ -291,11 +295,11 @@ class StateGroupManager(GroupManager):
                 return [block], count * self._stride
         return [], 0
 
-    def run_in_cache(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
+    def run_in_cache(self, request: Named, num_tokens: int) -> list[KVCacheBlock]:
         """Returns nothing: the state comes into the request's own block, where it is continued."""
         return []
 
-    def find_behind(self, request: Request, num_tokens: int, is_behind: IsBehind) -> int:
+    def find_behind(self, request: Named, num_tokens: int, is_behind: IsBehind) -> int:
         for count in range(num_tokens // self._stride, 0, -1):
             if is_behind(self._name(request, count * self._stride)):
                 return count * self._stride
@@ -308,7 +312,7 @@ class StateGroupManager(GroupManager):
     def first_to_fill(self, blocks: RequestBlocks, num_before: int, num_tokens: int) -> int:
         return 0
 
-    def names_behind(self, request: Request, first: int, num_tokens: int) -> list[BlockHash]:
+    def names_behind(self, request: Named, first: int, num_tokens: int) -> list[BlockHash]:
         return [self._name(request, num_tokens)]
 
     def num_at_hand(self, found: list[KVCacheBlock]) -> int:
@@ -328,7 +332,7 @@ class StateGroupManager(GroupManager):
         """Lets others find a copy of the request's state behind its first `num_tokens` tokens."""
         self._pool.cache_full_blocks([block], [self._name(request, num_tokens)])
 
-    def _name(self, request: Request, num_tokens: int) -> bytes:
+    def _name(self, request: Named, num_tokens: int) -> bytes:
         hashes = extend_block_hashes(request, self._stride)
         return hashes[num_tokens // self._stride - 1] + self._tag
 

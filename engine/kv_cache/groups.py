@@ -32,6 +32,19 @@ def create_group_managers(
     return [create(index, group) for index, group in enumerate(own_groups(groups))]
 
 
+def chain_sizes(groups: Sequence[KVGroup]) -> tuple[int, ...]:
+    """Returns the tokens of the blocks whose hashes all names are made of, ascending."""
+    stride, end = state_stride(groups), hit_stride(groups)
+    end_of_windows = end if windows_roll(groups) else 0
+
+    def size(group: KVGroup) -> int:
+        if group.is_state:
+            return stride
+        return group.block_size if group.window is None else end_of_windows or group.block_size
+
+    return tuple(sorted({size(group) for group in own_groups(groups)}))
+
+
 def state_stride(groups: Sequence[KVGroup]) -> int:
     """Returns the tokens of the largest blocks: where these end, all others do."""
     return max(group.block_size for group in groups if not group.is_state)

@@ -31,7 +31,7 @@ from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.capacity import num_entries
 from engine.kv_cache.group_manager import BlockTables, RequestBlocks, StateGroupManager
-from engine.kv_cache.groups import create_group_managers, state_stride
+from engine.kv_cache.groups import chain_sizes, create_group_managers, state_stride
 from engine.kv_cache.kept_states import BlockCopy, KeptStates
 from engine.kv_cache.prefixes_behind import PrefixesBehind
 from engine.kv_cache.promised_blocks import GrownTables, PromisedBlocks
@@ -57,6 +57,7 @@ class KVCacheManager:
             else BlockPool(num_blocks, enable_caching)
         )
         self._groups = create_group_managers(groups, self.block_pool, step_tokens)
+        sizes = chain_sizes(groups)
         self._shapes = groups = own_groups(groups)
         self._promised = PromisedBlocks(self._groups, self.block_pool)
         rolling = {group.index for group in self._promised.windows}
@@ -65,7 +66,7 @@ class KVCacheManager:
         self._sizes = [(index, group.block_size) for index, group in enumerate(groups)]
         self._other_sizes = self._sizes[1:]
         self._blocks: dict[str, RequestBlocks] = {}
-        self.behind = PrefixesBehind(self._groups, self._blocks)
+        self.behind = PrefixesBehind(self._groups, self._blocks, sizes)
         self.confirms_blocks = enable_caching or any(group.window is not None for group in groups)
         """`confirm` has something to do whenever a request has filled a block."""
         self.least_block_size = min(group.block_size for group in groups)
@@ -208,12 +209,12 @@ class KVCacheManager:
         `num_tokens` tokens. What the request was promised is there."""
         return self._promised.extend(blocks, num_tokens)
 
-    def skip_to(self, request: Request, num_tokens: int) -> bool:
+    def skip_to(self, request: Request, num_tokens: int, *, is_by_token: bool) -> bool:
         """Makes room for the first `num_tokens` tokens, whose KV comes from elsewhere, as far as
-        the next one sees it. Windows have it from its beginning on then, and publish nothing
-        before. Returns False where blocks are lacking: the request must begin anew."""
+        the next one sees it: in whole blocks, or `is_by_token`. Windows have it from there on, and
+        publish nothing before. Returns False where blocks are lacking: it must begin anew."""
         blocks = self._blocks[request.request_id]
-        self.behind.skip_to(blocks, num_tokens)
+        self.behind.skip_to(blocks, num_tokens, is_by_token=is_by_token)
         return self._promised.skip_to(blocks, num_tokens)
 
     def can_fork(self, pairs: Sequence[tuple[Request, Request]], headroom: int) -> bool:

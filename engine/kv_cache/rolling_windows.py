@@ -24,6 +24,7 @@ from engine.contracts.request import Request
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import (
     BlockHash,
+    Named,
     extend_block_hashes,
     hash_block_tokens,
     pack_tokens,
@@ -63,7 +64,7 @@ class RollingWindowManager(WindowGroupManager):
                 return table, length
         return [], 0
 
-    def run_in_cache(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
+    def run_in_cache(self, request: Named, num_tokens: int) -> list[KVCacheBlock]:
         found = [NULL_BLOCK] * self._group.first_block_seen(num_tokens)
         for name in self.names(request, num_tokens):
             if (block := self._pool.get_cached_block(name)) is None:
@@ -71,21 +72,21 @@ class RollingWindowManager(WindowGroupManager):
             found.append(block)
         return found
 
-    def find_behind(self, request: Request, num_tokens: int, is_behind: IsBehind) -> int:
+    def find_behind(self, request: Named, num_tokens: int, is_behind: IsBehind) -> int:
         for length in self._lengths(request, num_tokens):
             run = len(self.run_in_cache(request, length))
             if all(is_behind(name) for name in self.names_behind(request, run, length)):
                 return length
         return 0
 
-    def names_behind(self, request: Request, first: int, num_tokens: int) -> list[BlockHash]:
+    def names_behind(self, request: Named, first: int, num_tokens: int) -> list[BlockHash]:
         return self.names(request, num_tokens)[first - self._group.first_block_seen(num_tokens) :]
 
     def names_wanted(self, request: Request, num_before: int, num_tokens: int) -> list[BlockHash]:
         lengths = [one for one in self._lengths(request, num_tokens) if one > num_before]
         return [name for length in lengths for name in self.names(request, length)]
 
-    def names(self, request: Request, num_tokens: int) -> list[BlockHash]:
+    def names(self, request: Named, num_tokens: int) -> list[BlockHash]:
         """Returns the names of the blocks that are seen behind `num_tokens` tokens, which are whole
         strides: the hash of those says all, but which of the blocks it is."""
         parent = extend_block_hashes(request, self._stride)[num_tokens // self._stride - 1]
@@ -95,9 +96,10 @@ class RollingWindowManager(WindowGroupManager):
             for place in range(num_seen)
         ]
 
-    def _lengths(self, request: Request, num_tokens: int) -> list[int]:
+    def _lengths(self, request: Named, num_tokens: int) -> list[int]:
         """Returns where a prefix of at most `num_tokens` tokens may end, the longest first."""
-        most = min(num_tokens, len(request.all_token_ids)) // self._stride
+        num_known = len(extend_block_hashes(request, self._stride))
+        most = min(num_tokens // self._stride, num_known)
         return [count * self._stride for count in range(most, 0, -1)]
 
     def num_wanted(self, num_tokens: int, table: list[KVCacheBlock]) -> int:

@@ -20,9 +20,9 @@ from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
 from engine.contracts.messages import PrefixAsk
-from engine.contracts.prefix_holder import PrefixHolder
+from engine.contracts.prefix_holder import HashChains, PrefixHolder
 from engine.frontend.calls.prefix_calls import PeerAnswer
-from engine.node.prefix_servicer import MAX_NAMES
+from engine.node.prefix_servicer import chains_to_proto
 from kv_transfer.errors import HandshakeMismatch, PeerLost
 from kv_transfer.metadata import KVPeer, KVTransferParams, is_transfer_id
 from kv_transfer.wire.handshake import check_endpoints, peer_from_proto, peer_to_proto
@@ -57,7 +57,7 @@ class PrefixClient:
         if holder is None or time.monotonic() < self._avoid_until.get(holder, 0.0):
             return None, 0
         try:
-            return await self._offer(holder, ask.names[:MAX_NAMES])
+            return await self._offer(holder, ask.chains)
         except grpc.aio.AioRpcError as error:
             why = words_of(error)
         except _NO_ANSWER as error:
@@ -70,20 +70,19 @@ class PrefixClient:
         channels, self._channels = self._channels, OrderedDict()
         await asyncio.gather(*(channel.close() for channel in channels.values()))
 
-    async def _offer(self, holder: PrefixHolder, names: list[bytes]) -> PeerAnswer:
+    async def _offer(self, holder: PrefixHolder, chains: HashChains) -> PeerAnswer:
         channel = await (await self._channel(holder)).get()
         us = self._us()
         stub = prefixes_pb2_grpc.PrefixesStub(  # type: ignore[no-untyped-call]
             QuietChannel(channel)
         )
         answer: prefixes_pb2.OfferReply | None = await stub.Offer(
-            prefixes_pb2.OfferRequest(asker=peer_to_proto(us), names=names),
+            prefixes_pb2.OfferRequest(asker=peer_to_proto(us), chains=chains_to_proto(chains)),
             timeout=_TIMEOUT_S,
             metadata=self._credentials.metadata(),
         )
         reply = readable(answer)
-        num_blocks = min(reply.num_blocks, len(names))
-        if not num_blocks:
+        if not reply.num_tokens:
             return None, 0
         peer = peer_from_proto(reply.holder, is_decode=holder.is_decode)
         us.layout.check_compatible(peer.layout)
@@ -94,7 +93,7 @@ class PrefixClient:
         if peer.layout.draft_hash != us.layout.draft_hash:
             raise ValueError("it has another drafter, whose KV of the prefix would be missing")
         params = KVTransferParams(do_remote_prefill=True, transfer_id=reply.transfer_id, peer=peer)
-        return params, num_blocks
+        return params, reply.num_tokens
 
     async def _channel(self, holder: PrefixHolder) -> RenewedChannel:
         known = self._channels.get(holder)

@@ -274,7 +274,11 @@ class Admission:
         stop = num_cached + num_coming
         if not num_received:
             cached = self._kv_cache.behind.tables(
-                request, cached, stop, is_certain=source.finds_certainly
+                request,
+                cached,
+                stop,
+                is_certain=source.finds_certainly,
+                is_by_token=source.writes_by_token,
             )
         # The next token's KV is computed here: of a first one that comes from a peer, too.
         need = max(num_known, min(num_known + 1, self._limits.max_len(request) - 1))

@@ -8,12 +8,10 @@ aborted. Only then are blocks free that their request left behind (`HeldBlocks`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from engine.config import EngineConfig
 from engine.contracts.messages import KVTransferResult
+from engine.contracts.prefix_holder import HashChains
 from engine.contracts.request import Request
-from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.arrivals.arrival import KVArrival
 from engine.sched.arrivals.arrivals import Arrivals
@@ -82,9 +80,9 @@ class RemoteKV:
         """Returns why this engine cannot take the request's KV parameters; empty when it can."""
         return self._connector.refusal(request)
 
-    def offer(self, names: Sequence[BlockHash]) -> tuple[int, str, int]:
-        """Returns 0, the group that has the blocks, and what `PrefixOffers` does."""
-        return 0, *self.offers.offer(names)
+    def offer(self, chains: HashChains) -> tuple[int, str, int]:
+        """Returns 0, the group that has the prefix, and what `PrefixOffers` does."""
+        return 0, *self.offers.offer(chains)
 
     def add_request(self, request: Request) -> None:
         """Comes before the request is queued."""
@@ -100,7 +98,8 @@ class RemoteKV:
         """Takes the request's blocks: free now, or when no writer or reader is left."""
         self.arrivals.end(request)
         if (answers := self.offers.answers) is not None and not is_abort:
-            answers.add(self._kv_cache.block_names(request, request.num_tokens - 1))
+            behind = self._kv_cache.behind
+            answers.add(behind.chains(request, request.num_tokens - 1)[behind.chain_sizes[0]])
         blocks = self._kv_cache.take_blocks(request.request_id)
         if is_exported(request):
             self.exports.request_ended(request, blocks, is_abort=is_abort)

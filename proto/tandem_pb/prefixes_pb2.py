@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem_pb import kv_transfer_pb2 as tandem__pb_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem_pb/prefixes.proto\x12\ttandem.v1\x1a\x1btandem_pb/kv_transfer.proto\"?\n\x0cOfferRequest\x12 \n\x05\x61sker\x18\x01 \x01(\x0b\x32\x11.tandem.v1.KVPeer\x12\r\n\x05names\x18\x02 \x03(\x0c\"X\n\nOfferReply\x12!\n\x06holder\x18\x01 \x01(\x0b\x32\x11.tandem.v1.KVPeer\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r2C\n\x08Prefixes\x12\x37\n\x05Offer\x12\x17.tandem.v1.OfferRequest\x1a\x15.tandem.v1.OfferReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem_pb/prefixes.proto\x12\ttandem.v1\x1a\x1btandem_pb/kv_transfer.proto\"\\\n\x0cOfferRequest\x12 \n\x05\x61sker\x18\x01 \x01(\x0b\x32\x11.tandem.v1.KVPeer\x12$\n\x06\x63hains\x18\x03 \x03(\x0b\x32\x14.tandem.v1.HashChainJ\x04\x08\x02\x10\x03\"/\n\tHashChain\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\"^\n\nOfferReply\x12!\n\x06holder\x18\x01 \x01(\x0b\x32\x11.tandem.v1.KVPeer\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\rJ\x04\x08\x03\x10\x04\x32\x43\n\x08Prefixes\x12\x37\n\x05Offer\x12\x17.tandem.v1.OfferRequest\x1a\x15.tandem.v1.OfferReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem_pb.prefixes_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OFFERREQUEST']._serialized_start=68
-  _globals['_OFFERREQUEST']._serialized_end=131
-  _globals['_OFFERREPLY']._serialized_start=133
-  _globals['_OFFERREPLY']._serialized_end=221
-  _globals['_PREFIXES']._serialized_start=223
-  _globals['_PREFIXES']._serialized_end=290
+  _globals['_OFFERREQUEST']._serialized_end=160
+  _globals['_HASHCHAIN']._serialized_start=162
+  _globals['_HASHCHAIN']._serialized_end=209
+  _globals['_OFFERREPLY']._serialized_start=211
+  _globals['_OFFERREPLY']._serialized_end=305
+  _globals['_PREFIXES']._serialized_start=307
+  _globals['_PREFIXES']._serialized_end=374
 # @@protoc_insertion_point(module_scope)

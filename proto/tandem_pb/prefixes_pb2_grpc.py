@@ -47,8 +47,9 @@ class PrefixesServicer(object):
     """
 
     def Offer(self, request, context):
-        """Holds what is cached of these blocks for whoever pulls the transfer of the answer, until it has
-        or its lease ends. FAILED_PRECONDITION names what of the KV differs.
+        """Holds the longest prefix that is here of a prompt for whoever pulls the transfer of the answer,
+        until it has or its lease ends. FAILED_PRECONDITION names what of the KV differs, or the hashes
+        that are lacking.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

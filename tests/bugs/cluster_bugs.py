@@ -4,7 +4,27 @@ from __future__ import annotations
 
 from tests.bugs.bug import HAND_OVER, ROWS_HAND_OVER, Bug
 
+_PEERS_BY_GROUP = ("tests/engine/sched/arrivals/test_peers_by_group.py",)
+
 CLUSTER_BUGS = (
+    Bug(
+        "part-of-a-window-found", "the first block of a window that a peer sent in part is found",
+        "engine/sched/arrivals/peer_source.py", "is_by_token=True", "is_by_token=False",
+        _PEERS_BY_GROUP,
+    ),
+    Bug(
+        "state-of-another-part", "a prompt goes on behind a part of a pull with another state",
+        "engine/sched/arrivals/peer_source.py",
+        "if kv_cache.can_continue(num_tokens, stop):", "if num_tokens > arrival.num_before:",
+        _PEERS_BY_GROUP,
+    ),
+    Bug(
+        "shared-blocks-pulled", "a pull writes into blocks that others have in their prefixes",
+        "engine/sched/arrivals/peer_source.py",
+        "finds_certainly, writes_by_token = False, True",
+        "finds_certainly, writes_by_token = False, False",
+        _PEERS_BY_GROUP,
+    ),
     Bug(
         "state-left-behind", "of a pulled request the state stays on the prefill node",
         "kv_transfer/layout.py", "return range(min(1, len(tokens)))", "return range(0)",

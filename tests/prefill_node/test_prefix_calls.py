@@ -22,7 +22,7 @@ from engine.contracts.messages import (
     PrefixAsk,
     PrefixOffered,
 )
-from engine.contracts.prefix_holder import PrefixHolder, checked_holder
+from engine.contracts.prefix_holder import HashChains, PrefixHolder, checked_holder
 from engine.frontend.calls.engine_calls import EngineCalls
 from engine.frontend.calls.prefix_calls import PrefixCalls
 from engine.node.prefix_client import PrefixClient
@@ -44,23 +44,23 @@ US = KVPeer(engine_id="us", epoch=4, layout=LAYOUT)
 
 
 class Engine:
-    """Holds as many blocks as `num_blocks` says."""
+    """Holds as many tokens as `num_tokens` says."""
 
     def __init__(self) -> None:
         self.ready = EngineReady(num_blocks=8, peer=HOLDER)
-        self.num_blocks = 2
-        self.asked: list[list[bytes]] = []
+        self.num_tokens = 32
+        self.asked: list[HashChains] = []
         self.error: Exception | None = None
 
     @property
     def prefixes(self) -> Engine:
         return self
 
-    async def offer(self, names: list[bytes]) -> PrefixOffered:
-        self.asked.append(names)
+    async def offer(self, chains: HashChains) -> PrefixOffered:
+        self.asked.append(chains)
         if self.error is not None:
             raise self.error
-        return PrefixOffered(1, "ab" * 16 if self.num_blocks else "", self.num_blocks)
+        return PrefixOffered(1, "ab" * 16 if self.num_tokens else "", self.num_tokens)
 
 
 @dataclass
@@ -78,10 +78,9 @@ class Node:
     address: str
     client: PrefixClient
 
-    async def ask(self, names: int = 3) -> tuple[object, int]:
-        return await self.client.ask(
-            PrefixAsk("r", self.address, [b"%032d" % i for i in range(names)])
-        )
+    async def ask(self, count: int = 3, size: int = 16) -> tuple[object, int]:
+        chains = {size: [b"%d" % i for i in range(count)]}
+        return await self.client.ask(PrefixAsk("r", self.address, chains))
 
 
 @pytest_asyncio.fixture
@@ -110,13 +109,13 @@ def grpc_server(credentials: Credentials, engine: Engine, status: Status) -> Ser
 @pytest.mark.asyncio
 async def test_what_is_held_is_told_with_where_to_pull_it(node: Node) -> None:
     params, count = await node.ask()
-    assert count == 2
+    assert count == 32
     assert params is not None and params.transfer_id == "ab" * 16  # type: ignore[attr-defined]
     assert params.peer == HOLDER  # type: ignore[attr-defined]
-    node.engine.num_blocks = 0
+    node.engine.num_tokens = 0
     assert await node.ask() == (None, 0)
-    node.engine.num_blocks = 9
-    assert (await node.ask())[1] == 3, "no more than was asked for"
+    await node.ask(count=70_000)
+    assert len(node.engine.asked[-1][16]) == 1 << 16, "what is behind them is computed"
 
 
 @pytest.mark.asyncio
@@ -144,13 +143,22 @@ async def test_a_peer_of_bytes_that_are_no_message_is_left_alone(
 ) -> None:
     client = PrefixClient(lambda: US, Credentials(SecurityConfig()))
     async with garbled_server() as address:
-        ask = PrefixAsk("r", f"prefill/{address}", [b"%032d" % 0])
+        ask = PrefixAsk("r", f"prefill/{address}", {16: [b"%032d" % 0]})
         assert await client.ask(ask) == (None, 0)
         told = only_warning(caplog)
         assert f"prefill/{address} gives no prefixes" in told and "no message; see that" in told
         assert await client.ask(ask) == (None, 0)
         assert not caplog.records, "it is avoided for a while"
         await client.close()
+
+
+@pytest.mark.asyncio
+async def test_a_peer_whose_blocks_have_other_sizes_is_left_alone(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await node.ask(size=32) == (None, 0)
+    assert "differ in block_size: this node has (16,), the peer has (32,)" in caplog.text
+    assert not node.engine.asked
 
 
 @pytest.mark.asyncio
@@ -161,12 +169,13 @@ async def test_what_a_holder_refuses(node: Node) -> None:
     node.status.work.draining = False
     channel = grpc.aio.insecure_channel(node.address.removeprefix("prefill/"))
     stub = prefixes_pb2_grpc.PrefixesStub(channel)  # type: ignore[no-untyped-call]
-    for names in ([b"x" * 300], [b"n"] * 70_000):
+    for hashes in ([b"x" * 300], [b"n"] * 70_000):
+        chain = prefixes_pb2.HashChain(block_size=16, hashes=hashes)
         with pytest.raises(grpc.aio.AioRpcError) as told:
-            await stub.Offer(prefixes_pb2.OfferRequest(names=names))
+            await stub.Offer(prefixes_pb2.OfferRequest(chains=[chain]))
         assert told.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     with pytest.raises(grpc.aio.AioRpcError) as told:
-        await stub.Offer(prefixes_pb2.OfferRequest(names=[b"n"]))
+        await stub.Offer(prefixes_pb2.OfferRequest())
     assert told.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "version" in str(told.value.details())
     await channel.close()
@@ -183,7 +192,7 @@ async def test_a_holder_whose_engine_died_gives_nothing(node: Node) -> None:
 async def test_every_ask_is_answered() -> None:
     sent: list[object] = []
     calls = PrefixCalls(EngineCalls(sent.append))
-    ask = PrefixAsk("r", "prefill/a:1", [])
+    ask = PrefixAsk("r", "prefill/a:1", {})
 
     async def fail(ask: PrefixAsk) -> tuple[None, int]:
         raise RuntimeError("the test wanted it")
@@ -201,7 +210,7 @@ async def test_offers_end_with_the_engine() -> None:
     sent: list[OfferPrefix] = []
     ledger = EngineCalls(sent.append)  # type: ignore[arg-type]
     calls = PrefixCalls(ledger)
-    waiting = asyncio.create_task(calls.offer([b"a"]))
+    waiting = asyncio.create_task(calls.offer({16: [b"a"]}))
     while not sent:
         await asyncio.sleep(0)
     ledger.on_answer(PrefixOffered(sent[0].call_id + 1, "", 0))
@@ -209,7 +218,7 @@ async def test_offers_end_with_the_engine() -> None:
     with pytest.raises(EngineDeadError):
         await waiting
     with pytest.raises(EngineDeadError):
-        await calls.offer([b"a"])
+        await calls.offer({16: [b"a"]})
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ from engine.contracts.messages import (
     PrefixOffered,
     ResetPrefixCache,
 )
+from engine.contracts.prefix_holder import HashChains
 from engine.frontend.calls.engine_calls import EngineCalls
 from kv_transfer.metadata import KVTransferParams
 
 logger = logging.getLogger(__name__)
 
 PeerAnswer: TypeAlias = tuple[KVTransferParams | None, int]
-"""Says what to pull, and how many blocks that is."""
+"""Says what to pull, and how many tokens that is."""
 _TIMEOUT_S = 30.0
 Ask: TypeAlias = Callable[[PrefixAsk], Awaitable[PeerAnswer]]
 
@@ -38,10 +39,10 @@ class PrefixCalls:
         self._calls = calls
         self._asking: set[asyncio.Task[None]] = set()
 
-    async def offer(self, names: list[bytes]) -> PrefixOffered:
-        """Returns what the engine holds of these blocks now, for a peer. Raises
+    async def offer(self, chains: HashChains) -> PrefixOffered:
+        """Returns what the engine holds of this prompt now, for a peer. Raises
         `EngineCallTimeout`, `EngineDeadError`."""
-        call = OfferPrefix(self._calls.next_id(), names)
+        call = OfferPrefix(self._calls.next_id(), chains)
         return await self._calls.ask(call, PrefixOffered, _TIMEOUT_S)
 
     async def reset(self) -> bool:
@@ -63,10 +64,10 @@ class PrefixCalls:
             task.cancel()
 
     async def _ask(self, ask: PrefixAsk) -> None:
-        params, num_blocks = None, 0
+        params, num_tokens = None, 0
         try:
             if self.ask is not None:
-                params, num_blocks = await self.ask(ask)
+                params, num_tokens = await self.ask(ask)
         except Exception:
             logger.exception("request %s: asking %s for a prefix", ask.request_id, ask.peer)
-        self._calls.send(PrefixAnswer(ask.request_id, params, num_blocks))
+        self._calls.send(PrefixAnswer(ask.request_id, params, num_tokens))

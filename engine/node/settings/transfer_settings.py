@@ -20,7 +20,6 @@ from kv_transfer.control.sizing import (
     fewest_staging_bytes,
     processes_for_this_host,
 )
-from kv_transfer.layout import KVLayout
 from kv_transfer.memory.pool.store_address import StoreAddress
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
 
@@ -247,8 +246,6 @@ class TransferSettings(SecuritySettings):
         """Checks that KV of this model can go to host memory and be found there again. Raises
         `SettingsError`."""
         size, layout = self.kv_host_memory_bytes, config.kv_layout
-        if config.kv_transfer is not None and self.shares_prefixes:
-            _check_sees_all("--kv-share-prefixes", layout)
         if not size or config.kv_transfer is None:
             return
         if size < layout.block_bytes:
@@ -337,15 +334,3 @@ class TransferSettings(SecuritySettings):
         if self.kv_port and last > _MAX_PORT:
             raise SettingsError(f"--kv-port {self.kv_port} needs ports up to {last}")
         return self.kv_port
-
-
-def _check_sees_all(flag: str, layout: KVLayout) -> None:
-    """Checks that a prefix is its leading blocks: peers say how many of them they have. Raises
-    `SettingsError`."""
-    groups = layout.groups
-    if len(groups) > 1 or groups[0].window is not None:
-        raise SettingsError(
-            f"{flag} needs a model in which every token sees all before it: peers say how many "
-            "leading blocks of a prompt they have, and this one has windows, states or rows of "
-            "several tokens; --kv-store shares its prefixes"
-        )

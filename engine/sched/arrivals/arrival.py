@@ -28,7 +28,7 @@ Which of them a source uses:
 
     prefill node   QUEUED COMING RETRYING STOPPING HERE PART NOTHING RECLAIMED READY
     host, disk     QUEUED COMING EARLY HERE NOTHING READY
-    a peer         QUEUED ASKED COMING HERE PART READY
+    a peer         QUEUED ASKED COMING HERE PART NOTHING READY
     a store        QUEUED ASKED COMING HERE NOTHING READY
 
 This node's own cache needs none: what it has is taken with the allocation.
@@ -130,6 +130,8 @@ class KVSource(Protocol[A_contra]):
 
     finds_certainly: bool
     """All that `find` has found comes, or nothing does."""
+    writes_by_token: bool
+    """All behind the computed tokens is written, whatever of it the cache has in some groups."""
 
     def find(self, request: Request, num_computed_tokens: int) -> int:
         """Returns the number of tokens behind the first `num_computed_tokens` that may come from

@@ -58,7 +58,7 @@ class HostSource:
     """Without a tier it never has anything. `preempt` takes a running request's row; set once,
     before the first step."""
 
-    finds_certainly = True
+    finds_certainly, writes_by_token = True, False
 
     def __init__(
         self,

@@ -3,10 +3,11 @@
     ASKED    the node server asks the peer (`take_asks`), and waits `ASK_LIMIT_S` at most
     COMING   the peer holds it, and it is sooner here than computed
     READY    behind whatever KV there is: all of it, a part, or nothing
+    NOTHING  a part is of no use: windows and states are those of the whole
 
-It asks once; whatever goes wrong, the prompt is computed behind the part that is here. Blocks are
-asked for by hash, which begins with the tenant's salt, so no tenant is given what another
-one computed.
+It asks once; whatever goes wrong, the prompt is computed behind the part that is here. Prompts are
+named by hashes of their blocks, which begin with the tenant's salt, so no tenant is given what
+another one computed. How much of it the peer has, in all groups of layers, the peer finds itself.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class PeerCounters:
 class PeerSource:
     """The prefix caches of the peers that requests name."""
 
-    finds_certainly = False
+    finds_certainly, writes_by_token = False, True
 
     def __init__(
         self,
@@ -100,8 +101,7 @@ class PeerSource:
         return count if request.prefix_peer else 0
 
     def _most_tokens(self, request: Request) -> int:
-        block_size = self._kv_cache.least_block_size
-        return (request.num_tokens - 1) // block_size * block_size
+        return self._kv_cache.behind.last_end(request.num_tokens - 1)
 
     def _is_worth_asking(self, request: Request, num_tokens: int) -> bool:
         """A try is decided once, or the next look at the request, as before the peer answers and
@@ -111,13 +111,14 @@ class PeerSource:
         return verdict.is_to_take
 
     def begin(self, request: Request, num_computed_tokens: int, num_tokens: int) -> None:
-        names = self._kv_cache.block_names(request, num_computed_tokens + num_tokens)
+        stop = num_computed_tokens + num_tokens
+        chains = self._kv_cache.behind.chains(request, stop)
         peer, request.prefix_peer = request.prefix_peer, ""
         arrival = PeerArrival(request, self, peer=peer, asked_at=time.monotonic())
         self._arrivals.add(arrival)
         self._arrivals.begin(arrival, num_computed_tokens, num_tokens, ArrivalState.ASKED)
         request.num_computed_tokens = num_computed_tokens
-        self._asks.append(PrefixAsk(request.request_id, peer, names))
+        self._asks.append(PrefixAsk(request.request_id, peer, chains))
 
     def stop(self, arrival: PeerArrival) -> WriterKey | None:
         is_coming = arrival.state is ArrivalState.COMING
@@ -134,8 +135,13 @@ class PeerSource:
         self, arrival: PeerArrival, num_tokens_kept: int, failure: KVTransferResult
     ) -> KVTransferResult | None:
         self.counters.failures += 1
-        block_size = self._kv_cache.least_block_size
-        self._keep(arrival, max(arrival.num_before, num_tokens_kept // block_size * block_size))
+        kv_cache, stop = self._kv_cache, arrival.num_before + arrival.num_coming
+        num_tokens = max(arrival.num_before, kv_cache.behind.last_end(num_tokens_kept))
+        if kv_cache.can_continue(num_tokens, stop):
+            self._keep(arrival, num_tokens)
+        else:
+            self._arrivals.move(arrival, ArrivalState.NOTHING)
+            self._arrivals.compute_all(arrival)
         return None
 
     # What peers say ---------------------------------------------------------------------------
@@ -145,28 +151,38 @@ class PeerSource:
         asks, self._asks = self._asks, []
         return asks
 
-    def answered(self, request_id: str, params: KVTransferParams | None, num_blocks: int) -> None:
-        """Goes on after a peer's answer: it holds `num_blocks` from the prompt's beginning for
+    def answered(self, request_id: str, params: KVTransferParams | None, num_tokens: int) -> None:
+        """Goes on after a peer's answer: it holds `num_tokens` from the prompt's beginning for
         `params`. None: nothing."""
         arrival = self._arrivals.get(request_id)
         if not isinstance(arrival, PeerArrival) or arrival.state is not ArrivalState.ASKED:
             self._refuse(request_id, params)
             return
-        num_tokens = num_blocks * self._kv_cache.least_block_size
-        if params is None or num_tokens <= arrival.num_before:
+        num_lacking = num_tokens - arrival.num_before
+        if params is None or not self._is_wanted(arrival, num_tokens):
             self._refuse(request_id, params)
             self.counters.misses += 1
             self._go_on(arrival, arrival.num_before)
             return
         self._rates.asked(arrival.peer, time.monotonic() - arrival.asked_at)
-        num_lacking = num_tokens - arrival.num_before
         is_decided = arrival.request.tries_prefix_peer
         if not is_decided and not self._rates.is_quicker(arrival.peer, num_lacking, has_asked=True):
             self._refuse(request_id, params)
             self.counters.cheaper_to_compute += 1
             self._go_on(arrival, arrival.num_before)
             return
-        self._pull(arrival, params, min(num_tokens, self._most_tokens(arrival.request)))
+        if not self._kv_cache.skip_to(arrival.request, num_tokens, is_by_token=True):
+            self._refuse(request_id, params)
+            self._arrivals.compute_all(arrival)
+            return
+        self._pull(arrival, params, num_tokens)
+
+    def _is_wanted(self, arrival: PeerArrival, num_tokens: int) -> bool:
+        """Returns whether a prefix of this length is more than is here, and one that was asked
+        for."""
+        stop = arrival.num_before + arrival.num_coming
+        is_end = self._kv_cache.behind.last_end(num_tokens) == num_tokens
+        return is_end and arrival.num_before < num_tokens <= stop
 
     def _pull(self, arrival: PeerArrival, params: KVTransferParams, num_tokens: int) -> None:
         self._arrivals.name_transfer(arrival, params.transfer_id)

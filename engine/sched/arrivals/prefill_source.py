@@ -48,7 +48,7 @@ class Pull(TransferArrival):
 class PrefillSource:
     """The KV of whole prompts, from the nodes that their `kv_transfer_params` name."""
 
-    finds_certainly = False
+    finds_certainly, writes_by_token = False, True
 
     def __init__(
         self,

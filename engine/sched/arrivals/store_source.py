@@ -53,7 +53,7 @@ class StoreLoad(KVArrival):
 class StoreSource:
     """Without a store it never has anything."""
 
-    finds_certainly = False
+    finds_certainly, writes_by_token = False, False
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class StoreSource:
         if stop <= before:
             self._go_on(load, before)
             return
-        if not self._kv_cache.skip_to(request, stop):
+        if not self._kv_cache.skip_to(request, stop, is_by_token=False):
             self._arrivals.compute_all(load)
             return
         names, blocks = self._kv_cache.behind.blocks(request, before, stop)

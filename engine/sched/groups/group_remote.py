@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.contracts.messages import PrefixAsk
-from engine.kv_cache.block_hash import BlockHash
+from engine.contracts.prefix_holder import HashChains
 from engine.sched.remote_kv import RemoteKV
 from kv_transfer.metadata import KVTransferParams
 
@@ -23,11 +23,11 @@ class GroupPeers:
     def take_asks(self) -> list[PrefixAsk]:
         return [ask for group in self._groups for ask in group.peers.take_asks()]
 
-    def answered(self, request_id: str, params: KVTransferParams | None, num_blocks: int) -> None:
+    def answered(self, request_id: str, params: KVTransferParams | None, num_tokens: int) -> None:
         """Tells the group that asked. Of a request that has ended, any lets the peer's blocks
         go."""
         group = self._group_of(request_id) or self._groups[0]
-        group.peers.answered(request_id, params, num_blocks)
+        group.peers.answered(request_id, params, num_tokens)
 
 
 class GroupRemote:
@@ -39,9 +39,9 @@ class GroupRemote:
         self._groups = groups
         self.peers = GroupPeers(groups, group_of)
 
-    def offer(self, names: Sequence[BlockHash]) -> tuple[int, str, int]:
-        """Returns the group that has most of these blocks, and what it offers as `PrefixOffers`
+    def offer(self, chains: HashChains) -> tuple[int, str, int]:
+        """Returns the group that has most of this prompt, and what it offers as `PrefixOffers`
         does."""
-        counts = [group.offers.count(names) for group in self._groups]
+        counts = [group.offers.count(chains) for group in self._groups]
         best = counts.index(max(counts))
-        return best, *self._groups[best].offers.offer(names)
+        return best, *self._groups[best].offers.offer(chains)

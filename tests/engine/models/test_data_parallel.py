@@ -278,8 +278,8 @@ def test_prefixes_come_from_the_group_of_a_peer_that_has_them(checkpoints: Path)
         run_until([holder], lambda: len(holder.ended) == 2)
         asker.add("asks", prompt, NUM_TOKENS, prefix_peer="prefill/10.0.0.1:1")
         run_until([asker], lambda: asker.asks)
-        group, transfer_id, count = holder.core.scheduler.remote.offer(asker.asks[0].names)
-        assert (group, count) == (1, len(prompt) // 16)
+        group, transfer_id, count = holder.core.scheduler.remote.offer(asker.asks[0].chains)
+        assert (group, count) == (1, len(prompt) // 16 * 16)
         peer = holder.core.connector.peer_info
         assert peer is not None
         params = KVTransferParams(
@@ -288,7 +288,7 @@ def test_prefixes_come_from_the_group_of_a_peer_that_has_them(checkpoints: Path)
         asker.core.handle(PrefixAnswer("asks", params, count))
         run_until([holder, asker], lambda: "asks" in asker.ended)
         assert asker.tokens["asks"] == holder.tokens["in the second"]
-        assert asker.core.stats().prompt_tokens_pulled == count * 16
+        assert asker.core.stats().prompt_tokens_pulled == count
         asker.core.handle(PrefixAnswer("asks", params, count))  # Too late: it is let go.
         nodes = [holder, asker]
         run_until(nodes, lambda: not any(node.core.scheduler.check_empty() for node in nodes))

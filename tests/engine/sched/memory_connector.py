@@ -61,7 +61,7 @@ class ExportJob:
     is_staged: bool = False
     stopping: bool = False
     exists: bool = False
-    """Its KV is no prompt's that is computed now."""
+    """Its KV is no prompt's that is computed now; what is known of the prompt is checked."""
     rows: list[list[tuple[int, int] | None]] = field(default_factory=list)
     """Holds the rows of blocks that existed before, as they were when they were said to."""
 
@@ -108,7 +108,9 @@ class MemoryConnector(KVConnectorScheduler):
     ) -> None:
         params = _params(request)
         if params.do_remote_decode and block_ids:
-            self.exports[params.transfer_id] = ExportJob([], block_ids, exists=True)
+            num_tokens = request.num_prompt_tokens
+            job = ExportJob([], block_ids, num_cached=num_tokens, exists=True)
+            self.exports[params.transfer_id] = job
             return
         prompt = self.prompts[request.request_id][: request.num_prompt_tokens]
         if params.do_remote_decode:
@@ -165,7 +167,7 @@ class MemoryConnector(KVConnectorScheduler):
     def request_finished(self, request: RequestLike) -> bool:
         export = self.exports.get(_params(request).transfer_id)
         if export is not None and export.exists:
-            export.rows = [list(self.memory.slots[block]) for block in export.block_ids[0]]
+            export.rows = self._rows(export)
         return export is not None and not export.is_staged
 
     def abort(self, request: RequestLike) -> bool:
@@ -253,7 +255,8 @@ class MemoryConnector(KVConnectorScheduler):
         if job.exists:
             if not job.rows:
                 return
-            assert [self.memory.slots[block] for block in job.block_ids[0]] == job.rows
+            assert self._rows(job) == job.rows
+            self.memory.check(job.block_ids, kv_of(job.prompt), len(job.prompt), len(job.prompt))
             job.is_staged = True
             self._events.finished_sending.append(transfer_id)
             return
@@ -264,6 +267,14 @@ class MemoryConnector(KVConnectorScheduler):
         if job.sent == len(job.prompt):
             job.is_staged = True
             self._events.finished_sending.append(transfer_id)
+
+    def _rows(self, job: ExportJob) -> list[list[tuple[int, int] | None]]:
+        """Returns what blocks hold that the token behind a prefix sees."""
+        seen = [
+            table[group.first_block_seen(job.num_cached) :]
+            for group, table in zip(self.memory.groups, job.block_ids, strict=True)
+        ]
+        return [list(self.memory.slots[block]) for table in seen for block in table]
 
     def _job(self, transfer_id: str) -> PullJob | ExportJob | None:
         return self.pulls.get(transfer_id) or self.exports.get(transfer_id)

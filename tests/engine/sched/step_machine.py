@@ -93,8 +93,8 @@ class StepMachine:
         self.scheduler = Scheduler(
             config, num_blocks, self.connector, order=order, launches=launches
         )
-        self.peer_blocks: Callable[[PrefixAsk], int] = lambda ask: 0
-        """How many of the blocks that a peer is asked for it says to have."""
+        self.peer_tokens: Callable[[PrefixAsk], int] = lambda ask: 0
+        """How many tokens of the prompt that a peer is asked for it says to have."""
         self.num_asked = 0
         self.num_early = 0
         """Steps that began before all KV was there that they read."""
@@ -199,7 +199,7 @@ class StepMachine:
             # One that was preempted asks for the KV of its answer, too.
             request = self.clients[ask.request_id].request
             self.connector.prompts[ask.request_id] = list(request.all_token_ids)
-            count = self.peer_blocks(ask)
+            count = self.peer_tokens(ask)
             params = remote_prefill(f"prefix-{self.num_asked}") if count else None
             peers.answered(ask.request_id, params, count)
         self.check_blocks()

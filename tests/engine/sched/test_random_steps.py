@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from engine.contracts.messages import EngineCoreOutputs
+from engine.contracts.messages import EngineCoreOutputs, PrefixAsk
 from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.request import Request, RequestStatus
 from engine.contracts.request_spec import IDLE_PRIORITY
@@ -83,7 +83,7 @@ class Traffic:
         self.asks_peers = machine.scheduler.remote.peers.is_on
         if self.asks_peers:
             self.moves += [(3, machine.answer_asks), (2, self._offer)]
-            machine.peer_blocks = lambda ask: self.rng.randint(0, len(ask.names))
+            machine.peer_tokens = self._tokens_of_peer
 
     def run(self) -> None:
         with mock.patch.object(time, "monotonic", RandomClock(self.rng.random())):
@@ -245,9 +245,19 @@ class Traffic:
         if self.machine.clients:
             request = self.rng.choice(list(self.machine.clients.values())).request
             scheduler = self.machine.scheduler
-            names = scheduler._kv_cache.block_names(request, request.num_prompt_tokens)
-            scheduler.remote.offers.offer(names)
+            chains = scheduler._kv_cache.behind.chains(request, request.num_prompt_tokens)
+            transfer_id, count = scheduler.remote.offers.offer(chains)
+            if count:
+                prompt = request.all_token_ids[:count]
+                self.machine.connector.exports[transfer_id].prompt = prompt
             self.machine.check_blocks()
+
+    def _tokens_of_peer(self, ask: PrefixAsk) -> int:
+        """A peer has some of what it is asked for, where a prefix can end, or says nonsense."""
+        behind = self.machine.scheduler._kv_cache.behind
+        most = min(size * len(names) for size, names in ask.chains.items())
+        count = self.rng.randint(0, most + 1)
+        return behind.last_end(count) if self.rng.random() < 0.9 else count
 
     def _abort(self) -> None:
         if self.machine.clients and self.rng.random() < 0.5:

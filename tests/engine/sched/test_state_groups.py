@@ -26,7 +26,7 @@ from tests.engine.sched.factories import (
 from tests.engine.sched.memory_host_tier import new_store
 from tests.engine.sched.returning_traffic import ReturningTraffic
 from tests.engine.sched.step_machine import StepMachine
-from tests.engine.sched.test_random_steps import Traffic
+from tests.engine.sched.test_random_steps import SHARING, Traffic
 
 
 def hybrid(**config: object) -> EngineConfig:
@@ -309,11 +309,11 @@ _FORGETFUL = (
     shape=st.sampled_from(_FORGETFUL),
     kinds=st.sampled_from([["local"], ["export", "local"], ["choices", "pull", "local"]]),
 )
-def test_random_traffic_with_tiers(
+def test_random_traffic_with_tiers_and_peers(
     seed: int, shape: tuple[tuple[KVLayers, ...], int], kinds: list[str]
 ) -> None:
     """Their processes die, and blocks are damaged. Windows are groups of their own, too, and so are
-    rows that stand for several tokens."""
+    rows that stand for several tokens. Peers ask, and are asked."""
     rng = random.Random(seed)
     layers, block_size = shape
     config = make_config(
@@ -323,13 +323,14 @@ def test_random_traffic_with_tiers(
         max_num_seqs=rng.choice([1, 3, 6]),
         max_num_batched_tokens=rng.choice([6, 16, 64]),
         max_model_len=64,
+        kv_transfer=SHARING if seed % 2 else None,
     )
     machine = StepMachine(
         config,
         rng.choice([22, 30, 48]) * (1 if block_size == 4 else 4),
         depth=rng.choice([1, 2, 3]),
         seed=seed,
-        num_host_slots=rng.choice([6, 12, 40]),
+        num_host_slots=rng.choice([6, 12, 40]) if seed % 3 else 0,
         num_files=rng.choice([0, 20, 60]),
         store=new_store() if rng.random() < 0.5 else None,
     )

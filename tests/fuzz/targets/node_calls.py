@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from edge.adapter_call import MAX_VERSION
 from engine.contracts.errors import RoleSwitchRefused
 from engine.contracts.messages import PrefixOffered
+from engine.contracts.prefix_holder import HashChains
 from engine.contracts.profiles import Profile, ProfileOptions
 from engine.lora import LoRAConfig
 from engine.node.prefix_servicer import PrefixServicer
@@ -127,15 +128,16 @@ class _Offering:
         self.ready = engine.ready
         self.prefixes = self
 
-    async def offer(self, names: list[bytes]) -> PrefixOffered:
-        return PrefixOffered(1, "ab" * 16, len(names))
+    async def offer(self, chains: HashChains) -> PrefixOffered:
+        return PrefixOffered(1, "ab" * 16, sum(map(len, chains.values())))
 
 
 @cache
 def _offers() -> tuple[PrefixServicer, bytes]:
     engine = FakePrefillEngine()
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, 60)
-    asked = prefixes_pb2.OfferRequest(names=[b"n" * 32] * 3, asker=peer_to_proto(engine.ready.peer))
+    chain = prefixes_pb2.HashChain(block_size=16, hashes=[b"n" * 32] * 3)
+    asked = prefixes_pb2.OfferRequest(chains=[chain], asker=peer_to_proto(engine.ready.peer))
     return PrefixServicer(_Offering(engine), status), asked.SerializeToString()
 
 

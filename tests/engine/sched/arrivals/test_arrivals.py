@@ -54,7 +54,7 @@ def test_each_source_uses_its_own_states(monkeypatch: pytest.MonkeyPatch) -> Non
 class Store:
     """A source that is only this: KV by name, which comes when the test says so."""
 
-    finds_certainly = False
+    finds_certainly, writes_by_token = False, False
 
     def __init__(self, machine: StepMachine, num_tokens: int) -> None:
         self.arrivals = machine.scheduler.remote.arrivals
@@ -114,7 +114,7 @@ def test_a_source_brings_what_those_before_it_lack() -> None:
     """The peer has two blocks of the prompt, and the store has four."""
     transfer = KVTransferConfig(kv_role="kv_producer", shares_prefixes=True)
     machine = StepMachine(make_config(kv_transfer=transfer), 32)
-    machine.peer_blocks = lambda ask: 2
+    machine.peer_tokens = lambda ask: 2 * BLOCK_SIZE
     store = Store(machine, 4 * BLOCK_SIZE)
     waiting_for(store)
     assert not store.coming

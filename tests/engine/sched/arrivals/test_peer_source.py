@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from engine.contracts.prefix_holder import HashChains
 from engine.contracts.request import RequestStatus
 from engine.sched.arrivals import peer_source
 from engine.sched.arrivals.pull_rates import PullRates
@@ -55,7 +56,7 @@ def computed(machine: StepMachine) -> int:
 @pytest.mark.parametrize("num_blocks", [1, 3, NUM_FULL])
 def test_what_a_peer_holds_is_pulled_and_the_rest_computed(num_blocks: int) -> None:
     machine = machine_of()
-    machine.peer_blocks = lambda ask: num_blocks
+    machine.peer_tokens = lambda ask: num_blocks * BLOCK_SIZE
     client = add(machine)
     machine.finish()
     assert computed(machine) == len(PROMPT) - num_blocks * BLOCK_SIZE
@@ -67,7 +68,7 @@ def test_what_a_peer_holds_is_pulled_and_the_rest_computed(num_blocks: int) -> N
 
 def test_a_pulled_prefix_is_exported_and_cached() -> None:
     machine = machine_of()
-    machine.peer_blocks = lambda ask: NUM_FULL
+    machine.peer_tokens = lambda ask: NUM_FULL * BLOCK_SIZE
     add(machine, kv=remote_decode("t"), max_tokens=1)
     machine.finish()
     before = computed(machine)
@@ -80,7 +81,7 @@ def test_a_pulled_prefix_is_exported_and_cached() -> None:
 
 def test_only_what_the_cache_lacks_is_pulled() -> None:
     machine = machine_of()
-    machine.peer_blocks = lambda ask: len(ask.names)
+    machine.peer_tokens = lambda ask: len(ask.chains[BLOCK_SIZE]) * BLOCK_SIZE
     machine.add(make_request("beginning", PROMPT[:9], max_tokens=1))
     machine.finish()
     add(machine)
@@ -93,7 +94,7 @@ def test_only_what_the_cache_lacks_is_pulled() -> None:
 def test_what_host_memory_lacks_is_pulled() -> None:
     transfer = KVTransferConfig(kv_role="kv_producer", shares_prefixes=True)
     machine = StepMachine(make_config(kv_transfer=transfer), 12, num_host_slots=64)
-    machine.peer_blocks = lambda ask: len(ask.names)
+    machine.peer_tokens = lambda ask: len(ask.chains[BLOCK_SIZE]) * BLOCK_SIZE
     machine.add(make_request("beginning", PROMPT[:9], max_tokens=1))
     machine.finish()
     machine.add(make_request("other", [50] * 46, max_tokens=1))
@@ -122,7 +123,7 @@ def test_without_a_peers_help_the_prompt_is_computed(
         machine.schedule()
         machine.scheduler.remote.peers.answered(ask.request_id, None, 0)
     else:
-        machine.peer_blocks = lambda ask: 0 if how == "nothing" else 2
+        machine.peer_tokens = lambda ask: 0 if how == "nothing" else 2 * BLOCK_SIZE
     machine.finish()
     assert computed(machine) - before == len(PROMPT) - 8
     assert machine.scheduler.stats().kv_transfer["prefix_misses"] == 1
@@ -132,7 +133,7 @@ def test_without_a_peers_help_the_prompt_is_computed(
 @pytest.mark.parametrize("tells_part", [False, True])
 def test_a_pull_that_fails_keeps_what_came(tells_part: bool) -> None:
     machine = machine_of()
-    machine.peer_blocks = lambda ask: NUM_FULL
+    machine.peer_tokens = lambda ask: NUM_FULL * BLOCK_SIZE
     client = begin_to_ask(machine)
     machine.answer_asks()
     (transfer_id,) = machine.connector.transfer_ids()
@@ -152,7 +153,7 @@ def test_a_pull_that_fails_keeps_what_came(tells_part: bool) -> None:
 def test_an_aborted_request_leaves_nothing(moment: str) -> None:
     """Writers may go on after the abort, into blocks that no other request has."""
     machine = machine_of()
-    machine.peer_blocks = lambda ask: NUM_FULL
+    machine.peer_tokens = lambda ask: NUM_FULL * BLOCK_SIZE
     begin_to_ask(machine)
     if moment == "pulling":
         machine.answer_asks()
@@ -182,7 +183,7 @@ def test_nobody_is_asked_where_prefixes_are_not_shared() -> None:
     add(machine)
     machine.finish()
     assert machine.num_asked == 0 and computed(machine) == len(PROMPT)
-    assert machine.scheduler.remote.offers.offer([b"x"]) == ("", 0)
+    assert machine.scheduler.remote.offers.offer({BLOCK_SIZE: [b"x"]}) == ("", 0)
 
 
 # What beats computing -------------------------------------------------------------------------
@@ -300,7 +301,7 @@ def test_one_stall_does_not_make_a_quick_peer_slow_for_long() -> None:
 def test_a_try_is_decided_once_and_ends_in_a_pull() -> None:
     """Weighed again when the peer had answered, it looked slower still, and no try ever pulled."""
     machine = machine_of()
-    machine.peer_blocks = lambda ask: NUM_FULL
+    machine.peer_tokens = lambda ask: NUM_FULL * BLOCK_SIZE
     learn_rate(machine)
     rates = machine.scheduler.remote.peers._rates
     for _ in range(3):
@@ -385,18 +386,26 @@ def test_a_slow_peer_does_not_keep_a_prompt_from_computing_while_it_is_loaded() 
 # What is held for peers -----------------------------------------------------------------------
 
 
-def names_of(machine: StepMachine, prompt: list[int], salt: str = "") -> list[bytes]:
+def names_of(machine: StepMachine, prompt: list[int], salt: str = "") -> HashChains:
     request = make_request("names", prompt, cache_salt=salt)
-    return machine.scheduler._kv_cache.block_names(request, len(prompt))
+    return machine.scheduler._kv_cache.behind.chains(request, len(prompt))
+
+
+def offer(machine: StepMachine, prompt: list[int], names: HashChains) -> tuple[str, int]:
+    """Offers a prefix, and compares what is sent with the prompt's KV."""
+    transfer_id, count = machine.scheduler.remote.offers.offer(names)
+    if count:
+        machine.connector.exports[transfer_id].prompt = prompt[:count]
+    return transfer_id, count
 
 
 def test_cached_blocks_are_offered_and_kept_until_they_are_taken() -> None:
     machine = machine_of(num_blocks=48)
     add(machine, prefix_peer="", max_tokens=1)
     machine.finish()
-    offers = machine.scheduler.remote.offers
-    transfer_id, count = offers.offer(names_of(machine, [*PROMPT[:16], 60, 60, 60, 60]))
-    assert count == 4, "the last one has other tokens"
+    names = names_of(machine, [*PROMPT[:16], 60, 60, 60, 60])
+    transfer_id, count = offer(machine, PROMPT, names)
+    assert count == 16, "the last block has other tokens"
     machine.check_blocks()
     assert not machine.scheduler.reset_prefix_cache()
     machine.connector.finish(transfer_id)
@@ -404,42 +413,41 @@ def test_cached_blocks_are_offered_and_kept_until_they_are_taken() -> None:
     machine.check_all_done()
 
 
-def forgotten(role: KVRole = "kv_producer") -> tuple[StepMachine, list[bytes], list[object]]:
+def forgotten(role: KVRole = "kv_producer") -> tuple[StepMachine, HashChains, list[int]]:
     """Returns a node that has the KV of a conversation in host memory, but for its first block,
-    which is cached; with the names of its blocks, and what was in them."""
+    which is cached; with the names of its blocks, and its tokens."""
     machine = machine_of(role, num_blocks=48, num_host_slots=64)
     client = add(machine, prefix_peer="", max_tokens=4)
     machine.finish()
-    cache = machine.scheduler._kv_cache
-    names = names_of(machine, [*PROMPT, *client.expected][: NUM_FULL * BLOCK_SIZE])
-    pool = cache.block_pool
-    rows = [list(machine.memory.slots[pool.get_cached_block(name).block_id]) for name in names]
+    tokens = [*PROMPT, *client.expected][: NUM_FULL * BLOCK_SIZE]
+    names, pool = names_of(machine, tokens), machine.scheduler._kv_cache.block_pool
     for number in range(6):
         prompt = [*PROMPT[:BLOCK_SIZE], *([50 + number] * 36)]
         machine.add(make_request(f"other{number}", prompt, max_tokens=1))
         machine.finish()
-    assert [pool.get_cached_block(name) is not None for name in names] == [True] + [False] * 4
-    return machine, names, rows
+    is_cached = [pool.get_cached_block(name) is not None for name in names[BLOCK_SIZE]]
+    assert is_cached == [True] + [False] * 4
+    return machine, names, tokens
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_what_lies_in_host_memory_is_loaded_for_a_peer(role: KVRole) -> None:
-    machine, names, rows = forgotten(role)
-    offers, stats = machine.scheduler.remote.offers, machine.scheduler.stats
-    transfer_id, count = offers.offer([*names, b"nobody has it"])
-    assert count == len(names)
-    assert stats().kv_transfer["prefix_offered_tokens_loaded"] == (count - 1) * BLOCK_SIZE
+    machine, names, tokens = forgotten(role)
+    stats = machine.scheduler.stats
+    more = {BLOCK_SIZE: [*names[BLOCK_SIZE], b"nobody has it"]}
+    transfer_id, count = offer(machine, tokens, more)
+    assert count == len(tokens)
+    assert stats().kv_transfer["prefix_offered_tokens_loaded"] == count - BLOCK_SIZE
     export = machine.connector.exports[transfer_id]
     machine.connector.advance(transfer_id)
     assert not export.rows, "nothing may be pulled before it is there"
     machine.check_blocks()
     machine.finish_loads()
-    assert export.rows == rows
     machine.connector.finish(transfer_id)
     machine.poll_connector()
-    assert offers.offer(names)[1] == count
-    tokens = (count - 1) * BLOCK_SIZE
-    assert stats().kv_transfer["prefix_offered_tokens_loaded"] == tokens, "it is cached now"
+    assert offer(machine, tokens, names)[1] == count
+    num_loaded = stats().kv_transfer["prefix_offered_tokens_loaded"]
+    assert num_loaded == count - BLOCK_SIZE, "it is cached now"
     machine.finish()
     machine.check_all_done()
 
@@ -447,9 +455,9 @@ def test_what_lies_in_host_memory_is_loaded_for_a_peer(role: KVRole) -> None:
 @pytest.mark.parametrize("is_right", [True, False])
 def test_an_offer_ends_whose_load_is_over_and_not_reported(is_right: bool) -> None:
     """Nobody says more of it: no request is left, and no job."""
-    machine, names, _ = forgotten()
+    machine, names, tokens = forgotten()
     assert machine.host is not None
-    transfer_id, _ = machine.scheduler.remote.offers.offer(names)
+    transfer_id, _ = offer(machine, tokens, names)
     export = machine.connector.exports[transfer_id]
     if is_right:
         machine.host.finish()
@@ -478,7 +486,8 @@ def test_a_load_that_fails_calls_the_offer_off() -> None:
         machine.connector.advance(transfer_id)
     machine.poll_connector()
     machine.check_all_done()
-    assert machine.scheduler.remote.offers.offer(names)[1] == 1, "the rest is not found any more"
+    left = machine.scheduler.remote.offers.offer(names)[1]
+    assert left == BLOCK_SIZE, "the rest is not found any more"
 
 
 def test_a_peer_that_gives_up_while_blocks_are_loaded_leaves_nothing() -> None:
@@ -498,7 +507,7 @@ def test_another_tenants_blocks_are_not_offered() -> None:
     offers = machine.scheduler.remote.offers
     for salt in ("", "b"):
         assert offers.offer(names_of(machine, PROMPT, salt)) == ("", 0)
-    assert offers.offer(names_of(machine, PROMPT, "a"))[1] == NUM_FULL
+    assert offers.offer(names_of(machine, PROMPT, "a"))[1] == NUM_FULL * BLOCK_SIZE
 
 
 def test_few_blocks_are_held_at_a_time() -> None:
@@ -506,12 +515,12 @@ def test_few_blocks_are_held_at_a_time() -> None:
     add(machine, prefix_peer="", max_tokens=1)
     machine.finish()
     offers = machine.scheduler.remote.offers
-    assert offers.offer(names_of(machine, PROMPT))[1] == 3
+    assert offers.offer(names_of(machine, PROMPT))[1] == 3 * BLOCK_SIZE
     assert offers.offer(names_of(machine, PROMPT)) == ("", 0)
     for transfer_id in machine.connector.transfer_ids():
         machine.connector.finish(transfer_id)
     machine.poll_connector()
-    assert offers.offer(names_of(machine, PROMPT))[1] == 3
+    assert offers.offer(names_of(machine, PROMPT))[1] == 3 * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("how", ["failed", "aborted"])
@@ -540,7 +549,7 @@ def test_decode_offers_answers_that_have_ended() -> None:
     machine.finish()
     assert machine.num_asked == 0, "decode nodes pull no prefixes"
     _, count = offers.offer(names_of(machine, conversation))
-    assert count == (len(conversation) - 1) // BLOCK_SIZE
+    assert count == (len(conversation) - 1) // BLOCK_SIZE * BLOCK_SIZE
     for transfer_id in machine.connector.transfer_ids():
         machine.connector.finish(transfer_id)
     machine.poll_connector()
