@@ -60,7 +60,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             32 hex digits, random for each request. attempt: Grows with every new attempt of the
             same request. peer: The prefill node (on decode only). first_token_only: The peer's
             first token is the whole answer: nothing is pulled (on decode
-            only).
+            only). is_prefix: The peer holds whole blocks, of windows too: these are taken whole.
     """
 
     do_remote_prefill: bool = False
@@ -69,6 +69,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     attempt: int = 0
     peer: KVPeer | None = None
     first_token_only: bool = False
+    is_prefix: bool = False
 
 
 class SendMeta(msgspec.Struct, frozen=True, tag="send", array_like=True):
@@ -95,7 +96,8 @@ class ExportMeta(msgspec.Struct, frozen=True, tag="open", array_like=True):
 
 
 class RecvMeta(msgspec.Struct, frozen=True, tag="recv", array_like=True):
-    """Consumer: pull tokens [first_token, num_tokens) into `block_ids`."""
+    """Consumer: pull tokens [first_token, num_tokens) into `block_ids`. `is_prefix`: of windows all
+    that the first block has."""
 
     transfer_id: str
     attempt: int
@@ -103,6 +105,7 @@ class RecvMeta(msgspec.Struct, frozen=True, tag="recv", array_like=True):
     block_ids: BlockIds
     first_token: int
     num_tokens: int
+    is_prefix: bool = False
 
 
 class AbortMeta(msgspec.Struct, frozen=True, tag="abort", array_like=True):

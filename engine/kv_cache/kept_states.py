@@ -40,11 +40,12 @@ class KeptStates:
 
     def place_to_keep(self, request: Request) -> int:
         """Returns the number of tokens behind which the request's states shall be kept: the last
-        place where a prompt that continues this one could find them. 0: nowhere."""
+        place where a prompt that continues this one could find them, also if they came from
+        elsewhere and are those already. 0: nowhere."""
         if not self._states or not self._pool.enable_caching:
             return 0
         place = (request.num_tokens - 1) // self._stride * self._stride
-        return place if place > request.num_computed_tokens else 0
+        return place if place >= request.num_computed_tokens else 0
 
     def keep(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> list[BlockCopy]:
         """Keeps the request's states, which are those behind its first `num_tokens` tokens until

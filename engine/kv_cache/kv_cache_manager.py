@@ -36,7 +36,7 @@ from engine.kv_cache.kept_states import BlockCopy, KeptStates
 from engine.kv_cache.prefixes_behind import PrefixesBehind
 from engine.kv_cache.promised_blocks import GrownTables, PromisedBlocks
 from engine.kv_cache.sampled_pool import SampledBlockPool
-from kv_transfer.layout import STATE_SPAN, BlockIds, KVGroup, own_groups
+from kv_transfer.layout import STATE_SPAN, BlockIds, KVGroup, KVLayout, own_groups
 
 
 class KVCacheManager:
@@ -208,6 +208,11 @@ class KVCacheManager:
         """Does what `grow` does for windows that roll, before a step computes the prompt up to
         `num_tokens` tokens. What the request was promised is there."""
         return self._promised.extend(blocks, num_tokens)
+
+    def fits_into_blocks(self, peer: KVLayout) -> bool:
+        """Returns whether whole blocks of a peer fill whole blocks here, in every group."""
+        pairs = zip(self._shapes, peer.groups, strict=False)
+        return all(theirs.block_size % ours.block_size == 0 for ours, theirs in pairs)
 
     def skip_to(self, request: Request, num_tokens: int, *, is_by_token: bool) -> bool:
         """Makes room for the first `num_tokens` tokens, whose KV comes from elsewhere, as far as

@@ -92,7 +92,9 @@ class PrefixClient:
             raise ValueError("it is this node itself, or no node of ours")
         if peer.layout.draft_hash != us.layout.draft_hash:
             raise ValueError("it has another drafter, whose KV of the prefix would be missing")
-        params = KVTransferParams(do_remote_prefill=True, transfer_id=reply.transfer_id, peer=peer)
+        params = KVTransferParams(
+            do_remote_prefill=True, transfer_id=reply.transfer_id, peer=peer, is_prefix=True
+        )
         return params, reply.num_tokens
 
     async def _channel(self, holder: PrefixHolder) -> RenewedChannel:

@@ -295,8 +295,9 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             return
         ids = of_every_group(self._layout.groups, block_ids)
         meta = RecvMeta(
-            params.transfer_id, params.attempt, params.peer, ids, first_token, num_tokens
-        )
+            params.transfer_id, params.attempt, params.peer, ids, first_token, num_tokens,
+            params.is_prefix,
+        )  # fmt: skip
         self._open(params, meta)
 
     def _release(self, params: KVTransferParams, complete: bool) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.layout import KVGroup
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import (
     CachePlaces,
@@ -23,6 +24,7 @@ from kv_transfer.memory.cache_view import (
 )
 from kv_transfer.memory.devices.copy_stream import Numbers
 from kv_transfer.memory.page_copy import PageCopy, page_copy
+from kv_transfer.metadata import RecvMeta
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.wire.chunk import ByteArray, ChunkHeader, shape_code
 
@@ -55,14 +57,25 @@ class GroupTarget:
         self._group = group
         self._cache = cache
         self._page = cache.pages[group]
-        self._rows = theirs.rows_to_pull(meta.first_token, meta.num_tokens)
         self._source_size = theirs.rows_per_block
+        self._rows = self._wanted_rows(meta, theirs)
         self._block_ids = meta.block_ids[group]
         self._block_array = np.array(self._block_ids, np.int64)
         self._num_layers = cache.layout.num_shared_layers(group, meta.peer.layout)
         """Layers behind these are a drafter's that we do not have: they are dropped."""
         self._first_layer = job.first_layer(group)
         """Says where the peer's rank begins to count layers of ours."""
+
+    def _wanted_rows(self, meta: RecvMeta, theirs: KVGroup) -> range:
+        """Returns what was asked for. Of a prefix's window all of our first block is taken, as far
+        as the first one of the sender has it: so others find it."""
+        rows = theirs.rows_to_pull(meta.first_token, meta.num_tokens)
+        if not meta.is_prefix or theirs.window is None or not rows:
+            return rows
+        first = max(
+            rows.start - rows.start % size for size in (self._source_size, self._page.block_size)
+        )
+        return range(max(first, meta.first_token // theirs.compress_ratio), rows.stop)
 
     def views(self, header: ChunkHeader, views: BlockViews) -> list[memoryview] | None:
         """Returns the blocks of ours that the payload fills exactly; None: it has to be copied."""

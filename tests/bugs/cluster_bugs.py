@@ -9,8 +9,15 @@ _PEERS_BY_GROUP = ("tests/engine/sched/arrivals/test_peers_by_group.py",)
 CLUSTER_BUGS = (
     Bug(
         "part-of-a-window-found", "the first block of a window that a peer sent in part is found",
-        "engine/sched/arrivals/peer_source.py", "is_by_token=True", "is_by_token=False",
+        "engine/sched/arrivals/peer_source.py",
+        "is_by_token=not self._takes_blocks(params)", "is_by_token=False",
         _PEERS_BY_GROUP,
+    ),
+    Bug(
+        "part-of-a-window-taken", "of a prefix's window the first block is not taken whole",
+        "kv_transfer/transports/group_target.py",
+        "if not meta.is_prefix or", "if True or",
+        ("tests/engine/models/test_prefixes_of_peers.py", "-k", "whole"),
     ),
     Bug(
         "state-of-another-part", "a prompt goes on behind a part of a pull with another state",

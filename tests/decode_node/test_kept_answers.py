@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from decode_node.parsers.output_parsers import OutputParsers
+from decode_node.prefix_sharing import only_kept_answers
 from decode_node.serving.kept_answers import keeps_answers
+from engine.config import KVLayers
 from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
+from kv_transfer.config import KVTransferConfig
 from tests.engine.frontend.small_tokenizers import byte_level_backend
+from tests.engine.sched.factories import kv_layers, make_config, with_states
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 KEEPING = (
@@ -41,3 +46,18 @@ def test_a_template_tells(template: str, reasons: bool, expected: bool) -> None:
 
 def test_without_a_template_prompts_are_continued_texts() -> None:
     assert keeps_answers(Tokenizer(byte_level_backend(), None), reasons=True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "is_shared"), [(kv_layers(None, 5), True), (with_states(kv_layers(None)), False)]
+)
+def test_answers_are_offered_where_what_is_behind_them_is_kept(
+    layers: tuple[KVLayers, ...], is_shared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = KVTransferConfig(kv_role="kv_consumer", shares_prefixes=True)
+    config = make_config(kv_layers=layers, kv_transfer=transfer)
+    tokenizer = Tokenizer(byte_level_backend(), ChatTemplate(PLAIN, {}))
+    found = only_kept_answers(config, tokenizer, OutputParsers({}))
+    assert found.kv_transfer is not None
+    assert found.kv_transfer.shares_prefixes is is_shared
+    assert ("states are kept behind prompts" in caplog.text) is not is_shared

@@ -171,7 +171,9 @@ class PeerSource:
             self.counters.cheaper_to_compute += 1
             self._go_on(arrival, arrival.num_before)
             return
-        if not self._kv_cache.skip_to(arrival.request, num_tokens, is_by_token=True):
+        if not self._kv_cache.skip_to(
+            arrival.request, num_tokens, is_by_token=not self._takes_blocks(params)
+        ):
             self._refuse(request_id, params)
             self._arrivals.compute_all(arrival)
             return
@@ -183,6 +185,12 @@ class PeerSource:
         stop = arrival.num_before + arrival.num_coming
         is_end = self._kv_cache.behind.last_end(num_tokens) == num_tokens
         return is_end and arrival.num_before < num_tokens <= stop
+
+    def _takes_blocks(self, params: KVTransferParams) -> bool:
+        """Returns whether whole blocks come, of windows too, so that others find them here."""
+        peer = params.peer
+        fits = peer is not None and self._kv_cache.fits_into_blocks(peer.layout)
+        return params.is_prefix and fits
 
     def _pull(self, arrival: PeerArrival, params: KVTransferParams, num_tokens: int) -> None:
         self._arrivals.name_transfer(arrival, params.transfer_id)

@@ -56,7 +56,10 @@ class Conversation:
         told = peer.core.connector.peer_info
         assert count and told is not None
         params = KVTransferParams(
-            do_remote_prefill=True, transfer_id=transfer_id, peer=told.group(group)
+            do_remote_prefill=True,
+            transfer_id=transfer_id,
+            peer=told.group(group),
+            is_prefix=True,
         )
         node.core.handle(PrefixAnswer(name, params, count))
         if meanwhile is not None:
@@ -108,6 +111,7 @@ def test_a_conversation_that_moves_brings_its_prefix(
 
         talk.tokens += [*alone, *range(20)]
         alone = talk.turn(1)
+        assert second.core.stats().prefix_cache_hits >= 128, "what came is found here"
         assert first.core.scheduler.reset_prefix_cache()
         (pid, *_) = second.core.connector.process_pids
         os.kill(pid, signal.SIGSTOP)
@@ -124,3 +128,18 @@ def test_a_conversation_that_moves_brings_its_prefix(
         run_until([second], lambda: counter(second, "processes_ready") == tp_size)
         assert talk.turn_that_asks(0) == alone
         assert first.core.stats().prompt_tokens_pulled >= 128
+
+
+def test_the_first_block_of_a_window_comes_whole(tmp_path: Path) -> None:
+    """The token behind the prefix sees two tokens of it, and one behind a shorter prefix all."""
+    save_checkpoint(FAMILIES["gemma2"], tmp_path)
+    with ExitStack() as stack:
+        talk = Conversation(tmp_path, stack, tp_size=1, block_size=16)
+        second = talk.nodes[1]
+        assert second.core.config.kv_layout.groups[1].first_token_seen(32) == 14
+        talk.tokens = talk.tokens[:33]
+        assert talk.turn(0) == talk.turn_that_asks(1)
+        assert second.core.stats().prompt_tokens_pulled == 32
+        talk.tokens = [*talk.tokens[:16], 5, 6, 7]
+        assert talk.turn(0) == talk.turn(1)
+        assert second.core.stats().prefix_cache_hits == 16

@@ -91,15 +91,24 @@ class PagedMemory:
         self.slots: list[list[tuple[int, int] | None]] = [[None] * size for _ in range(num_blocks)]
 
     def write(
-        self, block_ids: BlockIds, position: int, state: int, num_received: int | None = None
+        self,
+        block_ids: BlockIds,
+        position: int,
+        state: int,
+        num_received: int | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         """Writes into the blocks of all groups; where a row stands for several tokens, with the
         last of these. `num_received`: a peer sends so many tokens, and of a window only what the
-        next one sees.
+        next one sees; `whole`: with all of its first block.
         """
         for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
-            if num_received is not None and position < group.first_token_seen(num_received):
-                continue
+            if num_received is not None:
+                first = group.first_token_seen(num_received)
+                first -= first % group.block_size if whole and not group.is_state else 0
+                if position < first:
+                    continue
             if (position + 1) % group.compress_ratio:
                 continue
             logical, offset = _place(group, position)

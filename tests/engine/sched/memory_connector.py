@@ -37,6 +37,8 @@ class PullJob:
     block_ids: BlockIds
     position: int
     attempt: int
+    is_prefix: bool = False
+    """Windows come in whole blocks."""
     stopping: bool = False
 
     @property
@@ -133,7 +135,8 @@ class MemoryConnector(KVConnectorScheduler):
         self, params: KVTransferParams, prompt: Sequence[int], block_ids: BlockIds, first: int
     ) -> None:
         assert params.transfer_id not in self.pulls, "an attempt begins while another one writes"
-        self.pulls[params.transfer_id] = PullJob(prompt, block_ids, first, params.attempt)
+        job = PullJob(prompt, block_ids, first, params.attempt, params.is_prefix)
+        self.pulls[params.transfer_id] = job
 
     def prompt_computed(self, request: RequestLike) -> None:
         params = _params(request)
@@ -236,7 +239,9 @@ class MemoryConnector(KVConnectorScheduler):
         states = kv_of(job.prompt)
         stop = min(len(job.prompt), job.position + self._rng.randint(1, 12))
         for position in range(job.position, stop):
-            self.memory.write(job.block_ids, position, states[position], num_tokens)
+            self.memory.write(
+                job.block_ids, position, states[position], num_tokens, whole=job.is_prefix
+            )
         job.position = stop
         if job.is_complete:
             self._end(transfer_id)

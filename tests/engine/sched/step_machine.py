@@ -12,6 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from engine.config import EngineConfig
 from engine.contracts.messages import (
     EngineCoreOutputs,
@@ -28,6 +30,7 @@ from engine.sched.arrivals.arrival import WITH_BLOCKS, ArrivalState, TransferArr
 from engine.sched.prompts.prompt_order import PromptOrder
 from engine.sched.rows.row import RowPhase
 from engine.sched.scheduler import Scheduler
+from kv_transfer.metadata import KVPeer
 from kv_transfer.tier import LoadTicket
 from tests.engine.sched.factories import remote_prefill
 from tests.engine.sched.fake_worker import (
@@ -95,6 +98,8 @@ class StepMachine:
         )
         self.peer_tokens: Callable[[PrefixAsk], int] = lambda ask: 0
         """How many tokens of the prompt that a peer is asked for it says to have."""
+        self.peer_is_like = seed % 4 < 3
+        """Its blocks are as large as ours, and come whole."""
         self.num_asked = 0
         self.num_early = 0
         """Steps that began before all KV was there that they read."""
@@ -201,6 +206,9 @@ class StepMachine:
             self.connector.prompts[ask.request_id] = list(request.all_token_ids)
             count = self.peer_tokens(ask)
             params = remote_prefill(f"prefix-{self.num_asked}") if count else None
+            if params is not None and self.peer_is_like:
+                peer = KVPeer(engine_id="peer", epoch=1, layout=self.config.kv_layout)
+                params = replace(params, peer=peer, is_prefix=True)
             peers.answered(ask.request_id, params, count)
         self.check_blocks()
 

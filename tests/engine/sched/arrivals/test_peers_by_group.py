@@ -108,11 +108,14 @@ def test_of_a_pull_that_breaks_off_nothing_is_used(
 
 
 @shapes
+@pytest.mark.parametrize("is_like", [False, True])
 def test_what_came_in_part_is_found_by_nobody(
-    layers: tuple[KVLayers, ...], block_size: int, end: int
+    is_like: bool, layers: tuple[KVLayers, ...], block_size: int, end: int
 ) -> None:
-    """A peer sends the tokens of windows that the next one sees, not all of their first block."""
+    """A peer with other blocks sends the tokens of windows that the next one sees, not all of their
+    first block."""
     machine = machine_of(layers, block_size)
+    machine.peer_is_like = is_like
     machine.peer_tokens = lambda ask: machine.scheduler._kv_cache.behind.last_end(end // 2)
     ask(machine, PROMPT)
     machine.finish()
