@@ -12,12 +12,14 @@ How KV lies in that memory is described by `kv_transfer.layout`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 import torch
 
 from engine.config import EngineConfig
 from engine.contracts.errors import CannotStartError
 from engine.kv_cache.capacity import num_blocks_for, tokens_that_fit
+from engine.kv_cache.groups import chain_sizes
 from engine.worker.memory.budget import MemoryBudget
 from engine.worker.memory.profiler import format_bytes
 from host.memory_file import MemoryFile
@@ -97,10 +99,13 @@ def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
     besides = f" ({states} a request for its states)" if states else ""
     scales = config.cache.kv_scales
     kept_as = "" if scales is None else f" in FP8 (e4m3), scales {scales.source}"
+    every = lcm(*chain_sizes(layout.groups))
+    ends = f"; prefixes are found every {every} tokens" if every > block_size else ""
     return (
         f"{num_blocks} blocks of {block_size} tokens{kept_as}{besides}, {format_bytes(num_bytes)}: "
         f"{tokens_that_fit(layout.groups, num_blocks, step_tokens)} tokens, or "
         f"{num_blocks / blocks_per_sequence(config):.1f} requests of {config.model.max_model_len}"
+        + (ends if config.cache.enable_prefix_caching else "")
     )
 
 

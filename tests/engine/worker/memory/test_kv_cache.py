@@ -142,7 +142,9 @@ def test_layers_in_several_groups_share_no_byte(make_config) -> None:
         KVLayers(layers=(1,), planes=(kv,), compress_ratio=16),
         KVLayers(layers=(1,), planes=open_planes, window=1, window_align=16, dtype="float32"),
     )
-    layout = replace(config, model=replace(config.model, kv_layers=layers)).kv_layout
+    config = replace(config, model=replace(config.model, kv_layers=layers))
+    layout = config.kv_layout
+    assert "prefixes are found every 128 tokens" in describe_capacity(config, 400)
     rows = [(group.block_size, group.rows_per_block) for group in layout.groups]
     assert rows == [(8, 8), (8, 8), (32, 8), (2, 2), (128, 8), (2, 2)]
     num_groups, number = len(layout.groups), 0
