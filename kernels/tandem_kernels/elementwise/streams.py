@@ -61,6 +61,10 @@ def stream_logits_kernel(
         own = tl.load(rows + at[None, :], mask=mask, other=0.0).to(tl.float32)
         mask = is_output[:, None] & inside[None, :]
         weight = tl.load(fn + output[:, None] * inner + at[None, :], mask=mask, other=0.0)
+        if PRECISION == "tf32":
+            # Tensor cores leave out the last 13 bits. With half of what those count they round,
+            # where all products would be too small.
+            weight = (weight.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
         acc = tl.dot(weight, tl.trans(own), acc, input_precision=PRECISION)
         total += tl.sum(own * own, axis=1)
     at = split * num_tokens + token
