@@ -1866,7 +1866,7 @@ def stream_cases(capability: int) -> Iterator[Case]:
             types,
             {
                 "OUTPUTS": outputs, "LANES": lanes, "ROWS": rows, "DEPTH": 128,
-                "PRECISION": "tf32",
+                "PRECISION": "tf32x3" if rows == 16 else "tf32",
             },
             {"num_warps": 4, "num_stages": 3},
         )  # fmt: skip

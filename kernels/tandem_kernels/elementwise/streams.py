@@ -234,7 +234,7 @@ def _read(
         LANES=max(16, triton.next_power_of_2(outputs)),
         ROWS=rows,
         DEPTH=_DEPTH,
-        PRECISION="ieee" if streams.dtype == torch.float32 else "tf32",
+        PRECISION=_precision(streams.dtype, rows),
         num_warps=4,
         num_stages=3,
     )
@@ -271,6 +271,14 @@ def _cut(num_tokens: int, inner: int, device: torch.device, fixed_order: bool) -
     free = programs // triton.cdiv(num_tokens, rows)
     most = min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(inner, _DEPTH)))
     return rows, min(int(most), 1 << max(free.bit_length() - 1, 0))
+
+
+def _precision(dtype: torch.dtype, rows: int) -> str:
+    """Returns how a program multiplies. Three products for one leave as good as nothing out; where
+    there are many tokens, they would be what takes time."""
+    if dtype == torch.float32:
+        return "ieee"
+    return "tf32x3" if rows == _ROWS else "tf32"
 
 
 def write_streams(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
