@@ -112,6 +112,7 @@ from tandem_kernels.gemm import (
 from tandem_kernels.linear_attention import (
     causal_conv,
     chunk_systems,
+    chunk_walk,
     delta_chunks,
     delta_rule,
     delta_tuning,
@@ -1348,21 +1349,7 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
             part |= {"BY_CHANNEL": by_channel, "FLOOR": -5.0 * by_channel}
             name = f"{count}" + f", {pending} pending" * (pending > 0) + ", channels" * by_channel
             yield Case(delta_rule.delta_rule_kernel, name, types, {**shape, **part}, warps)
-    chunk = {**shape, "CHUNK": chunk_systems.CHUNK, "PRECISION": "tf32"}
-    warps = {"num_warps": delta_tuning.CHUNK_WARPS}
-    of_chunks = {**types, **named("*fp32", "lasts", "lower"), **named("*bf16", "befores", "solved")}
-    walk = delta_tuning.walk_tuning(2)
-    ahead = {"num_warps": walk.num_warps, "num_stages": walk.num_stages}
-    for kernel, values, options in (
-        (delta_chunks.delta_system_kernel, 0, warps),
-        (delta_chunks.delta_factors_kernel, 0, warps),
-        (delta_chunks.delta_walk_kernel, walk.values, ahead),
-        (delta_chunks.delta_output_kernel, delta_chunks.OUTPUT_VALUES, warps),
-    ):
-        constants = {**chunk, "PART": chunk_systems.PART, "BLOCK_VALUE": 128, "VALUES": values}
-        known = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        yield Case(kernel, "", of_chunks, known, options)
-    yield from kda_prompt_cases(types, {**shape, "NUM_KEYS": 32})
+    yield from delta_prompt_cases(types, shape, capability >= 90)
     for is_sigmoid in (False, True):
         heads = {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS}
         heads |= {"SIGMOID": is_sigmoid, **overlap}
@@ -1373,24 +1360,29 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     yield Case(row_gate.row_gate_kernel, "", types, {"BLOCK": 2048, **overlap})
 
 
-def kda_prompt_cases(types: dict[str, str], shape: dict[str, Any]) -> Iterator[Case]:
-    types = {**types, **named("*fp32", "lower", "kept"), **named("*bf16", "scores", "solved")}
-    chunk = {"CHUNK": chunk_systems.CHUNK, "PART": chunk_systems.PART, "SOLVER": "tf32x3"}
-    chunk |= {**shape, "CHANNELS": kda_chunks.CHANNELS, "PRECISION": "tf32", "FLOOR": 0.0}
-    walk = delta_tuning.channel_walk_tuning()
-    chunk["VALUES"] = walk.values
-    warps = {"num_warps": delta_tuning.CHUNK_WARPS}
-    for kernel, options in (
-        (kda_systems.kda_scores_kernel, warps),
-        (chunk_systems.solve_kernel, warps),
-        (kda_chunks.kda_factors_kernel, warps),
-        (
-            kda_chunks.kda_walk_kernel,
-            {"num_warps": walk.num_warps, "num_stages": walk.num_stages},
-        ),
+def delta_prompt_cases(
+    types: dict[str, str], shape: dict[str, Any], is_hopper: bool
+) -> Iterator[Case]:
+    types = {**types, **named("*fp32", "scratch", "scales", "lasts"), "scores": "*bf16"}
+    types |= {"solved": "*bf16"}
+    chunk = {**shape, "CHUNK": chunk_systems.CHUNK, "PART": chunk_systems.PART, "FLOOR": 0.0}
+    chunk |= {"BLOCK_VALUE": 128, "PRECISION": "tf32"}
+    walk = delta_tuning.walk_tuning(2, is_hopper)
+    ahead = {"num_warps": walk.num_warps, "num_stages": walk.num_stages}
+    by_channel = {"NUM_KEYS": 32, "CHANNELS": kda_chunks.CHANNELS}
+    for kernel, more, options in (
+        (delta_chunks.delta_system_kernel, {}, delta_tuning.SYSTEM),
+        (delta_chunks.delta_factors_kernel, {}, delta_tuning.FACTORS),
+        (kda_systems.kda_system_kernel, by_channel, delta_tuning.CHANNEL_SYSTEM),
+        (kda_chunks.kda_factors_kernel, by_channel, delta_tuning.CHANNEL_FACTORS),
+        (chunk_walk.chunk_walk_kernel, {"BY_CHANNEL": False}, ahead),
+        (chunk_walk.chunk_walk_kernel, {**by_channel, "BY_CHANNEL": True, "scales": None}, ahead),
     ):
-        known = {name: value for name, value in chunk.items() if name in kernel.arg_names}
-        yield Case(kernel, "", types, known, options)
+        constants = {**chunk, "WIDTH": chunk_systems.solver_width(options["num_warps"])}
+        constants |= {"VALUES": walk.values, **more}
+        known = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        decays = "*fp32" if kernel is chunk_walk.chunk_walk_kernel else "*bf16"
+        yield Case(kernel, str(more), {**types, "decays": decays}, known, options)
 
 
 def mamba_cases(capability: int) -> Iterator[Case]:

@@ -262,6 +262,14 @@ def repeated_tokens(op: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu
     layer.check(op, widen=3.0)
 
 
+def keys_of_any_size(op: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Queries and keys are taken at unit length, however long they come; some are zero."""
+    layer = Layer.random(Batch((40, 70), (3, 0)), sizes, dtype, device)
+    lengths = torch.tensor([0.0, 1e-2, 1.0, 100.0], device=device)[torch.arange(110) % 4, None]
+    layer.mixed[:, : 2 * sizes.key_heads * sizes.key_dim] *= lengths.to(dtype)
+    layer.check(op)
+
+
 def cut_anywhere(op: Op, sizes: Sizes, device: str = "cpu") -> None:
     """In fixed order a request's bits do not depend on how its tokens are cut into steps."""
     whole = Layer.random(Batch((90,), (0,)), sizes, torch.float32, device)

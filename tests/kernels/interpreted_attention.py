@@ -331,6 +331,7 @@ def test_delta_rule(dtype: torch.dtype) -> None:
     for batch in (delta_checks.MIXED, delta_checks.BORDERS):
         delta_checks.gated_delta_rule(op, batch, SMALL, dtype)
     delta_checks.repeated_tokens(op, SMALL, dtype)
+    delta_checks.keys_of_any_size(op, SMALL, dtype)
     short = delta_checks.Batch((1, 5), (3, 0), num_decodes=1)
     delta_checks.gated_delta_rule(op, short, SMALL, dtype, fixed_order=True)
     conv, sizes = ops.causal_conv.kernel, delta_checks.Sizes(value_heads=2, key_dim=4, value_dim=6)

@@ -64,6 +64,12 @@ def test_a_prompt_of_equal_tokens_is_solved_as_exactly(dtype: torch.dtype) -> No
             check.repeated_tokens(ops.gated_delta_rule, sizes, dtype, "cuda")
 
 
+@dtypes
+def test_keys_have_unit_length_however_long_they_come(dtype: torch.dtype) -> None:
+    for sizes in SIZES[:4]:
+        check.keys_of_any_size(ops.gated_delta_rule, sizes, dtype, "cuda")
+
+
 def test_how_a_request_is_cut_changes_no_bit() -> None:
     for sizes in SIZES:
         check.cut_anywhere(ops.gated_delta_rule, sizes, "cuda")

@@ -1,7 +1,13 @@
 """Triangular systems of chunks of 64 tokens, as prompts of delta rules have them: T = (1 + A)^-1.
 
-Each part of 16 tokens writes what A has left of its own block, and in place of that block the
-inverse of 1 + it; then T of a chunk is made of these, block by block.
+    (1 + A)^-1, two blocks each:   T0                          A01: what A has left of
+                                  -T1 A10 T0    T1             the diagonal blocks T0, T1
+
+Blocks of 16 tokens are solved row by row, all four side by side; the inverse of two neighbours of
+them is made of theirs, twice, by products of whole matrices in which all else is zero. A row is
+needed by all rows below it, so that a thread has columns of its own, and takes from memory what
+they are multiplied by. No power of A is formed: where tokens are alike, T is small, and they are
+not.
 """
 
 from __future__ import annotations
@@ -14,6 +20,12 @@ from tandem_kernels.attention.prefill_attention import request_of
 CHUNK = 64
 PART = 16
 """Tokens whose system is solved row by row; those of a chunk's parts are multiplied."""
+_LEAST = tl.constexpr(-(2**31))
+
+
+def solver_width(num_warps: int) -> int:
+    """Returns the columns of all parts, repeated until each thread of a program has one."""
+    return max(CHUNK, 32 * num_warps)
 
 
 @triton.jit
@@ -40,95 +52,78 @@ def chunk_of(
 
 
 @triton.jit
-def part_inverse(lower: tl.tensor, PART: tl.constexpr) -> tl.tensor:
-    """Returns the inverse of 1 + `lower`, which is strictly lower triangular, [PART, PART]."""
-    row, column = tl.arange(0, PART)[:, None], tl.arange(0, PART)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0)
-    for i in range(1, PART):
-        own = tl.sum(tl.where(row == i, -lower, 0.0), axis=0)
-        solved = tl.sum(own[:, None] * inverse, axis=0)
-        inverse += tl.where(row == i, solved[None, :], 0.0)
+def _product(a: tl.tensor, b: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """Multiplies float32 matrices; for inputs of half precision, with what rounding to these
+    leaves of them once more rounded, which is some 16 bits."""
+    if kind == tl.float32:
+        found = tl.dot(a, b, input_precision="ieee")
+    else:
+        a_high, b_high = a.to(kind), b.to(kind)
+        a_low = (a - a_high.to(tl.float32)).to(kind)
+        b_low = (b - b_high.to(tl.float32)).to(kind)
+        found = tl.dot(a_low, b_high)
+        found = tl.dot(a_high, b_low, found)
+        found = tl.dot(a_high, b_high, found)
+    return found
+
+
+@triton.jit
+def _row_of(x: tl.tensor, i: tl.constexpr) -> tl.tensor:
+    """Returns row i of float32 [rows, columns]. A maximum with the least integer is no operation,
+    where a sum with zero is one."""
+    row = tl.arange(0, x.shape[0])[:, None]
+    bits = tl.where(row == i, x.to(tl.int32, bitcast=True), _LEAST)
+    return tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _part_inverses(
+    system: tl.tensor, CHUNK: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr
+) -> tl.tensor:
+    """Returns the inverses of 1 + each part's own block of A [CHUNK, CHUNK] in memory, side by
+    side: [PART, WIDTH], from column CHUNK on once more."""
+    row = tl.arange(0, PART)[:, None]
+    column = tl.arange(0, WIDTH)[None, :] % CHUNK
+    inverse = tl.where(row == column % PART, 1.0, 0.0)
+    own = system + column // PART * (PART * CHUNK + PART) + row * CHUNK
+    for j in tl.static_range(PART - 1):
+        factor = tl.load(own + j, mask=row > j, other=0.0)
+        inverse -= factor * _row_of(inverse, j)[None, :]
     return inverse
 
 
 @triton.jit
-def _product(a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def _block(
-    start: tl.tensor, i: tl.constexpr, j: tl.constexpr, count: tl.tensor,
-    CHUNK: tl.constexpr, PART: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Returns block (i, j) of a chunk's matrix, zero behind its `count` tokens."""
-    lane = tl.arange(0, PART)
-    place = (i * PART + lane)[:, None] * CHUNK + j * PART + lane[None, :]
-    return tl.load(start + place, mask=i * PART < count, other=0.0)
-
-
-@triton.jit
-def _store_block(
-    start: tl.tensor, i: tl.constexpr, j: tl.constexpr, block: tl.tensor,
-    CHUNK: tl.constexpr, PART: tl.constexpr,
-) -> None:  # fmt: skip
-    lane = tl.arange(0, PART)
-    place = (i * PART + lane)[:, None] * CHUNK + j * PART + lane[None, :]
-    tl.store(start + place, block.to(start.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["first_req", "num_reqs"])
-def solve_kernel(
-    query_start_loc: tl.tensor,
-    lower: tl.tensor,
-    solved: tl.tensor,
-    first_req: tl.tensor,
-    num_reqs: tl.tensor,
-    NUM_VALUES: tl.constexpr,
+def solve(
+    system: tl.tensor,
+    scratch: tl.tensor,
+    kind: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
-    SOLVER: tl.constexpr,
-) -> None:
-    """Computes T of chunk i and value head h in program (i, h): T_ij is what is left of the blocks
-    of A between parts j and i, times T_ii, with the other sign."""
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Returns T of A [CHUNK, CHUNK], which is strictly lower triangular and float32.
+
+    Args:
+        scratch: As much memory as A has, this program's own.
+        kind: Dtype of the inputs, which T is rounded to.
+        WIDTH: See `solver_width`.
+    """
     tl.static_assert(CHUNK == 4 * PART)
-    tile, head = tl.program_id(0), tl.program_id(1)
-    _, first, stop = chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
-    if first >= stop:
-        return
-    count = stop - first
-    place = (tile.to(tl.int64) * NUM_VALUES + head) * CHUNK * CHUNK
-    start, to = lower + place, solved + place
-    t00 = _block(start, 0, 0, count, CHUNK, PART)
-    t11 = _block(start, 1, 1, count, CHUNK, PART)
-    t22 = _block(start, 2, 2, count, CHUNK, PART)
-    t33 = _block(start, 3, 3, count, CHUNK, PART)
-    a10 = _block(start, 1, 0, count, CHUNK, PART)
-    a20 = _block(start, 2, 0, count, CHUNK, PART)
-    a21 = _block(start, 2, 1, count, CHUNK, PART)
-    a30 = _block(start, 3, 0, count, CHUNK, PART)
-    a31 = _block(start, 3, 1, count, CHUNK, PART)
-    a32 = _block(start, 3, 2, count, CHUNK, PART)
-    t10 = -_product(t11, _product(a10, t00, SOLVER), SOLVER)
-    t21 = -_product(t22, _product(a21, t11, SOLVER), SOLVER)
-    t32 = -_product(t33, _product(a32, t22, SOLVER), SOLVER)
-    rest = _product(a20, t00, SOLVER) + _product(a21, t10, SOLVER)
-    t20 = -_product(t22, rest, SOLVER)
-    rest = _product(a31, t11, SOLVER) + _product(a32, t21, SOLVER)
-    t31 = -_product(t33, rest, SOLVER)
-    rest = _product(a30, t00, SOLVER) + _product(a31, t10, SOLVER) + _product(a32, t20, SOLVER)
-    t30 = -_product(t33, rest, SOLVER)
-    nothing = tl.zeros([PART, PART], tl.float32)
-    _store_block(to, 0, 0, t00, CHUNK, PART)
-    _store_block(to, 1, 0, t10, CHUNK, PART)
-    _store_block(to, 1, 1, t11, CHUNK, PART)
-    _store_block(to, 2, 0, t20, CHUNK, PART)
-    _store_block(to, 2, 1, t21, CHUNK, PART)
-    _store_block(to, 2, 2, t22, CHUNK, PART)
-    _store_block(to, 3, 0, t30, CHUNK, PART)
-    _store_block(to, 3, 1, t31, CHUNK, PART)
-    _store_block(to, 3, 2, t32, CHUNK, PART)
-    _store_block(to, 3, 3, t33, CHUNK, PART)
-    for i in tl.static_range(3):
-        for j in tl.static_range(i + 1, 4):
-            _store_block(to, i, j, nothing, CHUNK, PART)
+    lane = tl.arange(0, CHUNK)
+    part, half = lane // PART, lane // (2 * PART)
+    whole = scratch + lane[:, None] * CHUNK + lane[None, :]
+    is_own = part[:, None] == part[None, :]
+    tl.store(whole, system, mask=is_own)
+    tl.debug_barrier()
+    inverses = _part_inverses(scratch, CHUNK, PART, WIDTH)
+    inverses = tl.reshape(inverses, [PART, WIDTH // CHUNK, CHUNK])
+    is_first = tl.arange(0, WIDTH // CHUNK)[None, :, None] == 0
+    inverses = tl.sum(tl.where(is_first, inverses, 0.0), axis=1)
+    solution = tl.broadcast_to(inverses[None, :, :], [CHUNK // PART, PART, CHUNK])
+    solution = tl.where(is_own, tl.reshape(solution, [CHUNK, CHUNK]), 0.0)
+    is_near = (half[:, None] == half[None, :]) & (part[:, None] > part[None, :])
+    rest = _product(solution, tl.where(is_near, system, 0.0), kind)
+    solution -= _product(rest, solution, kind)
+    is_far = half[:, None] > half[None, :]
+    rest = _product(solution, tl.where(is_far, system, 0.0), kind)
+    return solution - _product(rest, solution, kind)

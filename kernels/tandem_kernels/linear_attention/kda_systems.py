@@ -1,15 +1,11 @@
-"""The systems of Kimi Delta Attention's chunks: A and P as `kda_chunks` has them.
-
-They are computed in parts of 16 tokens, a program each, with T of the part alone, for
-`chunk_systems.solve_kernel`.
-"""
+"""The systems of Kimi Delta Attention's chunks: A and P as `kda_chunks` has them, and T."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tandem_kernels.linear_attention.chunk_systems import chunk_of, part_inverse, token_rows
+from tandem_kernels.linear_attention.chunk_systems import chunk_of, solve
 from tandem_kernels.linear_attention.delta_gates import L2_EPS, channel_decays, rate_of
 
 
@@ -25,25 +21,30 @@ def part_rows(
 
 
 @triton.jit
-def unit_scales(
-    start: tl.tensor, token: tl.tensor, inside: tl.tensor, stride: tl.tensor,
-    DIM: tl.constexpr, BLOCK: tl.constexpr,
+def summed_decays(
+    decays: tl.tensor, stride: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor,
+    token: tl.tensor, inside: tl.tensor, channel: tl.tensor,
+    DIM: tl.constexpr, FLOOR: tl.constexpr, kind: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Returns by what rows of tokens are multiplied to have unit length."""
-    row = token_rows(start, token, inside, stride, DIM, BLOCK).to(tl.float32)
-    return 1.0 / tl.sqrt(tl.sum(row * row, axis=1) + L2_EPS)
+    """Returns decays of channels summed from the chunk's beginning, [tokens, channels]; so
+    precisely that for inputs of `kind` their differences are as good as sums."""
+    decay = channel_decays(decays, stride, a_log, dt_bias, token, inside, channel, DIM, FLOOR)
+    if kind == tl.float32:
+        decay = decay.to(tl.float64)
+    return tl.cumsum(decay, axis=0)
 
 
 @triton.jit(do_not_specialize=["first_req", "num_reqs"])
-def kda_scores_kernel(
+def kda_system_kernel(
     mixed: tl.tensor,
     gates: tl.tensor,
     decays: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
     query_start_loc: tl.tensor,
-    lower: tl.tensor,
+    scratch: tl.tensor,
     scores: tl.tensor,
+    solved: tl.tensor,
     first_req: tl.tensor,
     num_reqs: tl.tensor,
     mixed_stride: tl.tensor,
@@ -54,82 +55,64 @@ def kda_scores_kernel(
     NUM_KEYS: tl.constexpr,
     NUM_VALUES: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
+    WIDTH: tl.constexpr,
     FLOOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Computes, in program (i, h, p), rows p * PART and on of A and P of chunk i and value head h.
-    In the place of the part's own columns of A stands their T. What lies above the diagonal, and
-    in parts behind the last token, is left as it was."""
-    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Computes P and T [chunks, Hv, CHUNK, CHUNK] of chunk i and value head h in program (i, h)."""
+    tl.static_assert(CHUNK == 64)  # Two tokens differ in one of six bits first.
+    tile, head = tl.program_id(0), tl.program_id(1)
     _, first, stop = chunk_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
-    begin = first + part * PART
-    if begin >= stop:
+    if first >= stop:
         return
     kind = mixed.dtype.element_ty
-    lane, column = tl.arange(0, PART), tl.arange(0, CHUNK)
-    token, other = begin + lane, first + column
-    inside, before = token < stop, other < begin
-    key_head = head // (NUM_VALUES // NUM_KEYS)
-    queries = mixed + key_head * KEY_DIM
-    keys = mixed + (NUM_KEYS + key_head) * KEY_DIM
+    lane = tl.arange(0, CHUNK)
+    row, column = lane[:, None], lane[None, :]
+    differing = tl.where(row > column, row ^ column, 0)
+    token = first + lane
+    inside = token < stop
+    queries = mixed + head // (NUM_VALUES // NUM_KEYS) * KEY_DIM
+    keys = queries + NUM_KEYS * KEY_DIM
     decays += head * KEY_DIM
     dt_bias += head * KEY_DIM
-    query_scale = scale * unit_scales(queries, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY)
-    key_scale = unit_scales(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY)
-    other_scale = unit_scales(keys, other, before, mixed_stride, KEY_DIM, BLOCK_KEY)
-
-    likeness = tl.zeros([PART, CHUNK], tl.float32)
-    seen = tl.zeros([PART, CHUNK], tl.float32)
-    own_likeness = tl.zeros([PART, PART], tl.float32)
-    own_seen = tl.zeros([PART, PART], tl.float32)
-    for place in range(0, KEY_DIM, CHANNELS):
+    system = tl.zeros([CHUNK, CHUNK], tl.float32)
+    score = tl.zeros([CHUNK, CHUNK], tl.float32)
+    own_score = tl.zeros([CHUNK], tl.float32)
+    key_size = tl.zeros([CHUNK], tl.float32)
+    query_size = tl.zeros([CHUNK], tl.float32)
+    for place in tl.range(0, KEY_DIM, CHANNELS, num_stages=1):
         channel = place + tl.arange(0, CHANNELS)
-        decay = channel_decays(
-            decays, decays_stride, a_log + head, dt_bias, token, inside, channel, KEY_DIM, FLOOR
-        )
-        query = part_rows(queries, token, inside, mixed_stride, channel, KEY_DIM)
-        query *= query_scale[:, None]
+        summed = summed_decays(
+            decays, decays_stride, a_log + head, dt_bias, token, inside, channel, KEY_DIM, FLOOR,
+            kind,
+        )  # fmt: skip
         key = part_rows(keys, token, inside, mixed_stride, channel, KEY_DIM)
-        key *= key_scale[:, None]
-        if part > 0:
-            behind = channel_decays(
-                decays, decays_stride, a_log + head, dt_bias,
-                other + 1, other + 1 < begin, channel, KEY_DIM, FLOOR,
-            )  # fmt: skip
-            earlier = part_rows(keys, other, before, mixed_stride, channel, KEY_DIM)
-            earlier *= other_scale[:, None]
-            earlier *= tl.exp(tl.cumsum(behind, axis=0, reverse=True))
-            earlier = tl.trans(earlier.to(kind))
-            since = tl.exp(tl.cumsum(decay, axis=0))
-            found = (key * since).to(kind)
-            likeness = tl.dot(found, earlier, likeness, input_precision=PRECISION)
-            found = (query * since).to(kind)
-            seen = tl.dot(found, earlier, seen, input_precision=PRECISION)
-        # Decays from behind token j to each, as j goes down.
-        span = tl.zeros([PART, CHANNELS], tl.float32)
-        for i in range(PART):
-            j = PART - 1 - i
-            chosen, reaches = (lane == j)[:, None], (lane >= j)[:, None]
-            of_key = tl.sum(tl.where(chosen, key, 0.0), axis=0)
-            of_decay = tl.sum(tl.where(chosen, decay, 0.0), axis=0)
-            reach = tl.where(reaches, tl.exp(span), 0.0) * of_key[None, :]
-            here = lane[None, :] == j
-            own_likeness += tl.where(here, tl.sum(key * reach, axis=1)[:, None], 0.0)
-            own_seen += tl.where(here, tl.sum(query * reach, axis=1)[:, None], 0.0)
-            span += tl.where(reaches, of_decay[None, :], 0.0)
-
+        query = part_rows(queries, token, inside, mixed_stride, channel, KEY_DIM)
+        own_score += tl.sum(query * key, axis=1)
+        key_size += tl.sum(key * key, axis=1)
+        query_size += tl.sum(query * query, axis=1)
+        for level in tl.range(6, num_stages=1):
+            is_level = differing >> level == 1
+            border = (lane >> level + 1 << level + 1) + (1 << level) - 1
+            border = tl.broadcast_to(border[:, None], [CHUNK, CHANNELS])
+            faded = tl.exp(-tl.abs(summed - tl.gather(summed, border, 0)).to(tl.float32))
+            left, right = (key * faded).to(kind), tl.trans((key * faded).to(kind))
+            found = tl.dot(left, right, input_precision=PRECISION)
+            system += tl.where(is_level, found, 0.0)
+            found = tl.dot((query * faded).to(kind), right, input_precision=PRECISION)
+            score += tl.where(is_level, found, 0.0)
+    key_scale = tl.div_rn(1.0, tl.sqrt_rn(key_size + L2_EPS))
+    query_scale = scale * tl.div_rn(1.0, tl.sqrt_rn(query_size + L2_EPS))
     rate = tl.load(gates + token.to(tl.int64) * gates_stride + head, mask=inside, other=0.0)
-    rate = rate_of(rate.to(tl.float32), rate_scale)
-    line = ((tile.to(tl.int64) * NUM_VALUES + head) * CHUNK + part * PART + lane) * CHUNK
-    whole = line[:, None] + column[None, :]
-    tl.store(lower + whole, likeness * rate[:, None], mask=before[None, :])
-    tl.store(scores + whole, seen.to(kind), mask=before[None, :])
-    own = line[:, None] + part * PART + lane[None, :]
-    below = lane[:, None] > lane[None, :]
-    system = tl.where(below, own_likeness * rate[:, None], 0.0)
-    tl.store(lower + own, part_inverse(system, PART))
-    tl.store(scores + own, own_seen.to(kind))
+    rate = tl.where(inside, rate_of(rate.to(tl.float32), rate_scale), 0.0)
+    own = (tile.to(tl.int64) * NUM_VALUES + head) * CHUNK * CHUNK
+    to = own + row * CHUNK + column
+    score = tl.where(row == column, own_score[:, None], score)
+    score *= query_scale[:, None] * key_scale[None, :]
+    tl.store(scores + to, score.to(kind))
+    system *= (rate * key_scale)[:, None] * key_scale[None, :]
+    solution = solve(system, scratch + own, kind, CHUNK, PART, WIDTH)
+    tl.store(solved + to, solution.to(kind))
