@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
+from tandem_kernels.elementwise.softplus import softplus
 
 
 @triton.jit
@@ -69,8 +70,7 @@ def route_tokens_kernel(
     if HAS_LOGIT_BIAS:
         given += tl.load(logit_bias + lane, mask=real, other=0.0)
     if ROOT_SOFTPLUS:
-        soft = tl.maximum(given, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(given)))
-        scores = tl.sqrt_rn(tl.where(real, soft, 0.0))
+        scores = tl.sqrt_rn(tl.where(real, softplus(given), 0.0))
     elif SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-given))
     else:

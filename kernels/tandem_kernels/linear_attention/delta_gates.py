@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tandem_kernels.elementwise.softplus import softplus
 from tandem_kernels.reference.delta_rule import L2_EPS as _L2_EPS
 
 L2_EPS = tl.constexpr(_L2_EPS)
@@ -22,9 +23,7 @@ def log_decay(a: tl.tensor, a_log: tl.tensor, FLOOR: tl.constexpr) -> tl.tensor:
     if FLOOR < 0.0:
         found = FLOOR / (1.0 + tl.exp(-tl.exp(a_log) * a))
     else:
-        # The softplus of a large number is that number.
-        soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        found = -tl.exp(a_log) * soft
+        found = -tl.exp(a_log) * softplus(a)
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tandem_kernels.elementwise.softplus import softplus
+
 
 @triton.jit
 def decay_and_step(
@@ -12,6 +14,5 @@ def decay_and_step(
 ) -> tl.tensor:
     """Returns (the logarithm of the decay, dt) of a head; `steps` points at rows of all heads."""
     raw = tl.load(steps + head).to(tl.float32) + tl.load(dt_bias + head)
-    # The softplus of a large number is that number.
-    dt = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+    dt = softplus(raw)
     return -tl.exp(tl.load(a_log + head)) * dt, dt
