@@ -24,6 +24,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 from execnet.gateway_io import popen_bootstrapline
 
 from host.termination import die_with_parent
@@ -103,8 +104,8 @@ def _let_go_of_files(but: int) -> None:
 
 def _import(files: list[Path]) -> None:
     for file in files:
-        # What cannot be imported, pytest finds and tells when it collects.
-        with contextlib.suppress(Exception):
+        # What cannot be imported, or skips itself, pytest finds and tells when it collects.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 

@@ -38,6 +38,8 @@ def test_a_worker_has_imported_all_or_starts_anew(threads: int, tmp_path: Path) 
     starts = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
     (folder / "test_of_its_own.py").write_text(f"import import_order\n{starts * threads}")
     (folder / "test_that_is_broken.py").write_text("import nothing_of_this_name")
+    skipped = "import pytest; pytest.importorskip('nothing_of_this_name')"
+    (folder / "test_that_is_skipped.py").write_text(skipped)
     paths = os.pathsep.join([str(tmp_path), str(forked_workers.ROOT)])
     found = subprocess.run(
         [sys.executable, "-c", MAIN, str(tmp_path), SENT],

@@ -79,15 +79,20 @@ class Prompts:
             echoes.append(await long_work.run(is_long, echo) if body.echo else "")
         return tokens, echoes
 
+    def as_read(self, body: ChatCompletionRequest) -> ChatCompletionRequest:
+        """Returns a chat with the turns that its template gets."""
+        messages = without_billing_line(body.messages)
+        if self._moves_system_turns and body.moves_system_turns:
+            messages = system_first(messages)
+        if messages is body.messages:
+            return body
+        return body.model_copy(update={"messages": messages})
+
     async def of_chat(
         self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool
     ) -> tuple[str, list[int]]:
         """Returns the text of a chat's prompt, and its tokens. Raises `BadRequest`."""
-        messages = without_billing_line(body.messages)
-        if self._moves_system_turns and body.moves_system_turns:
-            messages = system_first(messages)
-        if messages is not body.messages:
-            body = body.model_copy(update={"messages": messages})
+        body = self.as_read(body)
         try:
             return await self._of_chat(body, tool_use, is_long=is_long)
         except BadRequest as error:

@@ -62,7 +62,8 @@ class TokenizerServing:
         text, param, with_special = body.prompt, "prompt", body.add_special_tokens is not False
         images = await self._images.read(body)
         if text is None:
-            text = await self._prompts.render(body, body.tool_use(), is_long=is_long)
+            chat = self._prompts.as_read(body)
+            text = await self._prompts.render(chat, body.tool_use(), is_long=is_long)
             param, with_special = "messages", bool(body.add_special_tokens)
         longest = max(_LONGEST_TEXT, _CHARACTERS_A_TOKEN * self._model.max_model_len)
         if len(text) > longest:

@@ -279,8 +279,11 @@ def _missed_s(
 
 
 def num_new_tokens(request: RequestInfo, match: PrefixMatch, node: Node) -> int:
-    """Returns the prompt tokens that `node` would have to compute, at least 1."""
-    cached = int(match.num_blocks(node) * request.tokens_per_block)
+    """Returns the prompt tokens that `node` would have to compute, at least 1. Tools stand in front
+    of all blocks: what has one of these has them."""
+    num_blocks = match.num_blocks(node)
+    cached = int(num_blocks * request.tokens_per_block)
+    cached += request.num_tool_tokens if num_blocks > 0 else 0
     return max(1, request.num_prompt_tokens - cached)
 
 

@@ -88,7 +88,8 @@ class RequestInfo:
         session_key: Empty when nothing tells the session.
         session_id: What the client called the session, if it did.
         is_later_turn: The conversation has gone on after its first question.
-        num_prompt_tokens: A guess from the length of the text.
+        num_prompt_tokens: A guess from the lengths of text and tools.
+        num_tool_tokens: Of these, those of tools, which are in no block.
         prefix_blocks: Hash chain of the prompt's text (`router.request.prompt_blocks`), or of the
             first prompt's.
         tokens_per_block: About this many tokens are in each block.
@@ -115,6 +116,7 @@ class RequestInfo:
     session_id: str = ""
     is_later_turn: bool = False
     num_prompt_tokens: int = 0
+    num_tool_tokens: int = 0
     prefix_blocks: tuple[int, ...] = ()
     tokens_per_block: float = 0.0
     max_tokens: int = 0
@@ -141,6 +143,7 @@ class RequestInfo:
         return replace(
             self,
             num_prompt_tokens=num_tokens,
+            num_tool_tokens=int(self.num_tool_tokens * share),
             tokens_per_block=self.tokens_per_block * share,
             max_tokens=min(self.max_tokens, max_model_len),
             parts=tuple(replace(p, num_tokens=int(p.num_tokens * share)) for p in self.parts),
@@ -152,7 +155,11 @@ class RequestInfo:
             return (self,)
         return tuple(
             replace(
-                self, num_prompt_tokens=one.num_tokens, prefix_blocks=one.prefix_blocks, parts=()
+                self,
+                num_prompt_tokens=one.num_tokens,
+                num_tool_tokens=0,
+                prefix_blocks=one.prefix_blocks,
+                parts=(),
             )
             for one in self.parts
         )
@@ -186,7 +193,7 @@ def read_request_info(
     session_key = _session_key(tenant, led.name + led.adapter_digest, source, session)
     version = led.version(session_key or request_id.encode())
     # Templates write tools in front of the turns; agents bring more of them than of all else.
-    num_tokens = text.num_tokens + estimate_tokens(fields.get("tools", _NOTHING))
+    num_tool_tokens = estimate_tokens(fields.get("tools", _NOTHING))
     prompts = several_prompts(given)
     num_prompts, seed = max(1, len(prompts)), _chain_seed(tenant, version + led.adapter_digest)
     parts = parts_of(prompts, seed)
@@ -205,9 +212,10 @@ def read_request_info(
         session_source=source,
         session_id=_plain(session) if source is not SessionSource.PROMPT else "",
         is_later_turn=is_later_turn,
-        num_prompt_tokens=num_tokens,
+        num_prompt_tokens=text.num_tokens + num_tool_tokens,
+        num_tool_tokens=num_tool_tokens,
         prefix_blocks=blocks,
-        tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(text)),
+        tokens_per_block=BLOCK_BYTES * text.num_tokens / max(1, len(text)),
         max_tokens=next(filter(None, (_count(fields.get(k)) for k in form.max_tokens)), 0),
         num_prompts=num_prompts,
         parts=parts,

@@ -123,9 +123,12 @@ async def test_conversations_of_an_agent_share_their_prefix() -> None:
 
 async def _prompt_of_chat(node: Any, system: Any) -> str:
     """Returns what is made of the chat that a gateway makes of such a request."""
-    body = {"max_tokens": 2, "messages": [{"role": "system", "content": system}, USER]}
+    turns = [{"role": "system", "content": system}, USER]
+    body = {"max_tokens": 2, "messages": turns}
     assert (await node.client.post("/v1/chat/completions", json=body)).status_code == 200
     spec = list(node.engine.requests.values())[-1].request.spec
+    told = await node.client.post("/tokenize", json={"messages": turns})
+    assert told.json()["tokens"] == list(spec.prompt_token_ids)
     return str(node.tokenizer.decode(spec.prompt_token_ids))
 
 

@@ -548,6 +548,23 @@ def test_a_turn_follows_its_prefix_wherever_it_was_computed() -> None:
     assert policy.place(stranger).prefills[0] is other
 
 
+def test_tools_are_cached_with_the_first_block_and_make_others_forget_nothing() -> None:
+    fleet = fleet_of(1)
+    policy = tandem(fleet)
+    chain = tuple(range(1, 401))
+    long = request(num_prompt_tokens=401_000, prefix_blocks=chain, tokens_per_block=1000.0)
+    policy.place(long)
+    agent = request(
+        num_prompt_tokens=101_000,
+        num_tool_tokens=100_000,
+        prefix_blocks=(7001,),
+        tokens_per_block=1000.0,
+    )
+    assert policy.place(agent).num_new_tokens == 101_000
+    assert policy.place(agent).num_new_tokens == 1
+    assert policy.place(long).num_new_tokens == 1000
+
+
 def test_a_restarted_node_has_nothing_cached() -> None:
     fleet = fleet_of(2)
     policy = tandem(fleet)

@@ -78,8 +78,10 @@ def test_tools_are_part_of_the_prompt(path: str) -> None:
     more = whole.num_prompt_tokens - plain.num_prompt_tokens
     assert abs(more - len(json.dumps(tools)) // 4) < 2
     assert whole.prefix_blocks == plain.prefix_blocks
-    share = whole.tokens_per_block / plain.tokens_per_block
-    assert share == pytest.approx(whole.num_prompt_tokens / plain.num_prompt_tokens)
+    assert (whole.num_tool_tokens, plain.num_tool_tokens) == (more, 0)
+    assert whole.tokens_per_block == plain.tokens_per_block
+    half = whole.bounded(whole.num_prompt_tokens // 2)
+    assert half.num_tool_tokens == pytest.approx(more / 2, abs=1)
 
 
 def named(image: re.Match[bytes]) -> bytes:
