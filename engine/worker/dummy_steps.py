@@ -21,10 +21,12 @@ from engine.contracts.sampling_params import (
 )
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.contracts.step_shapes import lengths_up_to
+from engine.layers.attention.selection import TOKENS_OF_TWO_PASSES
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.models.recorded_steps import FP8_PROMPT_TOKENS
 from engine.models.registry import spec_of
 from engine.sample.siblings import DRAWS_AT_ONCE
+from engine.worker.attention_of_model import masked_tokens_of
 from kv_transfer.layout import KVGroup, own_groups
 from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
@@ -164,7 +166,7 @@ def largest_steps(
         steps.append(behind_contexts(num_tokens, max_num_reqs, model.max_model_len))
     if masked_tokens:
         longest = min(masked_tokens, model.max_model_len)
-        steps.append(behind_contexts(num_tokens, max_num_reqs, longest))
+        steps.append(_behind_masks(num_tokens, max_num_reqs, longest))
     if any(kv.is_state for kv in model.kv_layers):
         count = max(1, min(max_num_reqs, num_tokens // 2))
         length = min(num_tokens // count, model.max_model_len)
@@ -177,6 +179,16 @@ def behind_contexts(num_tokens: int, max_num_reqs: int, max_model_len: int) -> D
     length = max(1, min(num_tokens, max_model_len // 2))
     count = max(1, min(num_tokens // length, max_num_reqs))
     return DummyStep([length] * count, SamplingParams(), max_model_len - length)
+
+
+def _behind_masks(num_tokens: int, max_num_reqs: int, longest: int) -> DummyStep:
+    """Returns a step of prompts behind contexts of up to `longest` tokens, attended in two full
+    passes if there may be as many: the second pass has kernels of its own."""
+    half = max(1, longest // 2)
+    count = max(-(-TOKENS_OF_TWO_PASSES // longest), num_tokens // half)
+    count = max(1, min(count, max_num_reqs, num_tokens))
+    length = max(1, min(num_tokens // count, half))
+    return DummyStep([length] * count, _PLAIN, longest - length)
 
 
 def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
@@ -205,6 +217,8 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
             steps.append(DummyStep([2] * count, everything(num_logprobs=0)))
             steps.append(DummyStep([1] * count, _UNFILTERED))
     steps += _decodes_beside_a_prompt(config)
+    if masked := masked_tokens_of(config):
+        steps.append(_behind_masks(longest, max_num_reqs, min(masked, max_model_len)))
     steps += [DummyStep([num], _PLAIN) for num in _tokens_of_searched_pairs(config)]
     steps += [DummyStep([1], everything(num)) for num in _NUM_LOGPROBS[1:]]
     # All tokens pass the last norm here, where they have logits: few and many.
@@ -233,7 +247,8 @@ def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
     """Returns steps of one, two, four and more decodes beside a prompt, and of the fewest whose
     kernels do not begin early: the parts of a context depend on the number of decodes, and whether
     kernels begin early on that of their tokens. Where an indexer chooses, short contexts are
-    attended as a whole in steps alone that no graph holds: beside a chunk, or of many prompts."""
+    attended as a whole, or behind a mask, in steps alone that no graph holds: beside a chunk, or of
+    many prompts."""
     limits = config.scheduler
     longest = min(config.model.max_model_len, limits.max_num_batched_tokens)
     most = min(limits.max_num_seqs - 1, longest - _LONG_PROMPT)
@@ -252,8 +267,9 @@ def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
 
 
 def _tokens_of_searched_pairs(config: EngineConfig) -> range:
-    """Returns all numbers of tokens whose experts programs search among the step's pairs: kernels
-    are compiled for the pairs, and for the tiles that one expert may need."""
+    """Returns all numbers of tokens whose experts programs search among the step's pairs, or sort
+    if weights are packed: kernels are compiled for the pairs, and for the tiles that one expert may
+    need."""
     per_token = spec_of(config.model).num_experts_per_token
     most = MAX_SEARCHED_PAIRS // per_token if per_token else 0
     return range(1, min(most, config.scheduler.max_num_batched_tokens) + 1)

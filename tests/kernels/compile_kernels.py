@@ -721,7 +721,7 @@ def int4_expert_cases(steps: tuple[int, ...], *, overlaps: bool) -> Iterator[Cas
     tables = expert_tuning.ExpertShape(128, 768, 2048, int4_experts.FORMAT)
     for num_pairs, gated in itertools.product(steps, (True, False)):
         tuning = expert_tuning.expert_tuning(tables, num_pairs, "NVIDIA_H200", gated=gated)
-        is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
+        is_sorted = num_pairs > expert_tuning.searched_pairs(tables.weights)
         yield Case(
             int4_experts.int4_expert_gemm_kernel,
             f"pairs={num_pairs} gated={gated}",
@@ -1066,7 +1066,7 @@ def fp4_expert_cases(capability: int) -> Iterator[Case]:
         cases.append((8192, False, expert_tuning.ExpertTuning(64, 128, 64, 4, 2, **unrolled)))
     tiled = [(544, case) for case in cases] + [(576, case) for case in cases[1:6:2]]
     for words, (num_pairs, gated, tuning) in tiled:
-        is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
+        is_sorted = num_pairs > expert_tuning.searched_pairs(shape.weights)
         yield Case(
             fp4_experts.fp4_expert_gemm_kernel,
             f"pairs={num_pairs} gated={gated} strips={tuning.strips} words={words}",
@@ -1272,7 +1272,8 @@ def ragged_cases(capability: int) -> Iterator[Case]:
         **named("fp32", "scale"),
     }
     types |= named("*i32", "chosen", "bits", "chosen_bits")
-    for causal, chosen in ((False, {}), (True, {}), (True, {"CHOSEN": True})):
+    masked = {"CHOSEN": True}
+    for causal, chosen in ((False, {}), (True, {}), (True, masked), (False, masked)):
         yield Case(
             ragged_attention.ragged_attention_kernel,
             f"causal={causal} {chosen}",
@@ -1367,7 +1368,7 @@ def delta_prompt_cases(
     types |= {"solved": "*bf16"}
     chunk = {**shape, "CHUNK": chunk_systems.CHUNK, "PART": chunk_systems.PART, "FLOOR": 0.0}
     chunk |= {"BLOCK_VALUE": 128, "PRECISION": "tf32"}
-    walk = delta_tuning.walk_tuning(2, is_hopper)
+    walk = delta_tuning.walk_tuning(2, 128, is_hopper=is_hopper)
     ahead = {"num_warps": walk.num_warps, "num_stages": walk.num_stages}
     by_channel = {"NUM_KEYS": 32, "CHANNELS": kda_chunks.CHANNELS}
     for kernel, more, options in (

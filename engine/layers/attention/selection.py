@@ -14,6 +14,7 @@ from engine.contracts.errors import CannotStartError
 from engine.head_sizes import HeadSizes
 from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import AttentionBackend
+from engine.layers.attention.context_passes import PASS_TOKENS
 from engine.layers.attention.cudnn_prefill import CudnnPrefill
 from engine.layers.attention.flash_attention import FlashPrefill, FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend, LatentShape
@@ -23,6 +24,8 @@ from tandem_kernels.device import gpu_name, has_e4m3, is_gpu
 
 logger = logging.getLogger(__name__)
 
+TOKENS_OF_TWO_PASSES = 2 * PASS_TOKENS
+"""The tokens that prompts behind contexts attend to in two passes, together."""
 _NOT_LOADED = "%s is installed but does not load: %s"
 
 

@@ -59,7 +59,7 @@ def prefill_tuning(
     if max_rows <= 16:
         return PrefillTuning(rows=16, tile=32, num_warps=4, num_stages=3, in_parts=True)
     if row_bytes > 256:
-        if by_warpgroups and not is_few and not is_narrow:
+        if by_warpgroups and dtype.itemsize == 2 and not is_few and not is_narrow:
             return PrefillTuning(rows=128, tile=64, num_warps=8, num_stages=2)
         return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2, in_parts=is_few)
     if max_rows <= 64 or is_few:

@@ -52,8 +52,8 @@ def copies_ahead(
     q_latent: Tensor, q_rope: Tensor, metadata: AttentionMetadata, kv_scales: KVScales | None
 ) -> bool:
     """Returns whether `sparse_ahead_kernel` attends: on Hopper, to latents of halves of DeepSeek's
-    sizes, for which it has memory; for up to 16 heads where their tokens fill the device, and in
-    fixed order never, for it must not depend on their number."""
+    sizes, for which it has memory; for up to 16 heads only where their tokens fill the device,
+    and not in fixed order, which must not depend on their number."""
     num_tokens, num_heads, latent = q_latent.shape
     if q_latent.element_size() > 2 or kv_scales is not None:
         return False

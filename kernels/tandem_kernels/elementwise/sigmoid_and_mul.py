@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.elementwise.softplus import softplus
 from tandem_kernels.small_launches import in_turn, take_turn
 
 
@@ -31,9 +32,7 @@ def gate_and_mul_kernel(
     place = gate + row * gate_stride + column // SHARED
     wide = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     if SOFTPLUS:
-        # Above 20 it is the gate itself, in float32.
-        soft = tl.log(1.0 + tl.exp(tl.minimum(wide, 20.0)))
-        gated = value.to(tl.float32) * tl.where(wide > 20.0, wide, soft)
+        gated = value.to(tl.float32) * softplus(wide)
     else:
         gated = value.to(tl.float32) / (1.0 + tl.exp(-wide))
     tl.store(x + row * x_stride + column, gated.to(value.dtype), mask=inside)

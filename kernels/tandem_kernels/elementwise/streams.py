@@ -42,9 +42,10 @@ def stream_logits_kernel(
     """Multiplies, in program (i, s), part s of the numbers of ROWS tokens.
 
     Logits lie in columns, so weights are the operand whose rows tensor cores read as they are. With
-    64 rows of tokens four warps would multiply together, where the compiler overwrites what they
-    still read (`warpgroup_waits`).
+    64 rows of that operand four warps would multiply together, where the compiler overwrites what
+    they still read (`warpgroup_waits`).
     """
+    tl.static_assert(LANES < 64)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     output = tl.arange(0, LANES)

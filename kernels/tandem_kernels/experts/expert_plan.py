@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import (
+    MAX_SEARCHED_PAIRS,
     ExpertShape,
     ExpertTuning,
     gemm_tunings,
@@ -45,4 +46,7 @@ class ExpertPlan:
         else:
             gate_up, down = gemm_tunings(shape, experts.numel(), gpu_name(experts.device))
         searched = searched_pairs(shape.weights)
+        if gate_up.each_pair and down.each_pair:
+            # No program looks for rows, unless there are too few counters.
+            searched = MAX_SEARCHED_PAIRS
         return cls(gate_up, down, ExpertRows.of(experts, shape.num_experts, searched))

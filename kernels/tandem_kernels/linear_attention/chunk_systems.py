@@ -48,7 +48,9 @@ def chunk_of(
     r = request_of(query_start_loc, tile, first_req, num_reqs, CHUNK)
     start = tl.load(query_start_loc + r)
     first = start + (tile - (start - first_req) // CHUNK - (r - first_req)) * CHUNK
-    return r, first, tl.load(query_start_loc + r + 1)
+    stop = tl.load(query_start_loc + r + 1)
+    # Decodes in front, which have several tokens each, leave tiles that are no request's.
+    return r, tl.where(first < start, stop, first), stop
 
 
 @triton.jit

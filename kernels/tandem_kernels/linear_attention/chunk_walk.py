@@ -151,7 +151,8 @@ def walk_chunks(
     """
     _, num_values, key_dim, value_dim = states.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
-    tuning = tuning or walk_tuning(mixed.element_size(), has_warpgroup_mma(mixed.device))
+    block_key, is_hopper = max(16, triton.next_power_of_2(key_dim)), has_warpgroup_mma(mixed.device)
+    tuning = tuning or walk_tuning(mixed.element_size(), block_key, is_hopper=is_hopper)
     values = min(tuning.values, max(16, triton.next_power_of_2(value_dim)))
     chunk_walk_kernel[(triton.cdiv(value_dim, values), num_values, num_reqs - first_req)](
         mixed,
@@ -172,7 +173,7 @@ def walk_chunks(
         NUM_VALUES=num_values,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        BLOCK_KEY=max(16, triton.next_power_of_2(key_dim)),
+        BLOCK_KEY=block_key,
         VALUES=values,
         CHUNK=CHUNK,
         BY_CHANNEL=chunks.scales is None,

@@ -1,4 +1,4 @@
-"""GEMMs of few rows whose sizes `small_m` does not take, with their bias.
+"""GEMMs of few rows whose sizes `small_m` does not take, or that have few outputs, with their bias.
 
 Of sizes that it takes, row layers are the library's: at one row of Llama-3.1-8B a step is 4.42 ms
 with these, and 4.64 with this kernel, which adds them to the residual stream (one H200). Fewer

@@ -21,8 +21,8 @@ from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.models.recorded_steps import PROMPT_TOKENS
 from engine.worker.dummy_steps import warm_up_steps
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.experts.expert_rows import MAX_SEARCHED_PAIRS, ExpertRows
-from tandem_kernels.experts.expert_tuning import ExpertShape, expert_tuning
+from tandem_kernels.experts.expert_rows import ExpertRows
+from tandem_kernels.experts.expert_tuning import ExpertShape, expert_tuning, searched_pairs
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 
@@ -227,7 +227,7 @@ def test_every_tiling_of_the_experts_of_groups_is_warmed_up(
 
     def tilings(num_tokens: int) -> Iterator[tuple[object, ...]]:
         experts = torch.empty((num_groups * num_tokens, top_k), dtype=torch.int32, device="meta")
-        found = experts if experts.numel() > MAX_SEARCHED_PAIRS else None
+        found = experts if experts.numel() > searched_pairs(shape.weights) else None
         rows = ExpertRows(experts, shape.num_experts, found, found)
         for gated in (True, False):
             tuning = expert_tuning(shape, experts.numel(), "NVIDIA_H200", gated=gated)
