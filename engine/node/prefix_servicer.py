@@ -23,7 +23,8 @@ CALLERS = {SERVICE_NAME: frozenset({Role.PREFILL})}
 _MAX_HASHES = 1 << 16
 """Limits one call; what is behind them is computed."""
 _MAX_CHAINS = 64
-_MAX_HASH_BYTES = 256
+_HASH_BYTES = 32
+"""Of a chain alone: with more, a hash would name a block of another group."""
 
 OfferContext: TypeAlias = "grpc.aio.ServicerContext[Any, prefixes_pb2.OfferReply]"
 
@@ -57,7 +58,9 @@ class PrefixServicer(prefixes_pb2_grpc.PrefixesServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this node is stopping")
         chains = {chain.block_size: list(chain.hashes) for chain in request.chains}
         if not _are_bounded(chains):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "too many or too long hashes")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "too many hashes, or some that are none"
+            )
         peer = self._engine.ready.peer
         assert peer is not None, "a node that serves prefixes exchanges KV"
         try:
@@ -87,8 +90,10 @@ def chains_to_proto(chains: HashChains) -> list[prefixes_pb2.HashChain]:
 
 
 def _are_bounded(chains: HashChains) -> bool:
-    is_short = all(len(name) <= _MAX_HASH_BYTES for names in chains.values() for name in names)
-    return is_short and sum(map(len, chains.values())) <= _MAX_HASHES and len(chains) <= _MAX_CHAINS
+    are_hashes = all(len(name) == _HASH_BYTES for names in chains.values() for name in names)
+    return (
+        are_hashes and sum(map(len, chains.values())) <= _MAX_HASHES and len(chains) <= _MAX_CHAINS
+    )
 
 
 def _check_sizes(ours: KVLayout, chains: HashChains) -> None:

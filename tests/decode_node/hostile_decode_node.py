@@ -109,14 +109,18 @@ class HostileDecodeNode:
         reply: kv.ReleaseReply = await call(kv.ReleaseRequest(**{**honest, **lies}))
         return reply
 
-    def offer(self, names: list[bytes], **lies: Any) -> Awaitable[prefixes_pb2.OfferReply]:
+    def offer(
+        self, names: list[bytes], size: int = 0, **lies: Any
+    ) -> Awaitable[prefixes_pb2.OfferReply]:
         stub = prefixes_pb2_grpc.PrefixesStub(self.channel)
         asker = kv.KVPeer()
         asker.CopyFrom(self.us)
         for name, value in lies.items():
             setattr(asker.layout, name, value)
+        size = size or self.us.layout.groups[0].block_size
+        chain = prefixes_pb2.HashChain(block_size=size, hashes=names)
         found: Awaitable[prefixes_pb2.OfferReply] = stub.Offer(
-            prefixes_pb2.OfferRequest(asker=asker, names=names)
+            prefixes_pb2.OfferRequest(asker=asker, chains=[chain])
         )
         return found
 
@@ -207,7 +211,8 @@ class HostileDecodeNode:
     def _of_prefixes(self) -> dict[str, Lie]:
         return {
             "too many names": (lambda: self.offer([b"x" * 32] * 70_000), {_INVALID}),
-            "too long a name": (lambda: self.offer([b"x" * 5000]), {_INVALID}),
+            "a name of a group": (lambda: self.offer([b"x" * 32 + b"\x01"]), {_INVALID}),
+            "names by no chain": (lambda: self.offer([], size=7), {_MISFIT}),
             "names of nothing": (lambda: self.offer([b"x" * 32] * 60_000), {_OK}),
             "an asker of another model": (
                 lambda: self.offer([b"x" * 32], model_hash="other"),
@@ -312,7 +317,7 @@ class HostileDecodeNode:
             parent = hash_block_tokens(parent, pack_tokens(token_ids[start : start + BLOCK_SIZE]))
             names.append(parent)
         offers = [await self.offer(names) for _ in range(times)]
-        return sum(offer.num_blocks for offer in offers)
+        return sum(offer.num_tokens // BLOCK_SIZE for offer in offers)
 
 
 Lie = tuple[Callable[[], Any], set[grpc.StatusCode]]

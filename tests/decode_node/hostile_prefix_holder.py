@@ -22,26 +22,26 @@ Lie = Callable[[prefixes_pb2.OfferReply], None]
 
 
 class HostilePrefixHolder(prefixes_pb2_grpc.PrefixesServicer):
-    """Fits whoever asks, but for its lie. `num_asked` counts."""
+    """Fits whoever asks, but for its lie. `num_answered` counts what was told."""
 
     def __init__(self, lie: Lie, kv_address: str) -> None:
         self._lie = lie
         self.kv_address = kv_address
-        self.num_asked = 0
+        self.num_answered = 0
         self.address = ""
 
     async def Offer(self, request: prefixes_pb2.OfferRequest, context: Any) -> Any:
-        self.num_asked += 1
         holder = kv.KVPeer()
         holder.CopyFrom(request.asker)
         holder.engine_id, holder.epoch = "liar", 7
         for rank in holder.ranks:
             del rank.addresses[:]
             rank.addresses.append(self.kv_address)
-        reply = prefixes_pb2.OfferReply(
-            holder=holder, transfer_id="ab" * 16, num_blocks=len(request.names)
-        )
+        [chain] = request.chains
+        num_tokens = chain.block_size * len(chain.hashes)
+        reply = prefixes_pb2.OfferReply(holder=holder, transfer_id="ab" * 16, num_tokens=num_tokens)
         self._lie(reply)
+        self.num_answered += 1
         return reply
 
     @classmethod
@@ -69,8 +69,8 @@ class HostilePrefixHolder(prefixes_pb2_grpc.PrefixesServicer):
             transfer.close()
 
 
-def _blocks_without_end(reply: prefixes_pb2.OfferReply) -> None:
-    reply.num_blocks = MOST
+def _tokens_without_end(reply: prefixes_pb2.OfferReply) -> None:
+    reply.num_tokens = MOST
 
 
 def _no_transfer(reply: prefixes_pb2.OfferReply) -> None:
@@ -104,6 +104,6 @@ def _nothing(reply: prefixes_pb2.OfferReply) -> None:
 
 LIES: tuple[tuple[Lie, bytes], ...] = (
     (_no_transfer, b""), (_another_model, b""), (_ranks_without_end, b""),
-    (_groups_without_end, b""), (_nowhere, b""), (_no_address, b""), (_blocks_without_end, b""),
+    (_groups_without_end, b""), (_nowhere, b""), (_no_address, b""), (_tokens_without_end, b""),
     (_nothing, b"HTTP/1.1 200 OK\r\n\r\n"), (_nothing, bytes(4096)),
 )  # fmt: skip

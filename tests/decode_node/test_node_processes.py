@@ -182,7 +182,7 @@ async def pull_from_a_hostile_peer(prefill: NodeProcess, client: httpx.AsyncClie
             expected, _ = await tokens(client, 1, fresh, **HERE)
             holder = {"x-tandem-prefix-holder": f"decode/{liar.address}"}
             assert (await tokens(client, 1, fresh, **holder))[0] == expected, number
-            assert liar.num_asked == 1, number
+            assert liar.num_answered == 1, number
     await until_nothing_is_held(prefill)
     await until_idle(client)
 

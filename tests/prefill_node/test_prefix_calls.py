@@ -79,7 +79,7 @@ class Node:
     client: PrefixClient
 
     async def ask(self, count: int = 3, size: int = 16) -> tuple[object, int]:
-        chains = {size: [b"%d" % i for i in range(count)]}
+        chains = {size: [b"%032d" % i for i in range(count)]}
         return await self.client.ask(PrefixAsk("r", self.address, chains))
 
 
@@ -98,7 +98,7 @@ async def node() -> AsyncIterator[Node]:
 
 
 def grpc_server(credentials: Credentials, engine: Engine, status: Status) -> ServicesServer:
-    server = ServicesServer(credentials, CALLERS, 1 << 20)
+    server = ServicesServer(credentials, CALLERS, 1 << 22)
     prefixes_pb2_grpc.add_PrefixesServicer_to_server(  # type: ignore[no-untyped-call]
         PrefixServicer(engine, status),  # type: ignore[arg-type]
         server,
@@ -169,7 +169,7 @@ async def test_what_a_holder_refuses(node: Node) -> None:
     node.status.work.draining = False
     channel = grpc.aio.insecure_channel(node.address.removeprefix("prefill/"))
     stub = prefixes_pb2_grpc.PrefixesStub(channel)  # type: ignore[no-untyped-call]
-    for hashes in ([b"x" * 300], [b"n"] * 70_000):
+    for hashes in ([b"x" * 33], [b"x" * 31], [b"n" * 32] * 70_000):
         chain = prefixes_pb2.HashChain(block_size=16, hashes=hashes)
         with pytest.raises(grpc.aio.AioRpcError) as told:
             await stub.Offer(prefixes_pb2.OfferRequest(chains=[chain]))
