@@ -24,7 +24,7 @@ _MAX_HASHES = 1 << 16
 """Limits one call; what is behind them is computed."""
 _MAX_CHAINS = 64
 _HASH_BYTES = 32
-"""Of a chain alone: with more, a hash would name a block of another group."""
+"""A chain's hashes have these alone: with more, one would name a block of another group."""
 
 OfferContext: TypeAlias = "grpc.aio.ServicerContext[Any, prefixes_pb2.OfferReply]"
 
