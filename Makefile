@@ -7,8 +7,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROTOS := $(wildcard proto/tandem_pb/*.proto)
 
 # Tests run in this many processes at once. On two cores two leave a quarter of the time unused, and
-# four a tenth: clusters wait, for time limits and for processes to end.
-PYTEST_WORKERS ?= 6
+# four a twentieth: clusters wait, for time limits and for processes to end.
+PYTEST_WORKERS ?= 4
 
 # One thread for each process: two processes with two threads on two cores run 12 times slower.
 export OMP_NUM_THREADS := 1
