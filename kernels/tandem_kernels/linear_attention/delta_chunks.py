@@ -35,7 +35,7 @@ from tandem_kernels.linear_attention.chunk_systems import (
     token_rows,
 )
 from tandem_kernels.linear_attention.chunk_walk import Chunks, precision_of, walk_chunks
-from tandem_kernels.linear_attention.delta_gates import L2_EPS, decay_and_rate
+from tandem_kernels.linear_attention.delta_gates import decay_and_rate, unit_scale
 from tandem_kernels.linear_attention.delta_tuning import FACTORS, SYSTEM, DeltaTuning
 
 
@@ -62,10 +62,10 @@ def _chunk_gates(
 
 
 @triton.jit
-def _unit_scale(rows: tl.tensor) -> tl.tensor:
+def _unit_scales(rows: tl.tensor) -> tl.tensor:
     """Returns by what rows are multiplied to have unit length."""
     wide = rows.to(tl.float32)
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(wide * wide, axis=1) + L2_EPS))
+    return unit_scale(tl.sum(wide * wide, axis=1))
 
 
 @triton.jit(do_not_specialize=["first_req", "num_reqs"])
@@ -112,8 +112,8 @@ def delta_system_kernel(
     summed, rate = _chunk_gates(
         gates, gates_stride, a_log, dt_bias, rate_scale, token, inside, head, NUM_VALUES
     )
-    key_scale = _unit_scale(key)
-    query_scale = scale * _unit_scale(query)
+    key_scale = _unit_scales(key)
+    query_scale = scale * _unit_scales(query)
     own = tile.to(tl.int64) * NUM_VALUES + head
     last = tl.min(summed, axis=0)
     since = tl.exp(summed)

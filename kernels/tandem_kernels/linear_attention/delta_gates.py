@@ -18,6 +18,13 @@ def unit_length(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def unit_scale(size: tl.tensor) -> tl.tensor:
+    """Returns by what vectors are multiplied to have unit length; `size`: the sums of their
+    squares."""
+    return tl.div_rn(1.0, tl.sqrt_rn(size + L2_EPS))
+
+
+@triton.jit
 def log_decay(a: tl.tensor, a_log: tl.tensor, FLOOR: tl.constexpr) -> tl.tensor:
     """Returns g of a gate with its bias: negative, or 0, and not below `FLOOR` unless that is 0."""
     if FLOOR < 0.0:

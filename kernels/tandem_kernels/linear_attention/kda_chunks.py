@@ -37,7 +37,7 @@ from tandem_kernels.linear_attention.chunk_systems import (
     token_rows,
 )
 from tandem_kernels.linear_attention.chunk_walk import Chunks, precision_of, walk_chunks
-from tandem_kernels.linear_attention.delta_gates import L2_EPS, rate_of
+from tandem_kernels.linear_attention.delta_gates import rate_of, unit_scale
 from tandem_kernels.linear_attention.delta_tuning import (
     CHANNEL_FACTORS,
     CHANNEL_SYSTEM,
@@ -60,7 +60,7 @@ def _unit_scales(
 ) -> tl.tensor:  # fmt: skip
     """Returns by what rows of tokens are multiplied to have unit length."""
     row = token_rows(start, token, inside, stride, DIM, BLOCK).to(tl.float32)
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(row * row, axis=1) + L2_EPS))
+    return unit_scale(tl.sum(row * row, axis=1))
 
 
 @triton.jit(do_not_specialize=["first_req", "num_reqs"])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tandem_kernels.linear_attention.chunk_systems import chunk_of, solve
-from tandem_kernels.linear_attention.delta_gates import L2_EPS, channel_decays, rate_of
+from tandem_kernels.linear_attention.delta_gates import channel_decays, rate_of, unit_scale
 
 
 @triton.jit
@@ -99,13 +99,14 @@ def kda_system_kernel(
             border = (lane >> level + 1 << level + 1) + (1 << level) - 1
             border = tl.broadcast_to(border[:, None], [CHUNK, CHANNELS])
             faded = tl.exp(-tl.abs(summed - tl.gather(summed, border, 0)).to(tl.float32))
-            left, right = (key * faded).to(kind), tl.trans((key * faded).to(kind))
+            left = (key * faded).to(kind)
+            right = tl.trans(left)
             found = tl.dot(left, right, input_precision=PRECISION)
             system += tl.where(is_level, found, 0.0)
             found = tl.dot((query * faded).to(kind), right, input_precision=PRECISION)
             score += tl.where(is_level, found, 0.0)
-    key_scale = tl.div_rn(1.0, tl.sqrt_rn(key_size + L2_EPS))
-    query_scale = scale * tl.div_rn(1.0, tl.sqrt_rn(query_size + L2_EPS))
+    key_scale = unit_scale(key_size)
+    query_scale = scale * unit_scale(query_size)
     rate = tl.load(gates + token.to(tl.int64) * gates_stride + head, mask=inside, other=0.0)
     rate = tl.where(inside, rate_of(rate.to(tl.float32), rate_scale), 0.0)
     own = (tile.to(tl.int64) * NUM_VALUES + head) * CHUNK * CHUNK
