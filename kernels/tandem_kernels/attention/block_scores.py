@@ -24,6 +24,7 @@ from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.query_tiles import request_of_tile
 from tandem_kernels.device import num_programs
+from tandem_kernels.product_precision import precision_of
 
 _SCORES_AT_ONCE = 1 << 25
 """Is the size of the buffer: 128 MiB."""
@@ -227,7 +228,7 @@ def choose_blocks(
             D=q.shape[2],
             LOCAL=choice.local,
             BLOCK_SIZE=pages.keys.shape[1],
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            PRECISION=precision_of(q),
             num_warps=4,
             num_stages=1 if q.dtype == torch.float32 else 3,
             **shape,

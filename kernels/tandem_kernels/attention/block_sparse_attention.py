@@ -26,6 +26,7 @@ from tandem_kernels.attention.latent_decode import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs
+from tandem_kernels.product_precision import precision_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,7 @@ def block_sparse_attention(
         BLOCK_SIZE=block_size,
         TILE=tuning.tile,
         SPLITS=splits,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(q),
         FP8=kv_scales is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

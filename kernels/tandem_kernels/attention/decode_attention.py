@@ -47,6 +47,7 @@ from tandem_kernels.attention.kv_pages import PagedKV, PageSizes, first_of, size
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.soft_cap import soft_capped
 from tandem_kernels.device import has_e4m3, num_programs, supports_pdl
+from tandem_kernels.product_precision import precision_of
 
 LOG2_E = 1.4426950408889634
 _FEW_UNITS = 16
@@ -303,7 +304,7 @@ def decode_attention(
         BLOCK_SIZE=sizes.block_size,
         ROWS=max(16, triton.next_power_of_2(group)),
         CAPPED=softcap > 0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(q),
         FP8=is_fp8,
         NATIVE=has_e4m3(q.device),
         AHEAD=few and not is_fp8,

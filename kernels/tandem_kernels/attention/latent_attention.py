@@ -19,6 +19,7 @@ from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.latent_decode import blocks_of, latent_decode
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E, request_of
+from tandem_kernels.product_precision import precision_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ def _attend_others(
         BLOCK_SIZE=kv_cache.shape[1],
         BLOCK_Q=block_q,
         TILE=tuning.tile,
-        PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(q_latent),
         FP8=kv_scales is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

@@ -26,6 +26,7 @@ from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs
+from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
 
 
@@ -259,7 +260,7 @@ def latent_decode(
         BLOCK_SIZE=kv_cache.shape[1],
         TILE=tuning.tile,
         TURNED=tuning.turned,
-        PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(q_latent),
         FP8=kv_scales is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

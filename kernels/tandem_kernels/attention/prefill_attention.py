@@ -18,7 +18,6 @@ Sources: Dao, FlashAttention-2 (arXiv 2307.08691); Kwon et al., PagedAttention (
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,6 +39,7 @@ from tandem_kernels.attention.prefill_parts import (
 from tandem_kernels.attention.prefill_tuning import PrefillTuning, prefill_tuning
 from tandem_kernels.attention.soft_cap import soft_capped
 from tandem_kernels.device import has_warpgroup_mma, supports_pdl
+from tandem_kernels.product_precision import precision_of
 
 LOG2_E = 1.4426950408889634
 
@@ -344,7 +344,7 @@ def prefill_attention(
         BLOCK_Q=rows // group,
         ROWS=rows,
         TILE=tuning.tile,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(q),
         DESCRIBED=described is not None,
         WINDOW=metadata.window or 0,
         CAPPED=softcap > 0,

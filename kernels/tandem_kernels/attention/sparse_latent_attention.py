@@ -27,6 +27,7 @@ from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, st
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.attention.sparse_latents_ahead import sparse_ahead_kernel
 from tandem_kernels.device import has_warpgroup_mma, num_programs
+from tandem_kernels.product_precision import precision_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ def sparse_latent_attention(
             pointers(kv_scales)[0],
             *rest,
             BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
-            PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+            PRECISION=precision_of(q_latent),
             FP8=kv_scales is not None,
             num_stages=tuning.num_stages,
             **shape | widths,

@@ -23,6 +23,7 @@ from tandem_kernels.attention.decode_ahead import attend_ahead
 from tandem_kernels.attention.head_planes import planes_of_head
 from tandem_kernels.attention.kv_pages import PagedKV, first_of, sizes_of
 from tandem_kernels.device import supports_pdl
+from tandem_kernels.product_precision import precision_of
 
 LOG2_E = 1.4426950408889634
 _MOST_BYTES = 32 * 1024
@@ -155,7 +156,7 @@ def window_attention(
         SPAN=max(16, triton.next_power_of_2(window)),
         CAPPED=softcap > 0,
         HAS_SINKS=sinks is not None,
-        PRECISION="ieee" if q.dtype.itemsize == 4 else "tf32",
+        PRECISION=precision_of(q),
         OVERLAP=overlap,
         num_warps=max(4, _bytes_of_keys(q, window) // _BYTES_OF_WARP),
         **({"launch_pdl": True} if overlap else {}),

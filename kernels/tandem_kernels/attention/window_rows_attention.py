@@ -23,6 +23,7 @@ from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.attention.sparse_latent_attention import SparseTuning, sparse_tuning
 from tandem_kernels.attention.token_rows import RowPages, SeenRows
 from tandem_kernels.device import num_programs
+from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn
 
 _FEW_TOKENS, _SOME_TOKENS = 4, 32
@@ -219,7 +220,7 @@ def window_rows_attention(
         BLOCK_SIZE=pages.shape[1],
         ROW_BLOCK_SIZE=of_rows[0].shape[1],
         TILE=tuning.tile,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(q),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         NARROW_SPAN=span,

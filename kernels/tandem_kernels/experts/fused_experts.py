@@ -22,6 +22,7 @@ from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import FIXED, ExpertShape, ExpertTuning, weight_format
+from tandem_kernels.product_precision import precision_of
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_row_tiles"])
@@ -186,7 +187,7 @@ def expert_gemm(
         HAS_BIAS=bias is not None,
         GATE=gate_code(gate),
         EVEN=inner % tuning.depth == 0 and num_outputs % tuning.cols == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(x),
         **constants,
         **tuning.options,
         **rows.launch,

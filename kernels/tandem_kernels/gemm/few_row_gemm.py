@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
+from tandem_kernels.product_precision import precision_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ def run_few_rows(
         IN_REGISTERS=in_registers,
         HAS_BIAS=bias is not None,
         ADDS=adds,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(x),
         OVERLAP=overlap,
         **tuning.options,
         **({"launch_pdl": True} if overlap else {}),

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.gemm.fp4_numbers import fp4_weights, in_order_of_warps
+from tandem_kernels.product_precision import precision_of
 from tandem_kernels.warpgroup_waits import waits_for_products
 
 _MASKED_ROWS = tl.constexpr(16)
@@ -170,6 +171,6 @@ def operand_constants(x: Tensor, tiles: Tensor, num_warps: int) -> dict[str, Any
         "BY_WARP": num_warps < 4,
         "IN_PAIRS": x.is_cuda and x.dtype == torch.bfloat16,
         "WAITS": waits_for_products(x.device, num_warps),
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "PRECISION": precision_of(x),
         "TILE": tiles.shape[-1],
     }

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.product_precision import precision_of
+
 ROWS, COLS, DEPTH = 64, 128, 64
 _GROUP = 8
 """Tiles of rows that follow each other, so that their weights are still in the cache."""
@@ -81,7 +83,7 @@ def invariant_gemm(
         weight.shape[1],
         x.stride(0),
         HAS_BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(x),
         ROWS=ROWS,
         COLS=COLS,
         DEPTH=DEPTH if x.dtype != torch.float32 else DEPTH // 2,

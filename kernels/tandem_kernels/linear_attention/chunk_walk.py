@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +23,7 @@ from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.device import has_warpgroup_mma
 from tandem_kernels.linear_attention.chunk_systems import CHUNK
 from tandem_kernels.linear_attention.delta_tuning import DeltaTuning, walk_tuning
+from tandem_kernels.product_precision import precision_of
 
 
 @triton.jit(do_not_specialize=["first_req"])
@@ -181,8 +181,3 @@ def walk_chunks(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
-
-
-def precision_of(x: Tensor) -> str:
-    """Returns how products of float32 are computed."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -34,9 +34,10 @@ from tandem_kernels.linear_attention.chunk_systems import (
     solver_width,
     token_rows,
 )
-from tandem_kernels.linear_attention.chunk_walk import Chunks, precision_of, walk_chunks
+from tandem_kernels.linear_attention.chunk_walk import Chunks, walk_chunks
 from tandem_kernels.linear_attention.delta_gates import decay_and_rate, unit_scale
 from tandem_kernels.linear_attention.delta_tuning import FACTORS, SYSTEM, DeltaTuning
+from tandem_kernels.product_precision import precision_of
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from tandem_kernels.linear_attention.chunk_systems import (
     solver_width,
     token_rows,
 )
-from tandem_kernels.linear_attention.chunk_walk import Chunks, precision_of, walk_chunks
+from tandem_kernels.linear_attention.chunk_walk import Chunks, walk_chunks
 from tandem_kernels.linear_attention.delta_gates import rate_of, unit_scale
 from tandem_kernels.linear_attention.delta_tuning import (
     CHANNEL_FACTORS,
@@ -48,6 +48,7 @@ from tandem_kernels.linear_attention.kda_systems import (
     part_rows,
     summed_decays,
 )
+from tandem_kernels.product_precision import precision_of
 
 CHANNELS = 64
 """Channels that a program has in registers at once."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from tandem_kernels.attention.prefill_attention import request_of
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.linear_attention.mamba_steps import decay_and_step
+from tandem_kernels.product_precision import precision_of
 
 ELEMENTS = 512
 """Numbers of a state that one program adds up."""
@@ -317,7 +317,7 @@ def _shape(mixed: Tensor, states: Tensor, tuning: ChunkTuning) -> dict[str, Any]
         "BLOCK_SIZE": max(16, triton.next_power_of_2(size)),
         "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
         "CHUNK": tuning.chunk,
-        "PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",
+        "PRECISION": precision_of(mixed),
     }
 
 

@@ -3,7 +3,6 @@ outputs."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.lora.lora_tiles import expand_cols, expand_rows
+from tandem_kernels.product_precision import precision_of
 
 _MOST_DEPTH = 64
 
@@ -105,7 +105,7 @@ def lora_expand(
         out.stride(0),
         PARTS=len(ends),
         RANK=rank,
-        PRECISION="ieee" if b.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(b),
         ROWS=rows,
         COLS=cols,
         DEPTH=max(16, min(_MOST_DEPTH, rank)),

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.lora.lora_lanes import factors_of, in_lanes, slots_at_once
+from tandem_kernels.product_precision import precision_of
 
 _ROWS = 16
 _COLS = 64
@@ -218,7 +219,7 @@ def _shape(shrunk: Tensor, b: Tensor) -> dict[str, int]:
 def _launch(x: Tensor, num_tokens: int) -> dict[str, object]:
     overlap = uses_pdl(x.device, num_tokens)
     return {
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "PRECISION": precision_of(x),
         "ROWS": _ROWS,
         "OVERLAP": overlap,
         "num_warps": 4,

@@ -42,6 +42,7 @@ from tandem_kernels.lora.lora_gemm_parts import (
 )
 from tandem_kernels.lora.lora_gemm_tuning import LoraGemmTuning, lora_gemm_tuning
 from tandem_kernels.lora.lora_lanes import factors_of, slots_at_once, with_slots
+from tandem_kernels.product_precision import precision_of
 
 _MOST_PIECES = 8
 
@@ -348,7 +349,7 @@ def run_lora_gemm(
         GATED=gated,
         GELU=gelu,
         HAS_BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(x),
         OVERLAP=overlap,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

@@ -10,6 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.lora.lora_tiles import DEPTH, MOST_PIECES, shrink_tiles
+from tandem_kernels.product_precision import precision_of
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -85,7 +86,7 @@ def lora_shrink(
         x.stride(0),
         a.stride(0),
         tiles.piece,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(x),
         ROWS=tiles.rows,
         COLS=tiles.cols,
         DEPTH=DEPTH if x.dtype != torch.float32 else DEPTH // 2,
