@@ -10,7 +10,7 @@
 
 At most one block in eight is held so at a time, and half of the free ones are left alone: requests
 come first. On a node with `answers` (decode) only prefixes of answers are given, as long as those
-are offered.
+are offered; the names of their smallest blocks tell which they are.
 """
 
 from __future__ import annotations
