@@ -36,7 +36,7 @@ from router.make_responses import KEPT_PATHS, KeptRoutes, make_responses
 from router.make_services import OuterWorld, Services, make_services
 from router.models.models_catalog import ModelCatalog
 from router.models.open_request_limit import OpenRequestLimit
-from router.nodes.node_get import NodeGet
+from router.nodes.http.node_get import NodeGet
 from router.observe.store_metrics import StoreMetrics
 from router.request.proxied_path import PROXIED_PATHS
 

@@ -18,7 +18,7 @@ from router.errors import ConfigurationError
 from router.models.known_models import ModelTable
 from router.observe.batch_metrics import BatchCollector, BatchTotals
 from router.observe.store_metrics import StoreMetrics
-from router.placement.spare_nodes import SpareNodes
+from router.placement.candidates.spare_nodes import SpareNodes
 from router.request.tenants import Tenant
 from router.store.running_tasks import running_tasks
 

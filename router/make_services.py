@@ -26,22 +26,22 @@ from router.models.known_models import KnownModels
 from router.models.models_metrics import ModelsCollector
 from router.models.per_model import PerModel
 from router.models.rules_file import RulesFile
-from router.nodes.adapter_asker import AdapterAsker
-from router.nodes.adapter_sync import AdapterSync
-from router.nodes.adapters import ClusterAdapters
+from router.nodes.adapters.adapter_asker import AdapterAsker
+from router.nodes.adapters.adapter_sync import AdapterSync
+from router.nodes.adapters.adapters import ClusterAdapters
 from router.nodes.discovery import Discovery, Resolver, resolve_host
 from router.nodes.health import EjectionPolicy
+from router.nodes.http.transport import HttpTransport, Transport
 from router.nodes.load_monitor import LoadMonitor
 from router.nodes.node import Patience
-from router.nodes.prefix_caches import PrefixCaches
+from router.nodes.operations.prefix_caches import PrefixCaches
 from router.nodes.registry import NodeRegistry
-from router.nodes.transport import HttpTransport, Transport
 from router.observe.adapter_metrics import AdaptersCollector
 from router.observe.metrics import RouterMetrics
 from router.observe.status.recent_requests import RecentRequests
 from router.observe.status.snapshot import StatusSources
 from router.observe.status.status_feed import StatusFeed
-from router.placement.spare_nodes import SpareNodes
+from router.placement.candidates.spare_nodes import SpareNodes
 from router.relay.attempts import Attempts
 from router.relay.forward import Forwarder
 from router.relay.known_labels import start_at_zero

@@ -19,7 +19,7 @@ def create_executor(
     if config.parallel.distributed_executor_backend == "mp":
         return MultiprocExecutor(config, context, signs=signs)
     try:
-        from engine.executor.ray_executor import RayExecutor
+        from engine.executor.ray.ray_executor import RayExecutor
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from edge.logs.setup import log_style
 from engine.config import EngineConfig
 from engine.executor.abstract import ReportProgress
-from engine.executor.message_queue import MessageQueueWriter
 from engine.executor.process_executor import ProcessExecutor
+from engine.executor.queues.message_queue import MessageQueueWriter
 from engine.executor.worker_messages import WorkerProcConfig
 from host.life_signs import LifeSigns
 from host.process_host import LocalHost, ProcessHost

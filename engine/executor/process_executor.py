@@ -36,7 +36,7 @@ from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.group_results import GroupResults
 from engine.executor.precompiling import start_precompiling
-from engine.executor.rank_reports import RankReports
+from engine.executor.ranks.rank_reports import RankReports
 from engine.executor.worker_messages import (
     AdapterLoaded,
     BeginProfile,

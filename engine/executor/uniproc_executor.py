@@ -13,10 +13,10 @@ from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.contracts.group_step import Step
 from engine.contracts.outputs import GrammarStats, ModelRunnerOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
-from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.precompiling import start_precompiling
-from engine.executor.rank_reports import KERNELS_NAMED
-from engine.executor.step_profiler import StepProfiler
+from engine.executor.ranks.adapter_loader import AdapterLoader
+from engine.executor.ranks.rank_reports import KERNELS_NAMED
+from engine.executor.ranks.step_profiler import StepProfiler
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.models.identity import IdentityJob
 from engine.worker.async_output import AsyncOutput

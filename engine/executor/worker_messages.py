@@ -12,8 +12,8 @@ from engine.contracts.group_step import GroupStep
 from engine.contracts.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
 from engine.contracts.profiles import RankTrace
 from engine.contracts.scheduler_output import EncodingOutput
-from engine.executor.message_queue import MessageQueueHandle
-from engine.executor.remote_queue import RemoteQueueHandle
+from engine.executor.queues.message_queue import MessageQueueHandle
+from engine.executor.queues.remote_queue import RemoteQueueHandle
 from engine.models.files.content_digests import FileDigests
 from host.life_signs import LifeSignHandle
 from host.sockets.secure_socket import HostLink

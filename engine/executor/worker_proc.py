@@ -34,10 +34,10 @@ from edge.program import settle
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.contracts.crash_facts import chain_of
 from engine.contracts.errors import CannotStartError
-from engine.executor.adapter_loader import AdapterLoader
-from engine.executor.open_queue import open_queue
-from engine.executor.result_thread import ResultThread
-from engine.executor.step_profiler import StepProfiler
+from engine.executor.queues.open_queue import open_queue
+from engine.executor.ranks.adapter_loader import AdapterLoader
+from engine.executor.ranks.result_thread import ResultThread
+from engine.executor.ranks.step_profiler import StepProfiler
 from engine.executor.worker_messages import (
     BeginProfile,
     EndProfile,

@@ -39,9 +39,9 @@ from router.admission.waiting_line import Waiting
 from router.errors import NoNodeAvailable, Overloaded
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.registry import NodeRegistry
+from router.placement.candidates.spare_nodes import SpareNodes
 from router.placement.policy import Policy
 from router.placement.prefill_outcome import PrefillOutcome
-from router.placement.spare_nodes import SpareNodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from planner.simulation.requests import SimRequest
 from planner.simulation.virtual_time import VirtualTime
-from router.placement.spare_nodes import SpareNodes
+from router.placement.candidates.spare_nodes import SpareNodes
 from router.request.tenants import Priority
 
 _LOOK_S = 0.02

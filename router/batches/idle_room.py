@@ -1,7 +1,7 @@
 """Admits requests of batches while nodes have capacity that nothing else uses.
 
 1. asked      a batch wants to send a request to a model, one at a time
-2. admitted   in turn, when nodes have room by their reports (`router.placement.spare_nodes`)
+2. admitted   in turn, when nodes have room by their reports (`candidates/spare_nodes.py`)
 3. released   its answer is kept
 
 Nodes are looked at all the time, so that their use is known when the first request comes. Where
@@ -17,7 +17,7 @@ import time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
-from router.placement.spare_nodes import SpareNodes
+from router.placement.candidates.spare_nodes import SpareNodes
 
 _LOOK_S = 0.1
 _PAUSE_S = 0.02

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from edge.http.bodies.adapter_bodies import LoadBody, UnloadBody, read_adapter_body
 from router.errors import AdminOnly
-from router.nodes.adapters import ClusterAdapters
+from router.nodes.adapters.adapters import ClusterAdapters
 
 
 def adapter_routes(

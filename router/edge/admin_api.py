@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from edge.http.exposition import Exposition
 from router.errors import AdminOnly
 from router.nodes.address import NodeRole
-from router.nodes.prefix_caches import RESET, PrefixCaches
+from router.nodes.operations.prefix_caches import RESET, PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
 

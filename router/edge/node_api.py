@@ -16,8 +16,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from router.errors import AdminOnly
-from router.nodes.drains import NodeDrains
 from router.nodes.node import Node
+from router.nodes.operations.drains import NodeDrains
 from router.nodes.registry import NodeRegistry
 
 

@@ -13,11 +13,11 @@ from router.edge.admin_api import admin_routes
 from router.edge.node_api import node_routes
 from router.edge.role_api import role_routes
 from router.edge.status_api import status_routes
-from router.nodes.adapters import ClusterAdapters
-from router.nodes.drains import NodeDrains
-from router.nodes.prefix_caches import PrefixCaches
+from router.nodes.adapters.adapters import ClusterAdapters
+from router.nodes.operations.drains import NodeDrains
+from router.nodes.operations.prefix_caches import PrefixCaches
+from router.nodes.operations.role_changes import RoleChanges
 from router.nodes.registry import NodeRegistry
-from router.nodes.role_changes import RoleChanges
 from router.observe.metrics import RouterMetrics
 from router.observe.status.status_feed import StatusFeed
 

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from edge.http.bodies.small_body import read_small_body
 from router.errors import AdminOnly
 from router.nodes.address import NodeRole
-from router.nodes.role_changes import RoleChanges
+from router.nodes.operations.role_changes import RoleChanges
 
 
 class SwitchBody(msgspec.Struct):

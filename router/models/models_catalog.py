@@ -14,8 +14,8 @@ from edge.http.errors import BadRequest, NotFound
 from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable, PathUnknown
 from router.models.known_models import KnownModels
 from router.nodes.address import NodeRole
+from router.nodes.http.node_get import NodeGet
 from router.nodes.node import Node
-from router.nodes.node_get import NodeGet
 from router.nodes.registry import NodeRegistry
 from router.nodes.report import AdapterId
 

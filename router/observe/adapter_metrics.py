@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.nodes.adapter_sync import AdapterSync
+from router.nodes.adapters.adapter_sync import AdapterSync
 
 
 class AdaptersCollector(Collector):

@@ -16,13 +16,13 @@ from router.errors import NoNodeAvailable
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
-from router.placement.adapter_homes import home_nodes
-from router.placement.decode_choice import DecodeChoice, OutputLengths, without
-from router.placement.forced_endpoint import forced_node, forced_partners
-from router.placement.node_pool import NodeGroup, NodePool
+from router.placement.candidates.adapter_homes import home_nodes
+from router.placement.candidates.decode_choice import DecodeChoice, OutputLengths, without
+from router.placement.candidates.forced_endpoint import forced_node, forced_partners
+from router.placement.candidates.node_pool import NodeGroup, NodePool
+from router.placement.candidates.spare_nodes import SpareNodes
 from router.placement.policy import Placement, PrefillChoice
 from router.placement.prefill_outcome import PrefillOutcome
-from router.placement.spare_nodes import SpareNodes
 from router.request.info import RequestInfo
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from operator import attrgetter
 
 from router.nodes.node import Node
 from router.placement.base_policy import BasePolicy, RankedPrefills
-from router.placement.node_pool import NodeGroup
+from router.placement.candidates.node_pool import NodeGroup
+from router.placement.candidates.prefill_candidates import accepting
 from router.placement.policy import PrefillChoice
-from router.placement.prefill_candidates import accepting
 from router.request.info import RequestInfo
 
 

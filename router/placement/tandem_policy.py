@@ -24,18 +24,18 @@ from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.placement.base_policy import BasePolicy, RankedPrefills
-from router.placement.crowding import Crowding
+from router.placement.candidates.node_pool import NodeGroup
+from router.placement.candidates.prefill_candidates import prefill_candidates
+from router.placement.estimates.service_time import ServiceTime, ServiceTimeFit
+from router.placement.estimates.ttft_estimate import TtftEstimator
 from router.placement.local_prefill import LocalPrefillRule
-from router.placement.node_pool import NodeGroup
 from router.placement.policy import Placement, PrefillChoice
-from router.placement.prefill_candidates import prefill_candidates
 from router.placement.prefill_outcome import PrefillOutcome
-from router.placement.prefix_holder import find_holder
-from router.placement.prefix_index import PrefixIndex, PrefixMatch
-from router.placement.service_time import ServiceTime, ServiceTimeFit
-from router.placement.session_places import SessionPlaces
-from router.placement.spill import MARGIN, Margin
-from router.placement.ttft_estimate import TtftEstimator
+from router.placement.prefixes.crowding import Crowding
+from router.placement.prefixes.prefix_holder import find_holder
+from router.placement.prefixes.prefix_index import PrefixIndex, PrefixMatch
+from router.placement.prefixes.session_places import SessionPlaces
+from router.placement.prefixes.spill import MARGIN, Margin
 from router.request.info import RequestInfo
 
 _DEFAULT_CACHE_TOKENS = 1 << 20

@@ -20,9 +20,9 @@ from edge.http import headers as names
 from edge.http.errors import HttpError
 from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable
 from router.models.per_model import PerModel
+from router.nodes.http.transport import Transport
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
-from router.nodes.transport import Transport
 from router.observe.metrics import RouterMetrics
 from router.placement.policy import Placement, Policy, PrefillChoice
 from router.placement.prefill_outcome import PrefillOutcome

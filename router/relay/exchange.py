@@ -20,7 +20,7 @@ from http import HTTPStatus
 
 from edge.http import headers as names
 from router.errors import NodeLost
-from router.nodes.transport import Transport, UpstreamResponse
+from router.nodes.http.transport import Transport, UpstreamResponse
 from router.placement.policy import Placement
 from router.placement.prefill_outcome import PrefillOutcome
 

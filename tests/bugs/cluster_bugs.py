@@ -135,7 +135,7 @@ CLUSTER_BUGS = (
     ),
     Bug(
         "unbounded-index", "the prefix index grows without end",
-        "router/placement/prefix_index.py",
+        "router/placement/prefixes/prefix_index.py",
         "while self.num_entries > self.max_entries:", "while False:",
         ("tests/router/test_placement.py",),
     ),

@@ -21,8 +21,8 @@ from engine.contracts.group_step import GroupStep, Step, StepResult
 from engine.contracts.outputs import GrammarStats, ModelRunnerOutput
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
-from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.group_results import GroupResults
+from engine.executor.ranks.adapter_loader import AdapterLoader
 from engine.executor.worker_messages import (
     AdapterLoaded,
     BeginProfile,

@@ -9,10 +9,17 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from edge.adapter_call import AdapterCall
-from router.nodes.adapter_asker import LOADED, OUTDATED, UNKNOWN, UNLOADED, NodeAnswer, failure
 from router.nodes.adapter_ledger import AdapterLedger
-from router.nodes.adapter_sync import AdapterSync
-from router.nodes.adapters import ClusterAdapters
+from router.nodes.adapters.adapter_asker import (
+    LOADED,
+    OUTDATED,
+    UNKNOWN,
+    UNLOADED,
+    NodeAnswer,
+    failure,
+)
+from router.nodes.adapters.adapter_sync import AdapterSync
+from router.nodes.adapters.adapters import ClusterAdapters
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.report import AdapterId

@@ -14,14 +14,14 @@ from aiohttp import web
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
 from router.errors import NodeLost, NodesRefused
-from router.nodes.adapter_asker import AdapterAsker
+from router.nodes.adapters.adapter_asker import AdapterAsker
 from router.nodes.address import NodeAddress, NodeRole
+from router.nodes.http.transport import HttpTransport
 from router.nodes.load_monitor import LoadMonitor
 from router.nodes.node import Node
-from router.nodes.prefix_caches import PrefixCaches
+from router.nodes.operations.prefix_caches import PrefixCaches
+from router.nodes.operations.role_changes import RoleChanges
 from router.nodes.registry import NodeRegistry
-from router.nodes.role_changes import RoleChanges
-from router.nodes.transport import HttpTransport
 from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from tests.garbled_server import garbled_server, only_warning
 from tests.router.cluster import TIMEOUT_S, Cluster, eventually

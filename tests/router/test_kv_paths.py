@@ -10,7 +10,7 @@ import pytest
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.report import KVPathReport, NodeReport
-from router.placement.kv_paths import kv_waits_s
+from router.placement.estimates.kv_paths import kv_waits_s
 from router.placement.prefill_outcome import PrefillOutcome
 from router.placement.tandem_policy import TandemPolicy
 from tandem_pb import node_pb2

@@ -15,19 +15,24 @@ from router.errors import NoNodeAvailable
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.pace import Pace
+from router.placement.candidates.decode_choice import DecodeChoice, OutputLengths, step_cost
+from router.placement.candidates.node_pool import NodeGroup, NodePool
+from router.placement.candidates.prefill_candidates import (
+    NUM_OTHERS,
+    accepting,
+    others,
+    prefill_candidates,
+)
 from router.placement.choose_policy import PolicyName, choose_policy
-from router.placement.decode_choice import DecodeChoice, OutputLengths, step_cost
+from router.placement.estimates.service_time import ServiceTime, ServiceTimeFit
+from router.placement.estimates.ttft_estimate import TtftEstimator, staleness_factor
 from router.placement.local_prefill import LocalPrefillRule
-from router.placement.node_pool import NodeGroup, NodePool
 from router.placement.policy import PrefillChoice
-from router.placement.prefill_candidates import NUM_OTHERS, accepting, others, prefill_candidates
 from router.placement.prefill_outcome import PrefillOutcome
-from router.placement.prefix_index import PrefixIndex
-from router.placement.service_time import ServiceTime, ServiceTimeFit
-from router.placement.session_places import SessionPlaces
-from router.placement.spill import Margin
+from router.placement.prefixes.prefix_index import PrefixIndex
+from router.placement.prefixes.session_places import SessionPlaces
+from router.placement.prefixes.spill import Margin
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
-from router.placement.ttft_estimate import TtftEstimator, staleness_factor
 from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
 from tests.router.factories import Fleet, address, report, request, served
 

@@ -13,7 +13,7 @@ from router.nodes.address import NodeRole
 from router.nodes.report import NodeReport
 from router.placement.policy import PrefillChoice
 from router.placement.prefill_outcome import PrefillOutcome
-from router.placement.spill import Margin
+from router.placement.prefixes.spill import Margin
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
 from router.request.info import RequestInfo
 from router.request.prompt_parts import PromptPart

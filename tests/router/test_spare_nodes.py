@@ -13,8 +13,8 @@ from router.batches import input_line
 from router.errors import NoNodeAvailable, Overloaded
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
+from router.placement.candidates.spare_nodes import SpareNodes
 from router.placement.policy import Placement, PrefillChoice
-from router.placement.spare_nodes import SpareNodes
 from router.placement.tandem_policy import TandemPolicy
 from router.request.info import RequestInfo
 from router.request.tenants import Priority

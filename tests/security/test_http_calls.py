@@ -31,7 +31,7 @@ from engine.node.http_server import HttpServer, listen
 from engine.node.open_requests import OpenRequests
 from router.config import RouterSettings
 from router.errors import NodeLost, NodeUnreachable
-from router.nodes.transport import HttpTransport
+from router.nodes.http.transport import HttpTransport
 from tests.router.cluster import run_router
 from tests.security.authority import Authority, move_service, tls_config
 from tests.security.loopback import LOOPBACK_HOSTS

@@ -25,8 +25,8 @@ from engine.config import EngineConfig, ParallelConfig
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import GroupStep
 from engine.core.core import EngineCore
-from engine.executor import ray_host
-from engine.executor.ray_executor import RayExecutor
+from engine.executor.ray import ray_host
+from engine.executor.ray.ray_executor import RayExecutor
 from kv_transfer.config import KVRole, KVTransferConfig
 from tests.engine.core.tiny_engine import make_request, tiny_config
 from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until

@@ -8,7 +8,7 @@ import time
 import msgspec
 import zmq
 
-from engine.executor.message_queue import MessageQueueHandle, MessageQueueReader
+from engine.executor.queues.message_queue import MessageQueueHandle, MessageQueueReader
 from host.child_process import read_config
 from host.sockets.local_socket import connect_socket
 

@@ -19,8 +19,8 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.executor.message_queue import MessageQueueReader, MessageQueueWriter
-from engine.executor.shm_broadcast import RingError
+from engine.executor.queues.message_queue import MessageQueueReader, MessageQueueWriter
+from engine.executor.queues.shm_broadcast import RingError
 from host.child_process import ipc_address
 from host.sockets.local_socket import bind_socket
 

@@ -6,7 +6,7 @@ import msgspec
 
 from engine.contracts.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
 from engine.core.core import EngineCore
-from engine.executor.rank_reports import LateKernels, RankReports
+from engine.executor.ranks.rank_reports import LateKernels, RankReports
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.executor.worker_messages import StepDone, WorkerReply
 from tests.engine.core.tiny_engine import tiny_config

@@ -14,9 +14,9 @@ import pytest
 from edge.installed_version import UNKNOWN_VERSION
 from engine.config import ParallelConfig
 from engine.contracts.errors import EngineDeadError
-from engine.executor import ray_cluster
-from engine.executor.ray_cluster import RayCluster
-from engine.executor.ray_host import HostFacts
+from engine.executor.ray import ray_cluster
+from engine.executor.ray.ray_cluster import RayCluster
+from engine.executor.ray.ray_host import HostFacts
 from host.sockets.secure_socket import LinkKey
 
 OWN = HostFacts(address="10.0.0.11", node_id="b", sharing="kernel 1", version="1")

@@ -99,7 +99,7 @@ def test_no_ray_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.9:1", "ray://127.0.0.9:10001/x"])
 def test_no_cluster_at_the_address(address: str) -> None:
-    from engine.executor.ray_cluster import RayCluster
+    from engine.executor.ray.ray_cluster import RayCluster
 
     parallel = replace(tiny_config(2).parallel, ray_address=address)
     cluster = RayCluster(parallel, "cpu", "test")

@@ -11,7 +11,11 @@ import psutil
 import pytest
 import zmq
 
-from engine.executor.remote_queue import LostMessageError, RemoteQueueReader, RemoteQueueWriter
+from engine.executor.queues.remote_queue import (
+    LostMessageError,
+    RemoteQueueReader,
+    RemoteQueueWriter,
+)
 from host.sockets.secure_socket import LinkKey, new_socket
 
 HOST = "127.0.0.7"

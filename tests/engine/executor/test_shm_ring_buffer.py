@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor.shm_broadcast import Place, RingError, ShmRingBuffer
+from engine.executor.queues.shm_broadcast import Place, RingError, ShmRingBuffer
 
 SLOT_BYTES = 64
 

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from edge.adapter_call import AdapterCall
-from router.nodes.adapter_asker import OUTDATED, NodeAnswer, failure
-from router.nodes.adapters import ClusterAdapters
+from router.nodes.adapters.adapter_asker import OUTDATED, NodeAnswer, failure
+from router.nodes.adapters.adapters import ClusterAdapters
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.nodes.partners import Weights, by_weights, partners_of

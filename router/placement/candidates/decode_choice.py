@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from router.nodes.node import Node
-from router.placement.prefill_candidates import accepting
+from router.placement.candidates.prefill_candidates import accepting
 from router.request.info import RequestInfo
 
 _MANY_NODES = 32

@@ -21,8 +21,8 @@ from edge.address import join_address
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from router.errors import NodeUnreachable
-from router.nodes.http_answer import HttpAnswer, Take
-from router.nodes.node_connection import NodeConnection
+from router.nodes.http.http_answer import HttpAnswer, Take
+from router.nodes.http.node_connection import NodeConnection
 
 
 class UpstreamResponse(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.executor.message_queue import MessageQueueHandle, MessageQueueReader
-from engine.executor.remote_queue import RemoteQueueHandle, RemoteQueueReader
+from engine.executor.queues.message_queue import MessageQueueHandle, MessageQueueReader
+from engine.executor.queues.remote_queue import RemoteQueueHandle, RemoteQueueReader
 from host.sockets.local_socket import Context
 
 

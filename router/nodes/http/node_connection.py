@@ -2,7 +2,7 @@
 
 1. idle      connected; bytes that nothing asked for end it
 2. asked     a request is written. Of one that is answered early the rest is not written
-3. answered  `router.nodes.http_answer` parses what comes
+3. answered  `router.nodes.http.http_answer` parses what comes
 4. idle      again, when the answer is whole and both sides keep the connection; else 5
 5. closed    all that await an answer get `NodeLost`
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from router.errors import NodeLost
-from router.nodes.http_answer import HttpAnswer
+from router.nodes.http.http_answer import HttpAnswer
 
 _PIECE_BYTES = 256 << 10
 """Larger requests are written in pieces, so that copying one does not hold up the others."""

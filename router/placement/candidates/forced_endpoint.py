@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable
 
 from router.errors import NoNodeAvailable
 from router.nodes.address import NodeRole
-from router.nodes.named_node import named_node
 from router.nodes.node import Node, NodeState
+from router.nodes.operations.named_node import named_node
 from router.nodes.registry import NodeRegistry
 from router.request.info import RequestInfo
 

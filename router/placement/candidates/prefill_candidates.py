@@ -16,8 +16,8 @@ from heapq import nsmallest
 from operator import attrgetter
 
 from router.nodes.node import Node
-from router.placement.node_pool import NodeGroup
-from router.placement.prefix_index import PrefixMatch
+from router.placement.candidates.node_pool import NodeGroup
+from router.placement.prefixes.prefix_index import PrefixMatch
 
 NUM_MATCHES = 2
 NUM_OTHERS = 8

@@ -5,7 +5,7 @@
 
 So a decode node that answers by an adapter can have its prompts computed. Where a node cannot load
 one, all go back to what the name stood for: it is on all nodes, or on none. Nodes that are away
-follow when they come back (`router.nodes.adapter_sync`).
+follow when they come back (`router.nodes.adapters.adapter_sync`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from edge.adapter_call import AdapterCall
 from edge.http.errors import BadRequest, NotFound
 from router.errors import NodesAway, NodesRefused, NoNodeAvailable
-from router.nodes.adapter_asker import (
+from router.nodes.adapters.adapter_asker import (
     LOADED,
     OUTDATED,
     UNKNOWN,

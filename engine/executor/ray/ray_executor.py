@@ -23,11 +23,11 @@ from edge.logs.setup import log_style
 from engine.config import EngineConfig
 from engine.contracts.errors import EngineDeadError
 from engine.executor.abstract import ReportProgress
-from engine.executor.message_queue import MessageQueueWriter
 from engine.executor.process_executor import ProcessExecutor
-from engine.executor.ray_cluster import RayCluster
-from engine.executor.ray_host import RayHost, describe
-from engine.executor.remote_queue import RemoteQueueWriter
+from engine.executor.queues.message_queue import MessageQueueWriter
+from engine.executor.queues.remote_queue import RemoteQueueWriter
+from engine.executor.ray.ray_cluster import RayCluster
+from engine.executor.ray.ray_host import RayHost, describe
 from engine.executor.worker_messages import WorkerProcConfig
 from host.life_signs import LifeSigns
 from host.process_host import ProcessHost

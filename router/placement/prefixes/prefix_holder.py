@@ -16,7 +16,7 @@ from itertools import islice
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
-from router.placement.prefix_index import PrefixMatch
+from router.placement.prefixes.prefix_index import PrefixMatch
 
 _MAX_LOOKED_AT = 16
 _GIVING = (NodeState.READY, NodeState.DRAINED)

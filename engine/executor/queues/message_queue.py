@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from engine.executor.shm_broadcast import Place, RingError, RingHandle, ShmRingBuffer
+from engine.executor.queues.shm_broadcast import Place, RingError, RingHandle, ShmRingBuffer
 from host.sockets.local_socket import Context, bind_socket, connect_socket
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from edge.security.config import PlaintextRefused
 from edge.security.credentials import Credentials
 from router.errors import NodesRefused
 from router.nodes.address import NodeRole
-from router.nodes.named_node import TIMEOUT_S, named_node, node_stub
 from router.nodes.node import Node
+from router.nodes.operations.named_node import TIMEOUT_S, named_node, node_stub
 from router.nodes.registry import NodeRegistry
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, SwitchRoleRequest
 

@@ -32,7 +32,7 @@ from edge.installed_version import UNKNOWN_VERSION
 from engine.config import Device, ParallelConfig
 from engine.contracts.errors import EngineDeadError
 from engine.executor.abstract import ReportProgress
-from engine.executor.ray_host import HostFacts, RankActor, RayHost
+from engine.executor.ray.ray_host import HostFacts, RankActor, RayHost
 from host.sockets.secure_socket import HostLink, LinkKey
 
 _CONNECT_TIMEOUT_S = 5.0

@@ -8,8 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from router.errors import NodeLost, PathUnknown
+from router.nodes.http.transport import Transport
 from router.nodes.node import Node
-from router.nodes.transport import Transport
 
 _MAX_BYTES = 4 << 20
 

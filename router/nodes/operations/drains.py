@@ -15,8 +15,8 @@ from edge.grpc_answers import GarbledAnswer, readable, words_of
 from edge.security.config import PlaintextRefused
 from edge.security.credentials import Credentials
 from router.errors import NodesAway, NodesRefused
-from router.nodes.named_node import TIMEOUT_S, named_node, node_stub
 from router.nodes.node import Node
+from router.nodes.operations.named_node import TIMEOUT_S, named_node, node_stub
 from router.nodes.registry import NodeRegistry
 from router.nodes.report import NodeReport
 from tandem_pb.node_pb2 import SetDrainedAnswer, SetDrainedRequest

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.nodes.node import Node
-from router.placement.kv_paths import kv_waits_s
-from router.placement.service_time import ServiceTimeFit
+from router.placement.estimates.kv_paths import kv_waits_s
+from router.placement.estimates.service_time import ServiceTimeFit
 
 _FRESH_S = 1.0
 _STALENESS_PER_S = 0.25
