@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.parsers.output_parsers import OutputParsers
-from decode_node.serving.kept_answers import keeps_answers
+from decode_node.serving.prompts.kept_answers import keeps_answers
 from engine.config import EngineConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer

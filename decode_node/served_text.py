@@ -18,8 +18,8 @@ from decode_node.parsers.output_parsers import OutputParsers, UnknownParser, Wri
 from decode_node.protocol.chat.tools import Tool
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
-from decode_node.serving.image_prompts import ImagePrompts
-from decode_node.serving.prompts import Prompts
+from decode_node.serving.prompts.image_prompts import ImagePrompts
+from decode_node.serving.prompts.prompts import Prompts
 from decode_node.serving.served_model import ServedModel
 from engine.config import ModelConfig
 from engine.contracts.request_spec import AdapterRef

@@ -251,6 +251,28 @@ KV_TRANSFER_ORDER = [
 ]
 """Contracts first. Rooms of one level never import each other."""
 
+ANSWER_ORDER = [
+    {"call_ids", "choice", "content_logprobs", "event", "journal", "logprobs"},
+    {"format", "output_readers"},
+    {"answer", "chat_format", "completion_format"},
+    {"messages", "responses", "sse"},
+]
+
+PARSERS_ORDER = [
+    {"families", "text"},
+    {"grammars", "stages"},
+    {"calls", "output_parser", "reasoning"},
+    {"output_parsers", "visible_text"},
+]
+
+SERVING_ORDER = [
+    {"ask_limits", "chat_grammar", "chat_reading", "prompts", "request_context"},
+    {"served_model"},
+    {"model_cards", "read_request", "tokenizer_serving"},
+    {"prepare_choices", "respond"},
+    {"openai_serving"},
+]
+
 EXECUTOR_ORDER = [
     {"group_results", "precompiling", "queues"},
     {"worker_messages"},
@@ -303,7 +325,10 @@ ORDERS = {
     "router.nodes": NODES_ORDER,
     "router.placement": PLACEMENT_ORDER,
     "decode_node": DECODE_NODE_ORDER,
+    "decode_node.answer": ANSWER_ORDER,
+    "decode_node.parsers": PARSERS_ORDER,
     "decode_node.protocol": PROTOCOL_ORDER,
+    "decode_node.serving": SERVING_ORDER,
     "planner": PLANNER_ORDER,
 }
 """Folders that have rooms: what is of one set may import those above it, and files stay few."""

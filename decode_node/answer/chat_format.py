@@ -16,7 +16,7 @@ from decode_node.answer.format import FormatOptions, ResponseFormat, stop_reason
 from decode_node.answer.logprobs import TokenTexts, chat_logprobs
 from decode_node.answer.output_readers import CallNews, News, OutputReaders
 from decode_node.observe.timeline import Timeline
-from decode_node.parsers.deltas import ContentText, Delta, ReasoningText
+from decode_node.parsers.stages.deltas import ContentText, Delta, ReasoningText
 from decode_node.protocol.chat.chat_answer import (
     CalledFunctionOut,
     ChatChoice,

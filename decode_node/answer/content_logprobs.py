@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from decode_node.parsers.deltas import ContentText, Delta
+from decode_node.parsers.stages.deltas import ContentText, Delta
 from engine.contracts.outputs import TokenLogprobs
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from decode_node.answer.choice import ChoiceResult
 from decode_node.answer.content_logprobs import ContentLogprobs
-from decode_node.parsers.deltas import (
+from decode_node.parsers.output_parser import OutputParser
+from decode_node.parsers.stages.deltas import (
     CallArguments,
     CallStart,
     ContentText,
     Delta,
     ReasoningText,
 )
-from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.visible_text import without_end
 from decode_node.protocol.bodies.valid_strings import ValidStrings
 from engine.frontend.output_processor import RequestOutput

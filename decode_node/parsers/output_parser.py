@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.deltas import Delta
-from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.stage import Stage
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.stages.deltas import Delta
+from decode_node.parsers.stages.stage import Stage
+from decode_node.parsers.text.marked_text import MarkerTokens
 from engine.frontend.text.pieces import Piece
 
 

@@ -16,15 +16,20 @@ from typing import Any, Protocol, TypeVar
 
 from decode_node.grammar.grammar_text import Expression, GrammarText, sequence
 from decode_node.grammar.reasoning import Marker, ReasoningFormat
-from decode_node.parsers.addressed import AddressedStage
-from decode_node.parsers.braced_calls import BracedStage
-from decode_node.parsers.call_grammar import CallGrammar
-from decode_node.parsers.call_stage import CallStage, FramedContent
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.deltas import CallArguments, CallStart, ContentText
-from decode_node.parsers.element_calls import ElementStage
-from decode_node.parsers.families import CALL_FAMILIES, CallFamily
-from decode_node.parsers.formats import (
+from decode_node.parsers.calls.addressed import AddressedStage
+from decode_node.parsers.calls.braced_calls import BracedStage
+from decode_node.parsers.calls.element_calls import ElementStage
+from decode_node.parsers.calls.harmony import HarmonyStage
+from decode_node.parsers.calls.json_calls import (
+    JsonListStage,
+    JsonObjectStage,
+    MistralStage,
+    NamedJsonStage,
+)
+from decode_node.parsers.calls.pythonic import PythonicStage
+from decode_node.parsers.calls.xml_calls import XmlStage
+from decode_node.parsers.families.families import CALL_FAMILIES, CallFamily
+from decode_node.parsers.families.formats import (
     AddressFormat,
     BracedFormat,
     CallFormat,
@@ -38,21 +43,16 @@ from decode_node.parsers.formats import (
     XmlFormat,
     literals,
 )
-from decode_node.parsers.harmony import HarmonyStage
-from decode_node.parsers.json_calls import (
-    JsonListStage,
-    JsonObjectStage,
-    MistralStage,
-    NamedJsonStage,
-)
-from decode_node.parsers.marked_text import MarkerTokens
+from decode_node.parsers.families.reasoning_families import REASONING_FAMILIES, ReasoningFamily
+from decode_node.parsers.grammars.call_grammar import CallGrammar
+from decode_node.parsers.grammars.parameter_grammar import spell
 from decode_node.parsers.output_parser import OutputParser
-from decode_node.parsers.parameter_grammar import spell
-from decode_node.parsers.pythonic import PythonicStage
 from decode_node.parsers.reasoning import ReasoningStage
-from decode_node.parsers.reasoning_families import REASONING_FAMILIES, ReasoningFamily
-from decode_node.parsers.stage import PlainContent, Stage
-from decode_node.parsers.xml_calls import XmlStage
+from decode_node.parsers.stages.call_stage import CallStage, FramedContent
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.stages.deltas import CallArguments, CallStart, ContentText
+from decode_node.parsers.stages.stage import PlainContent, Stage
+from decode_node.parsers.text.marked_text import MarkerTokens
 from decode_node.protocol.chat.tools import Tool, ToolUse
 
 AUTO = "auto"

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.deltas import CallStart
-from decode_node.parsers.marked_text import num_held_back
-from decode_node.parsers.stage import Stage
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.stages.deltas import CallStart
+from decode_node.parsers.stages.stage import Stage
+from decode_node.parsers.text.marked_text import num_held_back
 
 
 class ReasoningStage:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from decode_node.parsers.deltas import (
+from decode_node.parsers.output_parser import OutputParser
+from decode_node.parsers.stages.deltas import (
     CallArguments,
     CallEnd,
     CallStart,
@@ -18,7 +19,6 @@ from decode_node.parsers.deltas import (
     Delta,
     ReasoningText,
 )
-from decode_node.parsers.output_parser import OutputParser
 from engine.frontend.text.pieces import Piece
 from engine.frontend.text.visible_text import Stretch
 

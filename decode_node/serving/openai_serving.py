@@ -13,8 +13,8 @@ from functools import partial
 from starlette.responses import Response
 
 from decode_node.answer.chat_format import ChatFormat
-from decode_node.answer.messages_format import MessagesFormat
-from decode_node.answer.responses_format import ResponsesFormat
+from decode_node.answer.messages.messages_format import MessagesFormat
+from decode_node.answer.responses.responses_format import ResponsesFormat
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.messages.messages import MessagesRequest

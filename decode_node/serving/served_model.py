@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from decode_node.errors import Unavailable
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
-from decode_node.serving.image_prompts import ImagePrompts
-from decode_node.serving.prompts import Prompts
+from decode_node.serving.prompts.image_prompts import ImagePrompts
+from decode_node.serving.prompts.prompts import Prompts
 from edge.http.errors import NotFound
 from engine.config import ModelConfig
 from engine.contracts.request_spec import AdapterRef

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from decode_node.protocol.bodies.parse_body import parse_body
 from decode_node.protocol.chat.chat import ChatCompletionRequest
-from decode_node.serving.chat_prompt import ChatPrompt
-from decode_node.serving.prompts import Prompts
+from decode_node.serving.prompts.chat_prompt import ChatPrompt
+from decode_node.serving.prompts.prompts import Prompts
 from edge.http.errors import BadRequest
 from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer

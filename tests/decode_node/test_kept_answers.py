@@ -6,7 +6,7 @@ import pytest
 
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.prefix_sharing import only_kept_answers
-from decode_node.serving.kept_answers import keeps_answers
+from decode_node.serving.prompts.kept_answers import keeps_answers
 from engine.config import KVLayers
 from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer

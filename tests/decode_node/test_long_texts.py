@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from decode_node.errors import Overloaded
-from decode_node.serving import long_texts
-from decode_node.serving.long_texts import LongTexts
-from decode_node.serving.prompts import VERY_LONG
+from decode_node.serving.prompts import long_texts
+from decode_node.serving.prompts.long_texts import LongTexts
+from decode_node.serving.prompts.prompts import VERY_LONG
 from tests.decode_node.http_node import http_node
 
 TIMEOUT_S = 30.0

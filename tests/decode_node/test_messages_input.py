@@ -12,7 +12,7 @@ from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
 from decode_node.protocol.bodies.parse_body import parse_body
 from decode_node.protocol.messages.messages import MessagesRequest
-from decode_node.serving.system_turns import system_first
+from decode_node.serving.prompts.system_turns import system_first
 from tests.decode_node.http_node import http_node
 from tests.decode_node.test_messages_api import ASK, MESSAGES, TOOLS, USER, one_node
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode_node.answer.argument_text import ArgumentText
+from decode_node.answer.responses.argument_text import ArgumentText
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
 from decode_node.protocol.bodies.valid_strings import ValidStrings

@@ -13,8 +13,8 @@ import pytest
 
 from decode_node.answer.call_ids import CallIds
 from decode_node.answer.chat_format import ChatFormat
-from decode_node.parsers.families import CALL_FAMILIES
-from decode_node.parsers.reasoning_families import REASONING_FAMILIES
+from decode_node.parsers.families.families import CALL_FAMILIES
+from decode_node.parsers.families.reasoning_families import REASONING_FAMILIES
 from tests.decode_node.chat_clients import (
     CHAT,
     MESSAGES,

@@ -38,7 +38,7 @@ from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.probe import probe
 from decode_node.protocol.bodies.parse_body import validate
 from decode_node.protocol.chat.chat import ChatCompletionRequest
-from decode_node.serving.chat_prompt import ChatPrompt
+from decode_node.serving.prompts.chat_prompt import ChatPrompt
 from edge.http.errors import BadRequest
 from engine.frontend.templates.chat_template import ChatTemplate, ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import pytest
 from decode_node.chat_templates.typescript_tools import typescript
 from decode_node.protocol.bodies.parse_body import validate
 from decode_node.protocol.chat.chat import ChatCompletionRequest
-from decode_node.serving.chat_prompt import ChatPrompt
+from decode_node.serving.prompts.chat_prompt import ChatPrompt
 from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.engine.frontend.small_tokenizers import byte_level_backend

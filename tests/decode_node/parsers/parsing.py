@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from decode_node.parsers.deltas import (
+from decode_node.parsers.output_parser import OutputParser
+from decode_node.parsers.stages.deltas import (
     CallArguments,
     CallEnd,
     CallStart,
@@ -16,7 +17,6 @@ from decode_node.parsers.deltas import (
     Delta,
     ReasoningText,
 )
-from decode_node.parsers.output_parser import OutputParser
 from engine.frontend.text.pieces import Piece
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.parsers.schema_types import literal_json, value_json
-from decode_node.parsers.text_input import TextInput
+from decode_node.parsers.text.schema_types import literal_json, value_json
+from decode_node.parsers.text.text_input import TextInput
 from engine.frontend.text.pieces import Piece
 from tests.decode_node.parsers.outputs import FAMILIES, TOOLS
 from tests.decode_node.parsers.parsing import joined, merged, parse, pieces, random_cuts

@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 
-from decode_node.parsers.families import CALL_FAMILIES
-from decode_node.parsers.formats import literals
+from decode_node.parsers.families.families import CALL_FAMILIES
+from decode_node.parsers.families.formats import literals
+from decode_node.parsers.families.reasoning_families import REASONING_FAMILIES
 from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.output_parsers import OutputParsers
-from decode_node.parsers.reasoning_families import REASONING_FAMILIES
 from tests.decode_node.parsers.outputs import FAMILIES, OUTPUTS, TOOLS, Output
 from tests.decode_node.parsers.parsing import (
     Parsed,

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.parsers.deltas import CallArguments, CallStart, ContentText, Delta, ReasoningText
 from decode_node.parsers.output_parser import OutputParser
+from decode_node.parsers.stages.deltas import (
+    CallArguments,
+    CallStart,
+    ContentText,
+    Delta,
+    ReasoningText,
+)
 from decode_node.parsers.visible_text import ParsedText, without_end
 from engine.frontend.text.pieces import Piece, PieceQueue
 from engine.frontend.text.stop_strings import StopStringMatcher, VisibleStops

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.parsers.families import CALL_FAMILIES
+from decode_node.parsers.families.families import CALL_FAMILIES
 from decode_node.protocol.chat.tools import Tool
 from tests.decode_node.parsers.parsing import parse, random_cuts
 from tests.decode_node.parsers.test_calls import parsers_of, tokens_of

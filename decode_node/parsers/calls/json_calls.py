@@ -11,17 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from decode_node.parsers import json_reader
-from decode_node.parsers.call_stage import MAX_NAME, CallStage
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.formats import (
+from decode_node.parsers.families.formats import (
     JsonListFormat,
     JsonObjectFormat,
     MistralFormat,
     NamedJsonFormat,
 )
-from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.text_input import Steps, marker_set
+from decode_node.parsers.stages.call_stage import MAX_NAME, CallStage
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.text import json_reader
+from decode_node.parsers.text.marked_text import MarkerTokens
+from decode_node.parsers.text.text_input import Steps, marker_set
 from decode_node.protocol.chat.tools import Tool
 
 _ARGUMENTS = ("arguments", "parameters")

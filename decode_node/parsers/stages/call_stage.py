@@ -16,10 +16,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.marked_text import has_token
-from decode_node.parsers.step_stage import StepStage
-from decode_node.parsers.text_input import MarkerSet, Steps, marker_set
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.stages.step_stage import StepStage
+from decode_node.parsers.text.marked_text import has_token
+from decode_node.parsers.text.text_input import MarkerSet, Steps, marker_set
 from decode_node.protocol.chat.tools import Tool
 
 MAX_NAME = 256

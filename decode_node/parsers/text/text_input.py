@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from decode_node.parsers.marked_text import num_held_back
+from decode_node.parsers.text.marked_text import num_held_back
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

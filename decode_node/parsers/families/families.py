@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_node.parsers import xml_forms
-from decode_node.parsers.formats import (
+from decode_node.parsers.families import xml_forms
+from decode_node.parsers.families.formats import (
     BracedFormat,
     CallFormat,
     HarmonyFormat,
@@ -20,7 +20,7 @@ from decode_node.parsers.formats import (
     NamedJsonFormat,
     PythonicFormat,
 )
-from decode_node.parsers.reasoning_families import (
+from decode_node.parsers.families.reasoning_families import (
     KIMI_K3_FRAMES,
     SOLAR_FRAMES,
 )

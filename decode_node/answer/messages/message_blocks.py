@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from decode_node.parsers.deltas import (
+from decode_node.parsers.stages.deltas import (
     CallArguments,
     CallEnd,
     CallStart,

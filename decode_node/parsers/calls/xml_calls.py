@@ -19,12 +19,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from decode_node.parsers.call_stage import MAX_NAME, CallStage
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.formats import XmlFormat
-from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.schema_types import is_text, parameter_types, value_json
-from decode_node.parsers.text_input import MarkerSet, Steps, marker_set
+from decode_node.parsers.families.formats import XmlFormat
+from decode_node.parsers.stages.call_stage import MAX_NAME, CallStage
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.text.marked_text import MarkerTokens
+from decode_node.parsers.text.schema_types import is_text, parameter_types, value_json
+from decode_node.parsers.text.text_input import MarkerSet, Steps, marker_set
 from decode_node.protocol.chat.tools import Tool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from decode_node.parsers.delta_sink import DeltaSink
+from decode_node.parsers.stages.delta_sink import DeltaSink
 
 
 class Stage(Protocol):

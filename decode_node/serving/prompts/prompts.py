@@ -11,10 +11,10 @@ from decode_node.protocol.bodies.kept_part import KeptPart
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.chat.tools import ToolUse
 from decode_node.protocol.completions import CompletionRequest
-from decode_node.serving.chat_prompt import RENDER_S, TOO_COSTLY, ChatPrompt
-from decode_node.serving.long_texts import VERY_LONG, LongTexts
-from decode_node.serving.recent_turns import RecentTurns
-from decode_node.serving.system_turns import system_first, without_billing_line
+from decode_node.serving.prompts.chat_prompt import RENDER_S, TOO_COSTLY, ChatPrompt
+from decode_node.serving.prompts.long_texts import VERY_LONG, LongTexts
+from decode_node.serving.prompts.recent_turns import RecentTurns
+from decode_node.serving.prompts.system_turns import system_first, without_billing_line
 from edge.http.errors import BadRequest
 from edge.http.event_loop import long_work
 from engine.config import ModelConfig

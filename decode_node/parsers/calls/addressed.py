@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 
-from decode_node.parsers.call_stage import MAX_NAME
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.formats import AddressFormat
-from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.stage import Stage
-from decode_node.parsers.step_stage import MessageStage
-from decode_node.parsers.text_input import Steps, marker_set
+from decode_node.parsers.families.formats import AddressFormat
+from decode_node.parsers.stages.call_stage import MAX_NAME
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.stages.stage import Stage
+from decode_node.parsers.stages.step_stage import MessageStage
+from decode_node.parsers.text.marked_text import MarkerTokens
+from decode_node.parsers.text.text_input import Steps, marker_set
 
 _RECIPIENT = re.compile(r"\bto=([^\s<\ud800-\udfff]+)")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from decode_node.answer.argument_text import ArgumentText
+from decode_node.answer.responses.argument_text import ArgumentText
 from decode_node.protocol.responses.client_tools import TOOLS_BY_CALL, ClientTool
 from decode_node.protocol.responses.responses_tools import INPUT, CalledTool
 

@@ -7,7 +7,7 @@ given as it came.
 
 from __future__ import annotations
 
-from decode_node.parsers.deltas import (
+from decode_node.parsers.stages.deltas import (
     CallArguments,
     CallEnd,
     CallStart,
@@ -15,7 +15,7 @@ from decode_node.parsers.deltas import (
     Delta,
     ReasoningText,
 )
-from decode_node.parsers.marked_text import MarkerTokens
+from decode_node.parsers.text.marked_text import MarkerTokens
 
 
 class DeltaSink:

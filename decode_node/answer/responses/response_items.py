@@ -4,7 +4,7 @@
 
 A delta of another kind closes the open item and opens the next, so that items and events are a
 function of the deltas alone: a node that goes on with an answer replays its tokens, and is where
-the one before it was. Calls are `decode_node.answer.response_calls`.
+the one before it was. Calls are `decode_node.answer.responses.response_calls`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from decode_node.answer.call_ids import CallIds
 from decode_node.answer.logprobs import TokenNames, chat_logprobs, without_markers
-from decode_node.answer.response_calls import OpenCall, open_call
-from decode_node.parsers.deltas import (
+from decode_node.answer.responses.response_calls import OpenCall, open_call
+from decode_node.parsers.stages.deltas import (
     CallArguments,
     CallEnd,
     CallStart,

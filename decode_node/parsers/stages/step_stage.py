@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.paragraphs import Paragraphs
-from decode_node.parsers.text_input import Steps, TextInput, marker_set
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.stages.paragraphs import Paragraphs
+from decode_node.parsers.text.text_input import Steps, TextInput, marker_set
 
 
 class StepStage(ABC):

@@ -28,7 +28,7 @@ from decode_node.grammar.grammar_text import (
     sequence,
 )
 from decode_node.grammar.schema_checks import check_numbers
-from decode_node.parsers.formats import (
+from decode_node.parsers.families.formats import (
     AddressFormat,
     BracedFormat,
     CallFormat,
@@ -40,13 +40,13 @@ from decode_node.parsers.formats import (
     PythonicFormat,
     XmlFormat,
 )
-from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.parameter_grammar import (
+from decode_node.parsers.grammars.parameter_grammar import (
     TaggedParameters,
     braced_arguments,
     keyword_arguments,
     spell,
 )
+from decode_node.parsers.text.marked_text import MarkerTokens
 from decode_node.protocol.chat.tools import Tool
 from edge.http.errors import BadRequest
 

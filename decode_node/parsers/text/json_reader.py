@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable
 
-from decode_node.parsers.text_input import Steps, TextInput
+from decode_node.parsers.text.text_input import Steps, TextInput
 
 _MARKERS = "\ud800-\udfff"
 _STRUCTURE = re.compile(f'["{{}}\\[\\]{_MARKERS}]')

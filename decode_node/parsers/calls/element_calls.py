@@ -21,12 +21,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode_node.parsers.call_stage import MAX_NAME, CallStage
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.formats import ElementFormat
-from decode_node.parsers.marked_text import MarkerTokens, has_token
-from decode_node.parsers.schema_types import is_text, part_of, types_of, value_json
-from decode_node.parsers.text_input import MarkerSet, Steps, marker_set
+from decode_node.parsers.families.formats import ElementFormat
+from decode_node.parsers.stages.call_stage import MAX_NAME, CallStage
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.text.marked_text import MarkerTokens, has_token
+from decode_node.parsers.text.schema_types import is_text, part_of, types_of, value_json
+from decode_node.parsers.text.text_input import MarkerSet, Steps, marker_set
 from decode_node.protocol.chat.tools import Tool
 
 _MAX_DEPTH = 64

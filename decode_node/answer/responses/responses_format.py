@@ -1,7 +1,7 @@
 """Forms the answers of /v1/responses: one response object, or numbered events.
 
     response.created, response.in_progress         with the first output
-    response.output_item.added ... .done           each item (`decode_node.answer.response_items`)
+    response.output_item.added ... .done           each item (`response_items.py` makes them)
     response.completed | .incomplete | .failed     the whole response, with its usage
 
 Numbers go on where another node left off: the journal says how many events were sent.
@@ -20,7 +20,7 @@ from decode_node.answer.event import event
 from decode_node.answer.format import FormatOptions, ResponseFormat
 from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenTexts
-from decode_node.answer.response_items import Event, ResponseItems
+from decode_node.answer.responses.response_items import Event, ResponseItems
 from decode_node.observe.timeline import Timeline
 from decode_node.protocol.responses.responses_tools import ResponseTools
 from decode_node.protocol.usage import Usage

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from decode_node.parsers.formats import ElementFormat, XmlFormat
-from decode_node.parsers.reasoning_families import MUSE_MESSAGES
+from decode_node.parsers.families.formats import ElementFormat, XmlFormat
+from decode_node.parsers.families.reasoning_families import MUSE_MESSAGES
 
 
 def dsml(mark: str, section: str, space: str = "") -> XmlFormat:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_node.parsers.formats import AddressFormat
+from decode_node.parsers.families.formats import AddressFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from decode_node.parsers import json_reader
-from decode_node.parsers.call_stage import MAX_NAME
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.formats import HarmonyFormat
-from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.step_stage import MessageStage
-from decode_node.parsers.text_input import Steps, marker_set
+from decode_node.parsers.families.formats import HarmonyFormat
+from decode_node.parsers.stages.call_stage import MAX_NAME
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.stages.step_stage import MessageStage
+from decode_node.parsers.text import json_reader
+from decode_node.parsers.text.marked_text import MarkerTokens
+from decode_node.parsers.text.text_input import Steps, marker_set
 from decode_node.protocol.chat.tools import Tool
 
 _RECIPIENT = re.compile(r"\bto=([^\s<\ud800-\udfff]+)")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from decode_node.parsers.call_stage import MAX_NAME, CallStage
-from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.formats import PythonicFormat
-from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.schema_types import literal_json
-from decode_node.parsers.text_input import MarkerSet, Steps
+from decode_node.parsers.families.formats import PythonicFormat
+from decode_node.parsers.stages.call_stage import MAX_NAME, CallStage
+from decode_node.parsers.stages.delta_sink import DeltaSink
+from decode_node.parsers.text.marked_text import MarkerTokens
+from decode_node.parsers.text.schema_types import literal_json
+from decode_node.parsers.text.text_input import MarkerSet, Steps
 from decode_node.protocol.chat.tools import Tool
 
 _MARKERS = "\ud800-\udfff"

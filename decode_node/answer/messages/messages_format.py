@@ -1,7 +1,7 @@
 """Forms the answers of /v1/messages (Anthropic's API): one message, or named events.
 
 message_start, ping                      with the first output, so that it waits for a token
-content_block_start, _delta, _stop       each block (`decode_node.answer.message_blocks`)
+content_block_start, _delta, _stop       each block (`decode_node.answer.messages.message_blocks`)
 message_delta, message_stop              why it ended, and usage
 """
 
@@ -18,7 +18,7 @@ from decode_node.answer.choice import Choice, ChoiceResult
 from decode_node.answer.event import event
 from decode_node.answer.format import FormatOptions, ResponseFormat
 from decode_node.answer.logprobs import TokenTexts
-from decode_node.answer.message_blocks import MessageBlocks
+from decode_node.answer.messages.message_blocks import MessageBlocks
 from decode_node.observe.timeline import Timeline
 from decode_node.protocol.usage import Usage
 from edge.http.error_forms import ErrorForm
