@@ -86,9 +86,11 @@ class ImageReader:
                 task.cancel()
         parts = (image.pairs if isinstance(image, VideoPixels) else (image,) for image in images)
         if sum(len(part.patches) for group in parts for part in group) > MAX_PATCH_BYTES:
+            param = places[-1].param
             raise BadRequest(
-                "the images of the request are too large together; send fewer or smaller ones",
-                param=places[-1].param,
+                f"{param}: the images of the request are too large together; send fewer or "
+                "smaller ones",
+                param=param,
             )
         return images
 

@@ -10,6 +10,7 @@ own tool, which writes a file, and says that it is done when it sees the result.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
@@ -52,6 +53,7 @@ FIRST_CALLS: dict[str, list[str]] = {
         call("exec_command", cmd=COMMAND),
     ],
     "Claude": [call("Bash", command=COMMAND, description="Writes a file")],
+    "the painter": [call("Read", file_path="picture.png")],
     "opencode": [call("bash", command=COMMAND, description="Writes a file")],
     "Cline": [call("run_commands", commands=[COMMAND])],
     "Copilot": [call("bash", command=COMMAND, description="Writes a file")],
@@ -59,6 +61,9 @@ FIRST_CALLS: dict[str, list[str]] = {
     "proxy": [call("write", text=TEXT)],
 }
 """Calls of the model, before and behind each result of a tool, by the name in the task."""
+PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 AIDER_EDIT = f"{FILE}\n```\n<<<<<<< SEARCH\n=======\n{TEXT}\n>>>>>>> REPLACE\n```\n"
 
 
@@ -182,6 +187,19 @@ def claude_code(bench: Bench, work: Path) -> None:
         share = _share_of(prompt, first)
         print(f"Claude Code: {name} shares {share:.1%} of its {len(prompt)} characters")
         assert share >= MIN_SHARED, name
+    _look_at_a_picture(bench, work, words, variables)
+
+
+def _look_at_a_picture(
+    bench: Bench, work: Path, words: list[str], variables: dict[str, str]
+) -> None:
+    """Reads an image, which the model does not see: the error names its place, so that Claude Code
+    takes it out and goes on."""
+    (work / "picture.png").write_bytes(PICTURE)
+    said = bench.run([*words, "ask of the painter"], work, **variables)
+    assert DONE in said, said
+    last = next(prompt for prompt in reversed(bench.node.prompts) if "the painter" in prompt)
+    assert "Image removed" in last.split(TOOL_TURN)[1], last[-2000:]
 
 
 def _share_of(prompt: str, earlier: str) -> float:

@@ -78,7 +78,7 @@ def string(block: Json, name: str, place: str) -> str:
 
 
 def _document(block: Json, place: str) -> str:
-    given, where = block.get("source"), f"{place}.source"
+    given, where = block.get("source"), f"{place}.document.source"
     source: Json = given if isinstance(given, dict) else {}
     match source.get("type"):
         case "text":

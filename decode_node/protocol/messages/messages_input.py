@@ -2,6 +2,10 @@
 
 A turn of the user may hold results of tools: they become messages of their own, before what the
 user says besides. A compaction stands for all that was before it.
+
+Errors name a place as Anthropic's API does, with the kinds of blocks on the way to it
+(`messages.5.content.0.tool_result.content.1.image`): by that name clients take an image or a
+document that was refused out of the conversation, which could not go on otherwise.
 """
 
 from __future__ import annotations
@@ -122,7 +126,7 @@ class _Turns:
         return [*results, *messages] if pieces.found or not results else results
 
     def _result(self, block: Json, place: str) -> Json:
-        where = f"{place}.content"
+        where = f"{place}.tool_result.content"
         blocks = _blocks(block.get("content") or "", where)
         pieces = _Pieces()
         for i, one in enumerate(blocks):
@@ -154,14 +158,15 @@ class _Turns:
         """Returns a text, or an image as chats have it."""
         if block.get("type") != "image":
             return text_of(block, place, self._deferred)
-        given, where = block.get("source"), f"{place}.source"
+        image = f"{place}.image"
+        given, where = block.get("source"), f"{image}.source"
         source: Json = given if isinstance(given, dict) else {}
         match source.get("type"):
             case "base64":
                 kind, data = string(source, "media_type", where), string(source, "data", where)
-                return image_part(f"data:{kind};base64,{data}", place)
+                return image_part(f"data:{kind};base64,{data}", image)
             case "url":
-                return image_part(string(source, "url", where), place)
+                return image_part(string(source, "url", where), image)
             case _:
                 raise BadRequest(
                     f"{where}: images come as base64 or url; no files are kept here", param=where
