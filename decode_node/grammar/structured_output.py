@@ -5,7 +5,7 @@ fields ── find_constraint ──▶ Constraint ── express ──▶ an e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from decode_node.grammar.grammar_text import Expression, GrammarText, json_schema, regex
@@ -53,12 +53,17 @@ class Constraint:
     value: Any
     white_space: str | None = None
 
+    def says_the_same_as(self, other: Constraint) -> bool:
+        """Says whether an answer follows this one exactly if it follows the other."""
+        return self == replace(other, param=self.param)
+
 
 def find_constraint(fields: StructuredFields) -> Constraint | None:
-    """Returns the constraint of a request; None for a free answer.
+    """Returns the constraint of a request; None for a free answer. Clients that know servers of
+    several ages send one under its old name and its new one.
 
     Raises:
-        BadRequest: There are several, or it is not one.
+        BadRequest: There are several that differ, or it is not one.
     """
     found: dict[str, Constraint] = {}
     if fields.response_format is not None:
@@ -70,10 +75,12 @@ def find_constraint(fields: StructuredFields) -> Constraint | None:
         if (value := getattr(fields, name)) is not None:
             white_space = fields.guided_whitespace_pattern if name == "guided_json" else None
             _note(found, _constraint(name, kind, value, white_space))
-    if len(found) > 1:
-        first, second, *_ = found
-        raise BadRequest(f"{first} and {second} exclude each other; send one", param=second)
-    return next(iter(found.values()), None)
+    first = next(iter(found.values()), None)
+    for other in found.values():
+        if first is not None and not first.says_the_same_as(other):
+            message = f"{first.param} and {other.param} exclude each other; send one"
+            raise BadRequest(message, param=other.param)
+    return first
 
 
 def express(constraint: Constraint, text: GrammarText) -> Expression:

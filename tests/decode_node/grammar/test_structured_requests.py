@@ -46,6 +46,7 @@ def grammars(node: HttpNode) -> list[str]:
         ({"structured_outputs": {"choice": ["yes", "no"]}}, '"yes" | "no"'),
         ({"guided_json": SCHEMA}, '"integer"'),
         ({"guided_grammar": 'root ::= "a" b\nb ::= "c"'}, "lark_grammar"),
+        ({"guided_json": SCHEMA, "structured_outputs": {"json": json.dumps(SCHEMA)}}, '"integer"'),
         ({"response_format": {"type": "text"}}, ""),
     ],
 )
