@@ -21,7 +21,6 @@ from tandem_kernels.experts.expert_tuning import (
     ExpertTuning,
     gemm_tunings,
     nearest_shape,
-    weight_format,
 )
 
 
@@ -161,7 +160,7 @@ def _fp8(x: Tensor, scales: Tensor, weight: Tensor, w_scales: Tensor, *rest: Any
 def _plain_experts(
     x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor, *rest: Any
 ) -> tuple[str, str]:
-    shape = ExpertShape(len(w2), w2.shape[2], w2.shape[1], weight_format(x.dtype))
+    shape = ExpertShape.of_plain(w13, w2)
     return "fused_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
 
 

@@ -14,6 +14,8 @@ import torch
 
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
+_HOPPER_SHARED_BYTES = 227 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
@@ -23,11 +25,13 @@ class GpuFacts:
         name: As tables of tunings have it, `NVIDIA_H200`.
         capability: Compute capability.
         num_sms: Streaming multiprocessors.
+        shared_bytes: Shared memory that a program can have.
     """
 
     name: str
     capability: tuple[int, int]
     num_sms: int
+    shared_bytes: int = _HOPPER_SHARED_BYTES
 
 
 KNOWN_GPUS = {
@@ -65,6 +69,7 @@ def _facts_of(device: torch.device) -> GpuFacts:
         properties.name.replace(" ", "_"),
         (properties.major, properties.minor),
         properties.multi_processor_count,
+        getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
     )
 
 
@@ -83,6 +88,12 @@ def gpu_name(device: torch.device) -> str:
     """Returns the GPU's name as tables of tunings have it, `NVIDIA_H200`; of no GPU, `cpu`."""
     gpu = gpu_facts(device)
     return device.type if gpu is None else gpu.name
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Returns how much shared memory a program of a GPU can have; of no GPU, as on Hopper."""
+    gpu = gpu_facts(device)
+    return _HOPPER_SHARED_BYTES if gpu is None else gpu.shared_bytes
 
 
 def has_capability(device: torch.device, least: tuple[int, int]) -> bool:

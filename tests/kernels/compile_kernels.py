@@ -971,7 +971,9 @@ def expert_cases(capability: int) -> Iterator[Case]:
     many = capability >= 90
     for num_pairs, gated in itertools.product((8, 256, 8192, 65536) if many else (65536,), (1, 0)):
         shape = expert_tuning.ExpertShape(128, 768, 2048)
+        gate = {8192: 1, 65536: 4 if many else 0}.get(num_pairs, 0) * gated
         tuning = expert_tuning.expert_tuning(shape, num_pairs, "NVIDIA_H200", gated=bool(gated))
+        tuning = tuning.within(SHARED_BYTES[capability], 2 if gated and gate != 4 else 1, 2)
         is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
         yield Case(
             fused_experts.expert_gemm_kernel,
@@ -991,7 +993,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "BY_PAIR": num_pairs <= 128,
                 "OVERLAP": capability >= 90 and not is_sorted,
                 "HAS_BIAS": num_pairs == 8192,
-                "GATE": {8192: 1, 65536: 4}.get(num_pairs, 0) * gated,
+                "GATE": gate,
                 "EVEN": num_pairs != 8192,
                 "PRECISION": "tf32",
             },

@@ -177,11 +177,12 @@ class Layer:
         numbers = {"rate_scale": self.rate_scale, "decay_floor": self.decay_floor}
         return {"decays": self.decays, **numbers}
 
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """Returns what every token reads [T, Hv, V], and the states."""
+    def expected(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """Returns what every token reads [T, Hv, V], and the states, by steps of one token in
+        `dtype`."""
         _, num_values, key_dim, value_dim = self.states.shape
         num_keys = (self.mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
-        device, wide = self.mixed.device, self.mixed.cpu().double()
+        device, wide = self.mixed.device, self.mixed.cpu().to(dtype)
         queries, keys = (
             wide[:, i * num_keys * key_dim :][:, : num_keys * key_dim].unflatten(1, (num_keys, -1))
             for i in range(2)
@@ -193,17 +194,17 @@ class Layer:
             for of in (queries, keys)
         )
         values = wide[:, 2 * num_keys * key_dim :].unflatten(1, (num_values, -1))
-        gates = self.gates.cpu().double()
+        gates = self.gates.cpu().to(dtype)
         b = gates[:, :num_values]
-        a = gates[:, num_values:] if self.decays is None else self.decays.cpu().double()
-        a = (a + self.dt_bias.cpu().double()).unflatten(1, (num_values, -1))
-        scale = self.a_log.cpu().double().exp()[:, None]
+        a = gates[:, num_values:] if self.decays is None else self.decays.cpu().to(dtype)
+        a = (a + self.dt_bias.cpu().to(dtype)).unflatten(1, (num_values, -1))
+        scale = self.a_log.cpu().to(dtype).exp()[:, None]
         decay = (-scale * a.exp().log1p()).exp()
         if self.decay_floor:
             decay = (self.decay_floor * (scale * a).sigmoid()).exp()
         rate = self.rate_scale / (1 + (-b).exp())
-        read = torch.full(values.shape, math.nan, dtype=torch.float64)
-        states = self.states.cpu().double()
+        read = torch.full(values.shape, math.nan, dtype=dtype)
+        states = self.states.cpu().to(dtype, copy=True)
         for r, first in self.batch.spans():
             block = int(self.metadata.blocks[r])
             if not self.batch.before[r]:
@@ -216,8 +217,16 @@ class Layer:
                 read[t] = torch.einsum("hk,hkv->hv", queries[t], states[block]) / key_dim**0.5
         return read.to(device), states.to(device)
 
-    def check(self, op: Op, fixed_order: bool = False, widen: float = 1.0) -> Tensor:
-        """Runs `op` and compares; returns what was read."""
+    def check(
+        self,
+        op: Op,
+        fixed_order: bool = False,
+        widen: float = 1.0,
+        lost: tuple[float, float] = (0.0, 0.0),
+    ) -> Tensor:
+        """Runs `op` and compares; returns what was read. `lost`: relative errors of what is read
+        and of states that steps of one token have in float32, and `widen` times as much is
+        right."""
         expected, expected_states = self.expected()
         untouched = self.states.clone()
         out = op(
@@ -229,10 +238,11 @@ class Layer:
         used = torch.zeros(len(self.states), dtype=torch.bool, device=out.device)
         for r, first in self.batch.spans():
             rows = slice(first, first + self.batch.lengths[r])
-            assert relative_error(out[rows], expected[rows]) < widen * TOLERANCE[dtype]
+            error = relative_error(out[rows], expected[rows])
+            assert error < widen * max(TOLERANCE[dtype], lost[0])
             block = int(self.metadata.blocks[r])
             found = relative_error(self.states[block], expected_states[block])
-            assert found < widen * STATE_TOLERANCE[dtype]
+            assert found < widen * max(STATE_TOLERANCE[dtype], lost[1])
             used[block] = True
         torch.testing.assert_close(
             self.states[~used], untouched[~used], rtol=0, atol=0, equal_nan=True
@@ -259,7 +269,13 @@ def repeated_tokens(op: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu
     layer.mixed[:] = layer.mixed[0]
     layer.gates[:, : sizes.value_heads] = 8.0
     (layer.gates[:, sizes.value_heads :] if layer.decays is None else layer.decays)[:] = -12.0
-    layer.check(op, widen=3.0)
+    steps, states = layer.expected(torch.float32)
+    exact, exact_states = layer.expected()
+    block = int(layer.metadata.blocks[0])
+    # With rates of 2 a token turns the state round, and little is left of an even number of them:
+    # of that float32 has fewer digits, whatever order it computes in.
+    lost = relative_error(steps, exact), relative_error(states[block], exact_states[block])
+    layer.check(op, widen=3.0, lost=lost)
 
 
 def keys_of_any_size(op: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:

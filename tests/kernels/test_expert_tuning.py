@@ -20,11 +20,11 @@ from tandem_kernels.experts.expert_tuning import (
     Range,
     expert_tuning,
     nearest_table,
-    weight_format,
 )
 from tandem_kernels.gemm.fp4_tiles import NUMBER_WORDS, SIDE, TILE_WORDS, untile_mxfp4
 
 QWEN3_30B = ExpertShape(128, 768, 2048)
+UNGATED = ExpertShape(128, 1856, 2688, "bf16_ungated")
 SHIPPED = sorted(TABLES.glob("*/*.json"))
 SMALL, LARGE = ExpertTuning(16, 32, 128, 4, 3), ExpertTuning(128, 128, 64, 8, 4, 8)
 FP8 = ExpertTuning(64, 64, 128, 4, 4)
@@ -112,8 +112,10 @@ def test_a_shape_without_a_table_takes_the_nearest_and_says_so_once(
     assert "NVIDIA_H200/E128-N384-K2048-bf16.json" in messages[0] and "--tune" in messages[0]
 
 
-def chosen(tables: Path, shape: ExpertShape, gpu: str = "NVIDIA_H200") -> ExpertTuning:
-    return expert_tuning(shape, 64, gpu, gated=True, tables=tables)
+def chosen(
+    tables: Path, shape: ExpertShape, gpu: str = "NVIDIA_H200", num_pairs: int = 64
+) -> ExpertTuning:
+    return expert_tuning(shape, num_pairs, gpu, gated=True, tables=tables)
 
 
 def test_the_format_counts_before_the_gpu_and_the_gpu_before_the_sizes(tmp_path: Path) -> None:
@@ -129,9 +131,20 @@ def test_the_format_counts_before_the_gpu_and_the_gpu_before_the_sizes(tmp_path:
     assert chosen(tmp_path, mxfp4) == SMALL, "a format without tables"
 
 
+def plain(units: int, dtype: torch.dtype) -> ExpertShape:
+    w13, w2 = (torch.empty(128, *size, dtype=dtype, device="meta") for size in _sizes(units))
+    return ExpertShape.of_plain(w13, w2)
+
+
+def _sizes(units: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (units, 2048), (2048, 768)
+
+
 def test_formats_of_plain_weights() -> None:
-    assert weight_format(torch.bfloat16) == weight_format(torch.float16) == "bf16"
-    exact = msgspec.structs.replace(QWEN3_30B, weights=weight_format(torch.float32))
+    halves = torch.bfloat16, torch.float16
+    assert {plain(2 * 768, dtype) for dtype in halves} == {QWEN3_30B}
+    assert {plain(768, dtype).weights for dtype in halves} == {"bf16_ungated"}
+    exact = plain(2 * 768, torch.float32)
     small, large = (expert_tuning(exact, n, "NVIDIA_H200", gated=True) for n in (8, 1 << 16))
     assert small == large, "no table is asked"
 
@@ -184,3 +197,28 @@ def test_a_launch_is_told_of_registers_only_where_they_are_few() -> None:
     part = Range(None, few)
     table = ExpertTable((part,), (part,))
     assert ExpertTable.from_json(table.to_json()) == table
+
+
+def test_tiles_of_one_matrix_serve_no_two() -> None:
+    """Tiles of Nemotron's experts, which have no gate, once served DeepSeek V3.2's at 80 rows of
+    an expert: a program wanted 245,760 bytes of shared memory of 232,448."""
+    measured = ExpertTable.from_json((TABLES / "NVIDIA_H200" / UNGATED.file_name).read_bytes())
+    assert measured.gate_up[-1].tuning.cols == 256
+    assert chosen(TABLES, UNGATED, num_pairs=1 << 20) == measured.gate_up[-1].tuning
+    gated = msgspec.structs.replace(UNGATED, weights="bf16")
+    assert chosen(TABLES, gated, num_pairs=1 << 20).cols < 256
+
+
+@pytest.mark.parametrize("path", [path for path in SHIPPED if "bf16" in path.name], ids=str)
+@pytest.mark.parametrize(("shared", "gpu"), [(227, "H200"), (163, "A100"), (99, "L40S")])
+def test_tiles_fit_in_shared_memory(path: Path, shared: int, gpu: str) -> None:
+    table = ExpertTable.from_json(path.read_bytes())
+    first = 1 if "ungated" in path.name else 2
+    for kinds, matrices in ((table.gate_up, first), (table.down, 1)):
+        for tuning in (part.tuning for part in kinds):
+            fitting = tuning.within(shared * 1024, matrices, 2)
+            stage = 2 * tuning.depth * (tuning.rows + matrices * tuning.cols)
+            assert stage * fitting.num_stages <= shared * 1024
+            assert fitting.num_stages == tuning.num_stages or gpu != "H200"
+            more = msgspec.structs.replace(fitting, num_stages=tuning.num_stages)
+            assert more == tuning, "stages alone differ"

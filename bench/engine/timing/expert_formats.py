@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from bench.engine.timing.expert_shapes import LayerShape
@@ -107,6 +108,11 @@ class ExpertWeights(ABC):
 
 class Bf16Weights(ExpertWeights):
     table, bits = "bf16", 16
+
+    @classmethod
+    def table_shape(cls, shape: LayerShape) -> ExpertShape:
+        ungated = "bf16_ungated" if shape.matrices == 2 else cls.table
+        return structs.replace(super().table_shape(shape), weights=ungated)
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ first, by one more launch."""
 _SEARCHED_OF_FORMAT = {"mxfp4": 48, "nvfp4": 48, "int4": 48}
 """The same of formats whose programs are short: to look takes them longer than that launch. 120
 pairs of DeepSeek-V4-Flash take 324 us sorted, and 395 searched (one H200)."""
-_PLAIN_FORMAT, _EXACT_FORMAT = "bf16", "fp32"
-_LIKE = {"nvfp4": "mxfp4"}
+_PLAIN_FORMAT, _UNGATED_FORMAT, _EXACT_FORMAT = "bf16", "bf16_ungated", "fp32"
+_LIKE = {"nvfp4": "mxfp4", _UNGATED_FORMAT: _PLAIN_FORMAT}
 """Formats that take another one's tiles before those of bf16, because the same kernels run them."""
 _FILE_NAME = re.compile(r"E(\d+)-N(\d+)-K(\d+)-(\w+)\.json")
 _RETUNE = "python -m bench.engine.experts --tune measures and writes one"
@@ -75,6 +75,18 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     late: bool = False
     registers: int = 0
 
+    def within(self, shared_bytes: int, matrices: int, itemsize: int) -> ExpertTuning:
+        """Returns this with as few stages less as its tiles need to fit in shared memory, which
+        differs by GPU: 227 KiB on Hopper, 163 on an A100, 99 on an L40S.
+
+        Args:
+            matrices: Weights that a tile multiplies: 2 of gate and up, else 1.
+            itemsize: Bytes of a number, of rows and of weights.
+        """
+        stage = (self.rows + matrices * self.cols) * self.depth * itemsize
+        stages = max(1, min(self.num_stages, shared_bytes // stage))
+        return msgspec.structs.replace(self, num_stages=stages)
+
     @property
     def options(self) -> dict[str, int]:
         """Returns the options of a launch."""
@@ -101,6 +113,16 @@ class ExpertShape(msgspec.Struct, frozen=True):
     width: int
     hidden: int
     weights: str = _PLAIN_FORMAT
+
+    @classmethod
+    def of_plain(cls, w13: Tensor, w2: Tensor) -> ExpertShape:
+        """Returns the shape of weights that are stored as plain numbers, of which fp16 runs as bf16
+        does: `w13` [E, 2 I, H], without a gate [E, I, H]; `w2` [E, H, I]. Without a gate a program
+        has one matrix in shared memory, not two, and so tiles for which two have no room."""
+        num_experts, hidden, width = w2.shape
+        plain = _UNGATED_FORMAT if w13.shape[1] == width else _PLAIN_FORMAT
+        weights = _EXACT_FORMAT if w13.dtype.itemsize > 2 else plain
+        return cls(num_experts, width, hidden, weights)
 
     @property
     def file_name(self) -> str:
@@ -178,11 +200,6 @@ def _line(part: Range) -> bytes:
         if fields[name] == usual:
             del fields[name]
     return msgspec.json.encode(fields)
-
-
-def weight_format(dtype: torch.dtype) -> str:
-    """Returns the format of weights that are stored as plain numbers: fp16 runs as bf16 does."""
-    return _EXACT_FORMAT if dtype.itemsize > 2 else _PLAIN_FORMAT
 
 
 def expert_tuning(

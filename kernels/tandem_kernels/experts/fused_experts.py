@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.device import shared_bytes
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.expert_outputs import write_pairs
 from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
-from tandem_kernels.experts.expert_tuning import FIXED, ExpertShape, ExpertTuning, weight_format
+from tandem_kernels.experts.expert_tuning import FIXED, ExpertShape, ExpertTuning
 from tandem_kernels.product_precision import precision_of
 
 
@@ -124,12 +125,10 @@ def fused_experts(
 ) -> Tensor:
     """See `reference.experts.fused_experts`."""
     num_tokens, hidden_size = x.shape
-    num_experts, _, width = w2.shape
-    num_pairs = experts.numel()
+    num_pairs, width = experts.numel(), w2.shape[2]
     if num_tokens == 0:
         return torch.empty_like(x)
-    shape = ExpertShape(num_experts, width, hidden_size, weight_format(w13.dtype))
-    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
+    plan = ExpertPlan.of(experts, ExpertShape.of_plain(w13, w2), FIXED if fixed_order else None)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     expert_gemm(x, w13, weights, plan.rows, hidden, plan.gate_up, gated=True, bias=b13, gate=gate)
@@ -160,7 +159,8 @@ def expert_gemm(
         gate: None: SiLU.
     """
     num_pairs, num_outputs = out.shape
-    num_experts, _, inner = weight.shape
+    num_experts, units, inner = weight.shape
+    tuning = tuning.within(shared_bytes(x.device), units // num_outputs, x.element_size())
     row_tiles, constants = rows.tiles(tuning.rows)
     grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols),)
     expert_gemm_kernel[grid](
