@@ -7,7 +7,7 @@ each. Weights count as they are stored: FP8 takes a byte and its scale, four bit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
 from engine.contracts.step_work import AttentionCost, ExpertCost, ModelCost
@@ -217,9 +217,14 @@ class _Costs:
                     for layer in (*group.layers, *others)
                     if self._chooses(layer, group) == chooses
                 ]
-                if attending:
-                    window = self._spec.dense_tokens if chooses else group.window
-                    yield self._attended(group, attending, window)
+                if not attending:
+                    continue
+                window = self._spec.dense_tokens if chooses else group.window
+                cost = self._attended(group, attending, window)
+                if chooses and window is not None and self._spec.latent is not None:
+                    yield from _of_chosen_latents(cost, window)
+                else:
+                    yield cost
             yield from self._index(group)
 
     def _chooses(self, layer: int, group: KVGroup) -> bool:
@@ -279,8 +284,6 @@ class _Costs:
             return flops, flops
         expanded = latent.nope + latent.rope + latent.value
         absorbed = 2 * latent.kv_rank + latent.rope
-        if self._spec.dense_tokens is not None:
-            expanded = absorbed
         return 2 * heads * expanded, 2 * heads * absorbed
 
     def _state_flops(self) -> float:
@@ -295,6 +298,15 @@ class _Costs:
             return 0.0
         planes = states.planes(self._model.dtype)
         return sum(p.heads * p.row_bytes for p in planes) * len(states.layers) / self._ranks
+
+
+def _of_chosen_latents(cost: AttentionCost, top_k: int) -> Iterator[AttentionCost]:
+    """Yields decodes, which read what they chose as it is, and prompts. While a context is short a
+    prompt's tokens attend to all of it, expanded; it is longer where the products of the chosen
+    rows, absorbed, are fewer, and then costs what these do however long it gets."""
+    yield replace(cost, flops_of_prompts=0.0)
+    longest = round(top_k * cost.flops_of_decodes / cost.flops_of_prompts)
+    yield replace(cost, window=longest, flops_of_decodes=0.0, kv_bytes=0.0)
 
 
 def _feed_forward(name: str, hidden: int, width: int, is_gated: bool) -> Iterator[_Linear]:

@@ -15,6 +15,8 @@ from engine.contracts.step_work import ModelCost, StepWork
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
+from engine.models.registry import spec_of
+from engine.models.specs.dense import DenseSpec
 from engine.models.step_costs import cost_of
 from engine.parallel.place import ParallelPlace
 from tests.engine.models.paged_model import BLOCK_SIZE, PagedModel, PagedSequence
@@ -145,6 +147,28 @@ def test_a_sparse_layer_reads_all_index_keys_and_chosen_latents(
     assert experts is not None
     fixed = experts.bytes_read(2) + 2 * one.cost.token_bytes
     assert read - fixed == pytest.approx((18 + 10) * latents + (40 + 10) * keys)
+
+
+@pytest.mark.parametrize("context", [5, 18, 40, 300])
+def test_a_prompt_that_chooses_takes_the_form_of_fewer_products(
+    context: int, counted: dict[str, Counted]
+) -> None:
+    """Short contexts are expanded, of long ones each token reads the rows that it chose. All index
+    keys are scored."""
+    one = counted["deepseek_v32"]
+    spec, layers = spec_of(one.config.model), one.config.model.num_layers
+    assert isinstance(spec, DenseSpec) and spec.latent is not None
+    indexer, sizes, heads = spec.indexer_of(0), spec.latent, one.config.model.num_heads
+    assert indexer is not None
+    expanded = sizes.nope + sizes.rope + sizes.value
+    absorbed = 2 * sizes.kv_rank + sizes.rope
+    work = StepWork(one.cost.windows)
+    work.add_chunk(context, 1, samples=False)
+    attended = heads * min(context * expanded, indexer.top_k * absorbed)
+    scored = context * indexer.heads * indexer.dim
+    expected = one.cost.flops_per_token + 2 * layers * (attended + scored)
+    # A whole number of tokens stands for what the chosen rows cost.
+    assert one.cost.flops(work) == pytest.approx(expected, abs=layers * heads * expanded)
 
 
 def test_kv_is_counted_by_what_a_token_has(counted: dict[str, Counted]) -> None:
