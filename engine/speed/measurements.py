@@ -89,7 +89,7 @@ class MeasurementPlan:
     """
 
     lengths: Sequence[int] = (16, 128, 512, 2048, 8192)
-    many: Sequence[int] = (2048, 8192)
+    many: Sequence[int] = (2048, 8192, 32_768)
     batches: Sequence[int] = (1, 16, 64, 128, 256)
     contexts: Sequence[int] = (1024, 4096)
     num_steps: int = 128

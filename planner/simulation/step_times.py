@@ -71,21 +71,22 @@ class MeasuredTimes:
     profile: SpeedProfile
     chunk_s: Mapping[int, float] = field(default_factory=dict)
     pair_s: float = field(init=False)
-    """Seconds of attention for each prompt token and token of its context."""
+    """Seconds of attention for each prompt token and token of its context, where it is short."""
     kv_read_s: float = field(init=False)
+    _lengths: list[float] = field(init=False)
+    _longer_s: list[float] = field(init=False)
     _tokens: list[float] = field(init=False)
     _token_s: list[float] = field(init=False)
     _sequences: list[float] = field(init=False)
     _sequence_s: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pair_s = _pair_s(self.profile)
+        self._lengths, self._longer_s = _attention_s(self.profile)
+        self.pair_s = 2 * interpolate(self._lengths, self._longer_s, 1.0)
         self.kv_read_s = self.profile.kv_read_s or _kv_read_s(self.profile)
         alone = sorted((p.tokens, p.seconds) for p in self.profile.prefill if p.prompts == 1)
         self._tokens = [float(tokens) for tokens, _ in alone]
-        self._token_s = _rising(
-            [seconds - self.pair_s * tokens * tokens / 2 for tokens, seconds in alone]
-        )
+        self._token_s = _rising([seconds - self.attention_s(tokens) for tokens, seconds in alone])
         steps = {p.sequences: p for p in sorted(self.profile.decode, key=lambda p: -p.context)}
         self._sequences = [float(count) for count in sorted(steps)]
         self._sequence_s = [
@@ -101,6 +102,10 @@ class MeasuredTimes:
         """Returns the time of a step with this many tokens, without attention."""
         return interpolate(self._tokens, self._token_s, num_tokens)
 
+    def attention_s(self, num_tokens: int) -> float:
+        """Returns the time of attention of a prompt's first tokens."""
+        return num_tokens * interpolate(self._lengths, self._longer_s, num_tokens)
+
     def step_s(self, parts: Sequence[Part], num_sequences: int, num_kv: float) -> float:
         num_prompts = sum(part.num_new for part in parts)
         if num_sequences and self.chunk_s:
@@ -108,8 +113,9 @@ class MeasuredTimes:
             longer_s = interpolate(known, [self.chunk_s[n] for n in known], num_prompts)
             return self.decode_s(num_sequences, num_kv) + longer_s
         num_new = num_prompts + num_sequences
-        pairs = sum(part.num_new * (part.num_before + part.num_new / 2) for part in parts)
-        seconds = self.tokens_s(num_new) + self.pair_s * pairs
+        ends = [(part.num_before, part.num_before + part.num_new) for part in parts]
+        attended = sum(self.attention_s(end) - self.attention_s(begin) for begin, end in ends)
+        seconds = self.tokens_s(num_new) + attended
         if not num_sequences:
             return seconds
         return max(self.decode_s(num_sequences, num_kv), seconds + self.kv_read_s * num_kv)
@@ -150,18 +156,23 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     return ys[index - 1] + (ys[index] - ys[index - 1]) * (x - low) / (high - low)
 
 
-def _pair_s(profile: SpeedProfile) -> float:
-    """Finds the cost of attention: of two measurements whose steps are as full, the one with longer
-    prompts takes longer for each token. 0 when nothing tells."""
+def _attention_s(profile: SpeedProfile) -> tuple[list[float], list[float]]:
+    """Finds what attention costs: of measurements whose steps are as full, those with longer
+    prompts take longer for each token. Returns lengths of prompts, from 0 on, and the seconds of
+    attention of each token, on average: where tokens attend to a window or to chosen ones, long
+    prompts cost less than short ones tell. Nothing where nothing tells."""
     full = {
         point.tokens: point.seconds / (point.prompts * point.tokens)
         for point in sorted(profile.prefill, key=lambda point: point.prompts)
         if point.prompts * point.tokens >= profile.max_batched_tokens
     }
     if len(full) < 2:
-        return 0.0
-    short, long = min(full), max(full)
-    return max(0.0, (full[long] - full[short]) / (long - short) * 2)
+        return [0.0, 1.0], [0.0, 0.0]
+    lengths = sorted(full)
+    first, second = lengths[:2]
+    slope = max(0.0, (full[second] - full[first]) / (second - first))
+    without = full[first] - slope * first
+    return [0.0, *map(float, lengths)], [0.0, *_rising([full[n] - without for n in lengths])]
 
 
 def _kv_read_s(profile: SpeedProfile) -> float:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from engine.contracts.step_launches import GraphKey, StepLaunches
@@ -170,6 +171,25 @@ def test_measured_times_meet_the_measured_points() -> None:
     beside = times.step_s([Part(540, 0)], 10, 1000)
     assert beside == pytest.approx(0.065 + times.kv_read_s * 1000)
     assert times.step_s([Part(1, 0)], 10, 1000) == pytest.approx(0.021, abs=0.0011)
+
+
+def test_attention_to_chosen_tokens_is_no_dearer_than_was_measured() -> None:
+    """Tokens of prompts of 1,000 / 2,000 / 8,000 take 11 / 12 / 15 us: 1 us for each thousand, and
+    half of it behind. Two lengths alone say 18 us for the last, and 74 for 64,000."""
+    full = ((10, 1000, 11e-6), (5, 2000, 12e-6), (2, 8000, 15e-6))
+    points = tuple(PrefillPoint(count, n, count * n * each) for count, n, each in full)
+    alone = PrefillPoint(1, 1000, 0.011)
+    whole, short = (
+        MeasuredTimes(msgspec.structs.replace(_Shape().profile, prefill=(alone, *points[:count])))
+        for count in (3, 2)
+    )
+    for times, expected in ((whole, {8000: 15e-6, 64_000: 43e-6}), (short, {64_000: 74e-6})):
+        assert times.prompt_s(1000, 1000) == pytest.approx(0.011)
+        assert times.pair_s == pytest.approx(2e-9)
+        for length, each in expected.items():
+            assert times.prompt_s(length, length) == pytest.approx(length * each)
+        behind = times.prompt_s(64_000, 64_000) - times.prompt_s(60_000, 60_000)
+        assert times.prompt_s(4000, 64_000) == pytest.approx(behind)
 
 
 def test_chunks_that_were_measured_beside_answers_take_what_they_took() -> None:
