@@ -12,6 +12,7 @@ from decode_node.answer.responses.argument_text import ArgumentText
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
 from decode_node.protocol.bodies.valid_strings import ValidStrings
+from edge.http.errors import BadRequest
 from tests.decode_node.chat_clients import thinking_tokenizer
 from tests.decode_node.http_node import http_node
 from tests.decode_node.test_responses_api import RESPONSES, chat_of, events_of, joined
@@ -84,6 +85,31 @@ def test_all_kinds_of_tools_are_functions_to_the_model() -> None:
     assert '(lark):\nstart: "*** Begin"' in functions["patch"]["description"]
     assert use.tools[3].strict and use.tools[2].strict
     assert functions["code"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
+
+
+async def test_items_add_tools_and_renew_them() -> None:
+    """Codex sends the tools of its makers' newer models so, and none in the field."""
+    item = {"type": "additional_tools", "role": "developer"}
+    new = {"type": "function", "name": "new", "description": "Newer.", "parameters": {}}
+    items = [
+        {**item, "tools": [NAMESPACE, {"type": "web_search"}, new]},
+        {"role": "user", "content": "hello"},
+        {**item, "tools": [{**new, "description": "Newest."}]},
+    ]
+    chat = chat_of({"input": items})
+    assert [message.role for message in chat.messages] == ["user"]
+    told = {tool.name: tool.raw["function"] for tool in chat.tool_use().tools}
+    assert list(told) == ["agents__spawn", "agents__tell", "new"]
+    assert told["new"]["description"] == "Newest."
+    called = await both(call("agents__tell", '{"input": "x"}'), input=items, tools=None)
+    assert without_ids(called) == [
+        {"type": "custom_tool_call", "status": "completed", "name": "tell", "namespace": "agents",
+         "input": "x"}
+    ]  # fmt: skip
+    for tools, param in ((None, "input.0.tools"), ([{"type": "mcp"}], "input.0.tools.0.type")):
+        with pytest.raises(BadRequest) as refused:
+            chat_of({"input": [{**item, "tools": tools}, items[1]]})
+        assert refused.value.param == param
 
 
 async def test_a_call_in_a_namespace_is_told_with_both_names() -> None:

@@ -73,7 +73,7 @@ class ResponsesRequest(StrictBody):
     """A name that this server gives its model; any of them, or none."""
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     """A text of the user, or items: messages, calls of all kinds of tools, their outputs,
-    reasoning."""
+    reasoning, and `additional_tools`, which add to `tools`."""
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: Int | None = None
@@ -174,7 +174,7 @@ class ResponsesRequest(StrictBody):
     @cached_property
     def read_tools(self) -> ResponseTools:
         """The tools as functions. Raises `BadRequest`."""
-        return ResponseTools.of(self.tools or [])
+        return ResponseTools.of(self.tools or [], self.input)
 
     def named_fields(self) -> AbstractContextManager[None]:
         """Names fields of the chat in errors as this API does."""
@@ -199,7 +199,7 @@ class ResponsesRequest(StrictBody):
                 "format": (self.text and self.text.format) or {"type": "text"},
                 "verbosity": (self.text and self.text.verbosity) or "medium",
             },
-            "tool_choice": self.tool_choice or ("auto" if self.tools else "none"),
+            "tool_choice": self.tool_choice or ("auto" if self.read_tools.functions else "none"),
             "tools": self.tools or [],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": first_given(self.top_p, defaults.top_p, 1.0),
@@ -213,7 +213,7 @@ class ResponsesRequest(StrictBody):
         fields |= {
             "messages": chat_messages(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": None if self.tools is None else self.read_tools.functions,
+            "tools": self.read_tools.functions or self.tools,
             "tool_choice": _chat_choice(self.tool_choice),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": _chat_format(self.text.format if self.text else None),

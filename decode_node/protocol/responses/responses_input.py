@@ -14,7 +14,7 @@ from typing import Any
 
 from decode_node.protocol.chat.other_chat import content_of, image_part
 from decode_node.protocol.responses.client_tools import TOOLS_BY_CALL, output_text
-from decode_node.protocol.responses.responses_tools import INPUT, flat_name
+from decode_node.protocol.responses.responses_tools import ADDITIONAL, INPUT, flat_name
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -82,11 +82,12 @@ class _Messages:
         take = self._takes.get(kind)
         if isinstance(item.get("id"), str) and kind != "item_reference":
             self._known.setdefault(item["id"], str(item.get("call_id")))
-        if take is None and kind in _OF_SERVERS:
+        if kind == ADDITIONAL or (take is None and kind in _OF_SERVERS):
             return
         if take is None:
             raise BadRequest(
-                f"{place}: items can be {', '.join(self._takes)}; nothing else is kept or run here",
+                f"{place}: items can be {', '.join((*self._takes, ADDITIONAL))}; nothing else is "
+                "kept or run here",
                 param=f"{place}.type",
             )
         take(item, place)

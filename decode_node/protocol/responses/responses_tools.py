@@ -5,8 +5,10 @@
     custom                            a function with one text, `input`
     local_shell, shell, apply_patch   functions of these names (`client_tools.py`)
 
-The client runs all of these. Tools that the server would run are left out: a model that never
-learns of them does without, and clients name some in every request.
+They come as the field `tools` and in items `additional_tools` of the input, which add to them: the
+only place in which Codex sends those of its makers' newer models. A tool that an item has anew
+takes the place of the one before. The client runs all of these. Tools that the server would run are
+left out: a model that never learns of them does without, and clients name some in every request.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
 
+ADDITIONAL = "additional_tools"
+"""The type of an item that has tools."""
 INPUT = "input"
 """The argument of a custom tool's function."""
 _MAX_KIND = 64
@@ -63,23 +67,39 @@ class ResponseTools:
     called: dict[str, CalledTool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tools: list[Json]) -> ResponseTools:
-        """Reads the field `tools`. Raises `BadRequest` for a kind that nothing knows, and where
-        nothing is left."""
+    def of(cls, tools: list[Json], items: str | list[Json] = "") -> ResponseTools:
+        """Reads the fields `tools` and `input`. Raises `BadRequest` for a kind that nothing knows,
+        and where nothing is left."""
         found = cls()
-        for i, tool in enumerate(tools):
-            found._add(tool, f"tools.{i}")
+        lists = [("tools", tools)]
+        for i, item in enumerate([] if isinstance(items, str) else items):
+            if item.get("type") == ADDITIONAL:
+                place = f"input.{i}.tools"
+                lists.append((place, _tools(item.get("tools"), place)))
+        for place, listed in lists:
+            first = len(found.functions)
+            for i, tool in enumerate(listed):
+                found._add(tool, f"{place}.{i}")
+            found._drop_those_of_before(first)
         if found.left_out and not found.functions:
+            place = next(place for place, listed in lists if listed)
             raise BadRequest(
-                f"tools: this server runs no tools, and {', '.join(sorted(set(found.left_out)))} "
+                f"{place}: this server runs no tools, and {', '.join(sorted(set(found.left_out)))} "
                 f"would run on it; tools can be {_KINDS}, which the client runs",
-                param="tools.0.type",
+                param=f"{place}.0.type",
             )
         return found
 
     def called_tool(self, function: str) -> CalledTool:
         """Returns how a call of a function is sent."""
         return self.called.get(function) or CalledTool("function_call", function)
+
+    def _drop_those_of_before(self, first: int) -> None:
+        """Leaves out functions before the place `first` whose names come behind it again."""
+        renewed = {function["function"].get("name") for function in self.functions[first:]}
+        for i in reversed(range(first)):
+            if self.functions[i]["function"].get("name") in renewed:
+                del self.functions[i], self.places[i]
 
     def _add(self, tool: Any, place: str, namespace: str = "") -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -101,10 +121,7 @@ class ResponseTools:
         }
 
     def _add_namespace(self, tool: Json, place: str, _: str) -> None:
-        name, tools = _name(tool, place), tool.get("tools")
-        if not isinstance(tools, list):
-            where = f"{place}.tools"
-            raise BadRequest(f"{where} must be a list", param=where, code="invalid_type")
+        name, tools = _name(tool, place), _tools(tool.get("tools"), f"{place}.tools")
         first = len(self.functions)
         for i, one in enumerate(tools):
             self._add(one, f"{place}.tools.{i}", name)
@@ -148,7 +165,7 @@ class ResponseTools:
         name = function.get("name")
         if isinstance(name, str) and name:
             function = {**function, "name": flat_name(namespace, name)}
-            self.called.setdefault(function["name"], CalledTool(call, name, namespace))
+            self.called[function["name"]] = CalledTool(call, name, namespace)
         self.functions.append({"type": "function", "function": function})
         self.places.append(place)
 
@@ -178,6 +195,12 @@ def _pattern(grammar: str, place: str) -> str:
         raise BadRequest(
             f"{place}: this grammar cannot be enforced: {error}", param=place
         ) from None
+
+
+def _tools(given: Any, place: str) -> list[Json]:
+    if not isinstance(given, list):
+        raise BadRequest(f"{place} must be a list", param=place, code="invalid_type")
+    return given
 
 
 def _name(tool: Json, place: str) -> str:
