@@ -66,9 +66,13 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*RARELY)
         gc.enable()
 
 
+RARELY = 10_000, 20, 20
+"""When garbage is looked for while tests run (`gc.set_threshold`). By Python's own numbers that
+takes a thirtieth of their time. There is little of it; tests that count it ask for a collection."""
 _thaw = gc.unfreeze
 _is_thawed = False
 
@@ -119,10 +123,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown() -> Iterator[None]:
     """Freezes again what a test has thawed, by itself or as programs of ours do: each collection
-    that is asked for later would look at all imports of all tests for a second."""
+    that is asked for later would look at all imports of all tests for a second. Programs of ours
+    also ask for more collections than tests need."""
     try:
         return (yield)
     finally:
+        gc.set_threshold(*RARELY)
         global _is_thawed
         if _is_thawed:
             _is_thawed = False
