@@ -63,7 +63,7 @@ def make_batches(settings: RouterSettings, parts: BatchParts) -> KeptBatches:
         from router.batches.idle_room import IdleRoom
         from router.batches.settings import BatchLimits
         from router.edge.batch_api import BatchRoutes
-        from router.store.database import Database, Purpose
+        from router.store.sql.database import Database, Purpose
         from router.store.sweeping import sweep_forever
     except ModuleNotFoundError as error:
         raise ConfigurationError(

@@ -11,11 +11,11 @@ from router.nodes.registry import NodeRegistry
 from router.placement.base_policy import BasePolicy
 from router.placement.choose_policy import PolicyName, choose_policy
 from router.placement.tandem_policy import TandemParameters
-from router.relay.attempts import Attempts
+from router.relay.attempts.attempts import Attempts
+from router.relay.attempts.retry_budget import RetryBudget
 from router.relay.client import Clients
 from router.relay.forward import Forwarder
 from router.relay.migration import Migrations
-from router.relay.retry_budget import RetryBudget
 
 
 def make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Random) -> Forwarder:

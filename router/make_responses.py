@@ -19,7 +19,7 @@ from router.request.tenants import Tenant
 from router.store.running_tasks import running_tasks
 
 if TYPE_CHECKING:
-    from router.responses.background_runs import BackgroundRuns
+    from router.responses.background.background_runs import BackgroundRuns
 
 _MIB = 1 << 20
 
@@ -49,13 +49,13 @@ def make_responses(
     used."""
     try:
         from router.edge.response_api import ResponseRoutes
-        from router.responses.background_runs import BackgroundRuns
+        from router.responses.background.background_runs import BackgroundRuns
         from router.responses.conversation_calls import ConversationCalls
         from router.responses.kept_responses import KeptResponses
         from router.responses.response_calls import ResponseCalls
         from router.responses.settings import KeepLimits
         from router.responses.stateful_endpoint import StatefulEndpoint
-        from router.store.database import Database
+        from router.store.sql.database import Database
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"--response-store needs the package {error.name}: pip install 'tandem[state]'"

@@ -42,11 +42,11 @@ from router.observe.status.recent_requests import RecentRequests
 from router.observe.status.snapshot import StatusSources
 from router.observe.status.status_feed import StatusFeed
 from router.placement.candidates.spare_nodes import SpareNodes
-from router.relay.attempts import Attempts
+from router.relay.attempts.attempts import Attempts
+from router.relay.attempts.retry_budget import RetryBudget
+from router.relay.attempts.silence_watch import SilenceWatch
 from router.relay.forward import Forwarder
 from router.relay.known_labels import start_at_zero
-from router.relay.retry_budget import RetryBudget
-from router.relay.silence_watch import SilenceWatch
 from router.request.tenants import ANYONE, Tenant
 from router.scaling.scaling_metrics import ScalingCollector
 from router.scaling.scaling_signal import ScalingSignal

@@ -298,6 +298,29 @@ PLACEMENT_ORDER = [
     {"choose_policy"},
 ]
 
+RELAY_ORDER = [
+    {"attempts", "client", "event_buffer", "journal", "move_times"},
+    {"migration", "plain_relay", "prefill_hold"},
+    {"journaled_relay"},
+    {"forward", "known_labels"},
+]
+
+RESPONSES_ORDER = [
+    {"bodies", "errors", "settings"},
+    {"kept_answer", "kept_responses"},
+    {"background", "conversation_calls", "expiry"},
+    {"body_check", "response_calls"},
+    {"stateful_endpoint"},
+]
+
+STORE_ORDER = [
+    {"errors"},
+    {"sql"},
+    {"files", "items", "running_tasks", "sweeping"},
+    {"batches", "conversations", "responses"},
+    {"events"},
+]
+
 PLANNER_ORDER = [
     {"errors"},
     {"simulation"},
@@ -324,6 +347,9 @@ ORDERS = {
     "router": ROUTER_ORDER,
     "router.nodes": NODES_ORDER,
     "router.placement": PLACEMENT_ORDER,
+    "router.relay": RELAY_ORDER,
+    "router.responses": RESPONSES_ORDER,
+    "router.store": STORE_ORDER,
     "decode_node": DECODE_NODE_ORDER,
     "decode_node.answer": ANSWER_ORDER,
     "decode_node.parsers": PARSERS_ORDER,

@@ -1,6 +1,6 @@
 """Writes log lines: for people, or a JSON object each for whatever collects them.
 
-    {"time": "2026-11-22T13:08:44.123Z", "level": "info", "logger": "router.relay.attempts",
+    {"time": "2026-11-22T13:08:44.123Z", "level": "info", "logger": "router.relay.forward",
      "process": "router", "message": "...", "request_id": "...", "trace_id": "...", "stack": "..."}
 
 `request_id` and `trace_id` are there where the line belongs to a request (`current_trace`), `stack`

@@ -19,7 +19,7 @@ from router.batches.input_line import InputLine
 from router.batches.result_line import ResultLine, answered, not_executed
 from router.observe.batch_metrics import BatchTotals
 from router.request.tenants import Tenant
-from router.responses.detached_call import ask
+from router.responses.background.detached_call import ask
 
 _NO_ROOM = (429, 503)
 _FAULTS = (500, 502, 504)

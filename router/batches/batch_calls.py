@@ -22,7 +22,7 @@ from router.store.batches import (
     num_unfinished,
 )
 from router.store.files import ListQuery
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")

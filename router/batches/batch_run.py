@@ -46,7 +46,7 @@ from router.store.files import (
     next_parts,
     places_between,
 )
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from router.batches.errors import NotThere, TooMany
 from router.batches.settings import BatchLimits
 from router.store.batches import BatchRow, find_batch
-from router.store.database import Database
 from router.store.files import FileRow, account, find_file
-from router.store.transaction import Transaction
+from router.store.sql.database import Database
+from router.store.sql.transaction import Transaction
 
 _MAX_SHOWN = 128
 WRITING_S = 86_400.0

@@ -25,7 +25,7 @@ from router.store.files import (
     list_files,
     next_parts,
 )
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 _LEAST_TTL_S, _MOST_TTL_S = 3600, 2_592_000

@@ -13,7 +13,7 @@ from router.batches.result_line import ResultLine
 from router.store.batches import BatchRow, Progress, count
 from router.store.errors import StoreUnavailable
 from router.store.files import FilePart, FileRow, add_parts, places_among
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 _PAUSE_S = 0.05
 _RETRY_S = 1.0

@@ -33,8 +33,8 @@ from edge.http.connection.client_connection import (
 from edge.http.errors import BadRequest
 from router.edge.list_order import is_ascending
 from router.request.tenants import Tenant
+from router.responses.background.event_feed import run_events, stored_events
 from router.responses.conversation_calls import ConversationCalls
-from router.responses.event_feed import run_events, stored_events
 from router.responses.response_calls import ResponseCalls
 from router.responses.stateful_endpoint import send_events
 from router.store.items import Page

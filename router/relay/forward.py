@@ -2,7 +2,7 @@
 
 0. client    takes the answer; a stream that is silent for long begins without one, and its status
              is 200 then whatever comes (`router.relay.client`)
-1. begin     a decode node begins the answer (`router.relay.attempts`)
+1. begin     a decode node begins the answer (`router.relay.attempts.attempts`)
 2. relay     to the client, as it comes (`router.relay.plain_relay`, `router.relay.journaled_relay`)
 3. migrate   the node is lost or stops: another one goes on behind what the client has
              (`router.relay.migration`), back to 2
@@ -23,12 +23,12 @@ from edge.http.event_loop import long_work
 from router.admission.ticket import Ticket
 from router.observe.metrics import RouterMetrics
 from router.placement.policy import Placement
-from router.relay.attempts import Attempts
+from router.relay.attempts.attempts import Attempts
+from router.relay.attempts.exchange import Exchange
+from router.relay.attempts.node_wait import NodeWait
 from router.relay.client import Client, Clients
-from router.relay.exchange import Exchange
 from router.relay.journaled_relay import JournaledRelay
 from router.relay.migration import Migrations
-from router.relay.node_wait import NodeWait
 from router.relay.plain_relay import PlainRelay
 from router.relay.prefill_hold import PrefillHold
 from router.request.client_request import ClientRequest

@@ -20,10 +20,10 @@ from edge.http.answers.answer_times import read_answer_times
 from edge.http.event_loop import long_work
 from router.errors import NodeLost
 from router.observe.metrics import RouterMetrics
-from router.relay.attempts import Attempts, Failure
+from router.relay.attempts.attempts import Attempts, Failure
+from router.relay.attempts.exchange import Exchange
 from router.relay.client import Client, Headers
 from router.relay.event_buffer import EventBuffer
-from router.relay.exchange import Exchange
 from router.relay.journal import Journal, JournalEnd
 from router.relay.migration import Migrations
 from router.relay.move_times import MoveTimes

@@ -15,7 +15,7 @@ from router.nodes.address import NodeRole
 from router.nodes.registry import ReportOutcome
 from router.observe.metrics import RouterMetrics
 from router.placement.policy import PrefillChoice
-from router.relay.attempts import ANSWERED, Failure
+from router.relay.attempts.attempts import ANSWERED, Failure
 from router.relay.journaled_relay import Interruption
 from router.relay.move_times import PHASES
 from router.request.info import SessionSource

@@ -19,11 +19,11 @@ from router.models.per_model import PerModel
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.placement.policy import Placement
-from router.relay.attempts import Attempts, Failure
-from router.relay.exchange import Exchange
+from router.relay.attempts.attempts import Attempts, Failure
+from router.relay.attempts.exchange import Exchange
+from router.relay.attempts.node_wait import NodeWait
+from router.relay.attempts.retry_budget import RetryBudget
 from router.relay.journal import Journal
-from router.relay.node_wait import NodeWait
-from router.relay.retry_budget import RetryBudget
 from router.request.client_request import ClientRequest
 
 

@@ -9,10 +9,10 @@ from edge.http.error_forms import ErrorForm
 from edge.http.errors import error_body
 from router.errors import NodeLost
 from router.observe.metrics import RouterMetrics
-from router.relay.attempts import Attempts, Failure
+from router.relay.attempts.attempts import Attempts, Failure
+from router.relay.attempts.exchange import Exchange
 from router.relay.client import AnswerBroken, Client
 from router.relay.event_buffer import EventBuffer
-from router.relay.exchange import Exchange
 from router.request.client_request import ClientRequest
 
 _LOST_STATUS = 500

@@ -28,7 +28,7 @@ from router.models.per_model import PerModel
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
-from router.relay.node_wait import NodeWait
+from router.relay.attempts.node_wait import NodeWait
 from router.request.info import RequestInfo
 from router.scaling.scaling_signal import ScalingSignal
 

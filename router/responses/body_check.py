@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message
 from edge.http.answers.kept_response import KeptResponse
 from edge.http.errors import ErrorBody
 from router.request.tenants import Tenant
-from router.responses.detached_call import ask
+from router.responses.background.detached_call import ask
 from router.responses.errors import RefusedByNode
 
 PATH = "/v1/responses/input_tokens"

@@ -8,21 +8,21 @@ from typing import Any
 import msgspec
 
 from edge.http.errors import BadRequest, RequestTooLarge
-from router.responses.errors import NotKept
-from router.responses.input_items import (
+from router.responses.bodies.input_items import (
     is_reference,
     items_of_input,
     listed,
     new_id,
     page_document,
 )
-from router.responses.json_fields import UNREADABLE, Fields, encode, fields_of, value_of
+from router.responses.bodies.json_fields import UNREADABLE, Fields, encode, fields_of, value_of
+from router.responses.bodies.state_fields import NAME
+from router.responses.errors import NotKept
 from router.responses.kept_responses import KeptResponses
-from router.responses.state_fields import NAME
 from router.store import conversations
 from router.store.conversations import ConversationRow
 from router.store.items import Item, Page, page_of
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 _MAX_SHOWN = 128
 _MAX_ITEMS = 20

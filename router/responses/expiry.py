@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.responses.kept_responses import KeptResponses
 from router.store import conversations, responses
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 _BATCH = 100
 

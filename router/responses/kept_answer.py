@@ -13,8 +13,8 @@ from starlette.types import Message, Send
 
 from edge.http.answers.event_writer import WriteDirectly
 from edge.http.errors import HttpError, send_error
-from router.responses.json_fields import UNREADABLE, fields_of, value_of
-from router.responses.response_bodies import event_of, failed_body
+from router.responses.bodies.json_fields import UNREADABLE, fields_of, value_of
+from router.responses.bodies.response_bodies import event_of, failed_body
 
 _END = b"\n\n"
 _OK = 200

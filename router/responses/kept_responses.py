@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from edge.http.errors import BadRequest, RequestTooLarge
+from router.responses.bodies.input_items import items_of_input, new_id, references, resolved
+from router.responses.bodies.response_bodies import split_output
+from router.responses.bodies.state_fields import NAME, StateFields
+from router.responses.bodies.turn import Turn
 from router.responses.errors import ConversationLocked, NotKept, PreviousNotFound
-from router.responses.input_items import items_of_input, new_id, references, resolved
-from router.responses.response_bodies import split_output
 from router.responses.settings import KeepLimits
-from router.responses.state_fields import NAME, StateFields
-from router.responses.turn import Turn
 from router.store import conversations, responses
-from router.store.database import Database
 from router.store.errors import StoreFull, StoreUnavailable
 from router.store.items import Item, items_by_id
 from router.store.responses import ResponseRow
-from router.store.transaction import Transaction
+from router.store.sql.database import Database
+from router.store.sql.transaction import Transaction
 
 _GOES_ON = ("completed", "incomplete")
 _MAX_SHOWN = 128

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge.http.errors import BadRequest
-from router.responses.background_runs import BackgroundRuns
+from router.responses.background.background_runs import BackgroundRuns
+from router.responses.bodies.input_items import page_document
+from router.responses.bodies.json_fields import encode, with_fields
+from router.responses.bodies.response_bodies import whole
+from router.responses.bodies.state_fields import NAME
 from router.responses.errors import NotKept
-from router.responses.input_items import page_document
-from router.responses.json_fields import encode, with_fields
 from router.responses.kept_responses import KeptResponses
-from router.responses.response_bodies import whole
-from router.responses.state_fields import NAME
 from router.store import conversations, responses
 from router.store.items import Item, Page, items_of, page_of
 from router.store.responses import ResponseRow
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 _MAX_SHOWN = 128
 

@@ -28,14 +28,14 @@ from edge.http.errors import HttpError, send_error
 from edge.http.event_loop import long_work
 from router.models.open_request_limit import OpenRequestLimit
 from router.request.tenants import Tenant
-from router.responses.background_runs import BackgroundRuns
+from router.responses.background.background_runs import BackgroundRuns
+from router.responses.background.event_feed import run_events
+from router.responses.bodies.response_bodies import whole
+from router.responses.bodies.state_fields import StateFields, read_state
+from router.responses.bodies.turn import Turn
 from router.responses.body_check import check_body
-from router.responses.event_feed import run_events
 from router.responses.kept_answer import KeptAnswer
 from router.responses.kept_responses import KeptResponses
-from router.responses.response_bodies import whole
-from router.responses.state_fields import StateFields, read_state
-from router.responses.turn import Turn
 
 INPUT_TOKENS = "/v1/responses/input_tokens"
 _KEPT_HEADERS = (names.SESSION, *names.AGENT_SESSIONS, names.PRIORITY)

@@ -19,9 +19,9 @@ import msgspec
 from sqlalchemy import Row, delete, func, insert, select, update
 
 from router.store.files import ListQuery, after
-from router.store.owned_rows import named, owned
-from router.store.tables import BATCHES
-from router.store.transaction import Transaction
+from router.store.sql.owned_rows import named, owned
+from router.store.sql.tables import BATCHES
+from router.store.sql.transaction import Transaction
 
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 AT_WORK = ("validating", "in_progress")

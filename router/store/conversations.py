@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from sqlalchemy import delete, insert, or_, select, update
 
 from router.store.items import Item, drop_items, items_of, put_items
-from router.store.owned_rows import named
-from router.store.tables import CONVERSATIONS
-from router.store.transaction import Transaction
+from router.store.sql.owned_rows import named
+from router.store.sql.tables import CONVERSATIONS
+from router.store.sql.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

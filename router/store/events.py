@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from sqlalchemy import insert, select
 
 from router.store.responses import ResponseRow, add_bytes
-from router.store.tables import EVENTS
-from router.store.transaction import Transaction
+from router.store.sql.tables import EVENTS
+from router.store.sql.transaction import Transaction
 
 _END = b"\n\n"
 

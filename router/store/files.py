@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Row, delete, func, insert, select, update
 
-from router.store.owned_rows import named
-from router.store.tables import FILES, PARTS
-from router.store.transaction import Transaction
+from router.store.sql.owned_rows import named
+from router.store.sql.tables import FILES, PARTS
+from router.store.sql.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, delete, func, insert, select
 
-from router.store.tables import ITEMS
-from router.store.transaction import Transaction
+from router.store.sql.tables import ITEMS
+from router.store.sql.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from sqlalchemy import Row, and_, delete, insert, literal, select, update
 
 from router.store.items import Item, drop_items, items_of, put_items
-from router.store.owned_rows import named, owned
-from router.store.tables import EVENTS, RESPONSES
-from router.store.transaction import Transaction
+from router.store.sql.owned_rows import named, owned
+from router.store.sql.tables import EVENTS, RESPONSES
+from router.store.sql.transaction import Transaction
 
 UNFINISHED = ("queued", "in_progress")
 _REFRESH = 0.9

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported by every router, and the database is an extra
-    from router.store.database import Database
+    from router.store.sql.database import Database
 
 
 async def no_drain() -> None:

@@ -7,8 +7,8 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 
-from router.store.database import Database
 from router.store.errors import StoreUnavailable
+from router.store.sql.database import Database
 
 _PAUSE_S = 60.0
 

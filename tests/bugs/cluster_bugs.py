@@ -123,7 +123,7 @@ CLUSTER_BUGS = (
     ),
     Bug(
         "retry-storm", "retries are not paid for",
-        "router/relay/attempts.py",
+        "router/relay/attempts/attempts.py",
         "return placement if self._may_retry(request) else None", "return placement",
         ("tests/router/test_forward.py", "-k", "budget or retr"),
     ),
@@ -169,7 +169,7 @@ CLUSTER_BUGS = (
     ),
     Bug(
         "frozen-for-ever", "a node that hangs is waited for",
-        "router/relay/silence_watch.py",
+        "router/relay/attempts/silence_watch.py",
         "return silent_s > self.stall_s or both_silent", "return False",
         ("tests/router/test_silence.py",),
     ),

@@ -14,7 +14,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.relay.retry_budget import RetryBudget
+from router.relay.attempts.retry_budget import RetryBudget
 from router.request.proxied_path import PROXIED_PATHS
 from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
 from tests.router.fakes import (

@@ -8,9 +8,9 @@ import pytest
 
 from router.nodes.address import NodeRole
 from router.placement.policy import Placement
-from router.relay.event_loop_stalls import EventLoopStalls
-from router.relay.exchange import Exchange
-from router.relay.silence_watch import SilenceWatch
+from router.relay.attempts.event_loop_stalls import EventLoopStalls
+from router.relay.attempts.exchange import Exchange
+from router.relay.attempts.silence_watch import SilenceWatch
 from tests.router.factories import Fleet, address, report
 
 CHECK_S = 0.25

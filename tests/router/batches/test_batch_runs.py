@@ -36,8 +36,8 @@ from router.batches.upload import Sender
 from router.observe.batch_metrics import BatchTotals
 from router.request.model_route import plain_route
 from router.request.tenants import ANYONE
-from router.store.database import Database
 from router.store.files import ListQuery, account
+from router.store.sql.database import Database
 from tests.router.batches.node import Json, jsonl, line
 from tests.router.cluster import TIMEOUT_S
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from router.store.database import Database
 from router.store.errors import StoreUnavailable
-from router.store.transaction import Transaction
+from router.store.sql.database import Database
+from router.store.sql.transaction import Transaction
 
 WAIT_S = 30.0
 

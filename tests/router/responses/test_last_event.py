@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.responses.input_items import items_of_input
+from router.responses.bodies.input_items import items_of_input
 from router.responses.kept_answer import data_of, last_event
 
 LAST = ("response.completed", "response.incomplete", "response.failed")

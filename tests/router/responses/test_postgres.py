@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from router.store import shared_clock
-from router.store.database import Database
-from router.store.shared_clock import SharedClock
+from router.store.sql import shared_clock
+from router.store.sql.database import Database
+from router.store.sql.shared_clock import SharedClock
 from tests.postgres_server import needs_postgres, run_postgres
 from tests.router.cluster import Cluster, eventually
 from tests.router.fakes import FakeDecodeNode

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
-from router.relay.event_loop_stalls import EventLoopStalls
-from router.relay.exchange import Exchange
+from router.relay.attempts.event_loop_stalls import EventLoopStalls
+from router.relay.attempts.exchange import Exchange
 
 _CHECK_S = 0.25
 

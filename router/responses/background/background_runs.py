@@ -29,19 +29,19 @@ from starlette.types import ASGIApp
 from edge.http.errors import HttpError
 from router.errors import Overloaded
 from router.request.tenants import Tenant
-from router.responses.background_run import BackgroundRun
-from router.responses.input_items import items_of_input
-from router.responses.json_fields import encode, raw_list
+from router.responses.background.background_run import BackgroundRun
+from router.responses.bodies.input_items import items_of_input
+from router.responses.bodies.json_fields import encode, raw_list
+from router.responses.bodies.response_bodies import begun_body, event_of, failed_body, whole
+from router.responses.bodies.state_fields import StateFields
+from router.responses.bodies.turn import Turn
 from router.responses.kept_responses import KeptResponses
-from router.responses.response_bodies import begun_body, event_of, failed_body, whole
-from router.responses.state_fields import StateFields
-from router.responses.turn import Turn
 from router.store import conversations, responses
 from router.store.errors import StoreUnavailable
 from router.store.events import num_events, put_events
 from router.store.items import Item, items_of
 from router.store.responses import ResponseRow
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

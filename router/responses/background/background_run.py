@@ -22,24 +22,24 @@ from starlette.types import ASGIApp
 
 from edge.http.errors import HttpError
 from router.request.tenants import Tenant
-from router.responses.detached_call import DetachedAnswer, ask
-from router.responses.json_fields import UNREADABLE, fields_of, with_fields
-from router.responses.kept_answer import data_of
-from router.responses.kept_responses import KeptResponses
-from router.responses.response_bodies import (
+from router.responses.background.detached_call import DetachedAnswer, ask
+from router.responses.bodies.json_fields import UNREADABLE, fields_of, with_fields
+from router.responses.bodies.response_bodies import (
     error_code,
     event_of,
     failed_body,
     split_output,
     whole,
 )
-from router.responses.turn import Turn
+from router.responses.bodies.turn import Turn
+from router.responses.kept_answer import data_of
+from router.responses.kept_responses import KeptResponses
 from router.store import responses
 from router.store.errors import StoreUnavailable
 from router.store.events import put_events
 from router.store.items import Item
 from router.store.responses import ResponseRow
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
 from router.placement.policy import Placement, Policy, PrefillChoice
 from router.placement.prefill_outcome import PrefillOutcome
-from router.relay.exchange import Exchange
-from router.relay.node_wait import NodeWait
-from router.relay.retry_budget import RetryBudget
-from router.relay.silence_watch import SilenceWatch
+from router.relay.attempts.exchange import Exchange
+from router.relay.attempts.node_wait import NodeWait
+from router.relay.attempts.retry_budget import RetryBudget
+from router.relay.attempts.silence_watch import SilenceWatch
 from router.request.client_request import ClientRequest
 from router.request.info import RequestInfo
 from router.scaling.scaling_signal import ScalingSignal

@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncIterator
 
 from edge.http.answers.heartbeats import KEEP_ALIVE
-from router.responses.background_run import BackgroundRun
+from router.responses.background.background_run import BackgroundRun
 from router.responses.kept_responses import KeptResponses
 from router.store.errors import StoreUnavailable
 from router.store.events import events_from
 from router.store.responses import ResponseRow, find_response
-from router.store.transaction import Transaction
+from router.store.sql.transaction import Transaction
 
 _LOOK_S = 0.25
 _IDLE_S = 1.0

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from router.responses.input_items import item_of
-from router.responses.json_fields import encode, fields_of, list_of, raw_list, with_fields
-from router.responses.turn import Turn
+from router.responses.bodies.input_items import item_of
+from router.responses.bodies.json_fields import encode, fields_of, list_of, raw_list, with_fields
+from router.responses.bodies.turn import Turn
 from router.store.items import Item
 
 _DEFAULTS: dict[str, Any] = {

@@ -11,7 +11,7 @@ from sqlalchemy import Executable, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, CursorResult
 
-from router.store.tables import TENANTS
+from router.store.sql.tables import TENANTS
 
 
 class Transaction:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge.http.errors import BadRequest
-from router.responses.json_fields import UNREADABLE, Fields, fields_of, value_of
+from router.responses.bodies.json_fields import UNREADABLE, Fields, fields_of, value_of
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Ids that can exist here."""

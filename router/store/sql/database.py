@@ -29,11 +29,11 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from router.errors import ConfigurationError
 from router.store.errors import StoreUnavailable
-from router.store.postgres_pool import PostgresPool
-from router.store.shared_clock import SharedClock
-from router.store.sqlite_threads import SqliteThreads
-from router.store.tables import METADATA, SCHEMA, SCHEMA_VERSION
-from router.store.transaction import Transaction
+from router.store.sql.postgres_pool import PostgresPool
+from router.store.sql.shared_clock import SharedClock
+from router.store.sql.sqlite_threads import SqliteThreads
+from router.store.sql.tables import METADATA, SCHEMA, SCHEMA_VERSION
+from router.store.sql.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import msgspec
 
 from edge.http.answers.kept_response import KeptResponse
 from edge.http.errors import RequestTooLarge
-from router.responses.json_fields import UNREADABLE, encode, raw_list, value_of
-from router.responses.state_fields import StateFields
+from router.responses.bodies.json_fields import UNREADABLE, encode, raw_list, value_of
+from router.responses.bodies.state_fields import StateFields
 from router.store.conversations import ConversationRow
 from router.store.items import Item
 from router.store.responses import ResponseRow

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from edge.http.errors import BadRequest
-from router.responses.json_fields import UNREADABLE, encode, list_of
-from router.responses.state_fields import NAME
+from router.responses.bodies.json_fields import UNREADABLE, encode, list_of
+from router.responses.bodies.state_fields import NAME
 from router.store.items import Item
 
 _ID_DIGITS = 16
