@@ -273,6 +273,16 @@ SERVING_ORDER = [
     {"openai_serving"},
 ]
 
+CONTRACTS_ORDER = [
+    {"adapter_commands", "model_identity", "outputs", "prefix_holder"},
+    {"reports", "steps", "token_parts"},
+    {"errors"},
+    {"sampling_params"},
+    {"request_spec", "scheduler_output"},
+    {"group_step", "messages"},
+    {"request"},
+]
+
 EXECUTOR_ORDER = [
     {"group_results", "precompiling", "queues"},
     {"worker_messages"},
@@ -335,6 +345,7 @@ ORDERS = {
     "edge": EDGE_ORDER,
     "edge.http": HTTP_ORDER,
     "engine": ENGINE_ORDER,
+    "engine.contracts": CONTRACTS_ORDER,
     "engine.executor": EXECUTOR_ORDER,
     "engine.frontend": FRONTEND_ORDER,
     "engine.layers": LAYERS_ORDER,

@@ -22,7 +22,7 @@ from bench.arguments import names_among, numbers, parser_of
 from bench.engine.sweep import BUDGET, ENGINES
 from bench.engine.timing.bare_steps import BareSteps, bare_steps
 from bench.record import write_result
-from engine.contracts.step_work import ModelCost, StepWork
+from engine.contracts.steps.step_work import ModelCost, StepWork
 from engine.models.step_costs import cost_of
 
 _BANDWIDTH = 4.3e12

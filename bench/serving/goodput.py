@@ -71,7 +71,7 @@ from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
 from bench.serving.token_times import token_figures
 from cli.local_cluster.cluster import UpSettings
 from cli.local_cluster.supervisor import Service
-from engine.contracts.step_launches import StepLaunches
+from engine.contracts.steps.step_launches import StepLaunches
 from engine.frontend.step_history import HistoryReport
 from engine.models.recorded_steps import LONG_PROMPT_TOKENS, prompt_keys
 

@@ -43,7 +43,7 @@ from engine.contracts.messages import (
 )
 from engine.contracts.model_identity import identified
 from engine.contracts.outputs import SchedulerStats
-from engine.contracts.step_log import StepLog
+from engine.contracts.steps.step_log import StepLog
 from engine.core.core_config import CoreProcConfig
 from engine.frontend import core_client
 from engine.heartbeat_slots import CORE_PLACE

@@ -29,7 +29,7 @@ import msgspec
 
 from bench.figures import Figures, distribution_ms
 from bench.serving.openai_stream import Outcome
-from engine.contracts.step_log import StepRecord
+from engine.contracts.steps.step_log import StepRecord
 from engine.frontend.step_history import HistoryReport, PauseReport
 
 LATE = 1.5

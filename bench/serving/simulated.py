@@ -27,7 +27,7 @@ from functools import partial
 from bench.figures import Figures, distribution_ms, one_queue, percentile
 from bench.serving.node_history import gaps
 from bench.serving.openai_stream import Outcome
-from engine.contracts.step_launches import StepLaunches
+from engine.contracts.steps.step_launches import StepLaunches
 from engine.frontend.step_history import HistoryReport
 from engine.speed.profile import DecodePoint, PrefillPoint, SpeedProfile
 from planner.evaluation import STEP_LEAD_S

@@ -13,7 +13,7 @@ from decode_node.errors import PermissionDenied
 from decode_node.http.callers import Caller
 from decode_node.http.engine_answers import engine_answers
 from edge.http.errors import BadRequest, HttpError, RequestTooLarge
-from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused
+from engine.contracts.reports.profiles import Profile, ProfileOptions, ProfileRefused
 from engine.node.services.profile_servicer import ProfiledEngine
 
 _MAX_BODY_BYTES = 4096

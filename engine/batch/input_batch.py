@@ -29,7 +29,7 @@ from engine.batch.buffer_utils import upload
 from engine.batch.places import Int32Array as Int32Array
 from engine.batch.places import Places
 from engine.batch.row_states import RowStates
-from engine.contracts.step_launches import GraphKey, StepParts
+from engine.contracts.steps.step_launches import GraphKey, StepParts
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.contracts.crash_facts import ExceptionFacts
+from engine.contracts.reports.crash_facts import ExceptionFacts
 
 
 class CannotStartError(Exception):

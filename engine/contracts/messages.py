@@ -8,10 +8,10 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
-from engine.contracts.crash_facts import EngineFacts
 from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.contracts.prefix_holder import HashChains
-from engine.contracts.profiles import Profile, ProfileOptions, RefusalCode
+from engine.contracts.reports.crash_facts import EngineFacts
+from engine.contracts.reports.profiles import Profile, ProfileOptions, RefusalCode
 from engine.contracts.request_spec import RequestSpec
 from engine.images.image_input import ImagePixels
 from kv_transfer.errors import KV_TRANSFER

@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 from edge.program import settle
 from engine.config import EngineConfig
-from engine.contracts.crash_facts import EngineFacts
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import GroupOutput, GroupStep, Step, StepResult
 from engine.contracts.messages import (
@@ -36,9 +35,10 @@ from engine.contracts.messages import (
 )
 from engine.contracts.model_identity import identified
 from engine.contracts.outputs import ModelRunnerOutput, SchedulerStats
+from engine.contracts.reports.crash_facts import EngineFacts
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.step_log import StepLog
+from engine.contracts.steps.step_log import StepLog
 from engine.core.adapter_session import AdapterSession
 from engine.core.scheduling import create_scheduling
 from engine.core.step_pace import StepPace

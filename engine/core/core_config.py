@@ -6,7 +6,7 @@ import msgspec
 
 from edge.logs.setup import LogStyle
 from engine.config import EngineConfig
-from engine.contracts.step_log import StepLogHandle
+from engine.contracts.steps.step_log import StepLogHandle
 from host.life_signs import LifeSignHandle
 from host.pause_log import PauseLogHandle
 

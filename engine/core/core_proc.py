@@ -24,7 +24,6 @@ import zmq
 from edge.http.event_loop.kernel_timer import KernelTimer
 from edge.logs.setup import setup_logging
 from edge.program import settle
-from engine.contracts.crash_facts import EngineFacts, chain_of
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import (
     AddAdapter,
@@ -49,7 +48,8 @@ from engine.contracts.messages import (
     ToEngineCore,
 )
 from engine.contracts.outputs import SchedulerStats
-from engine.contracts.step_log import StepLog
+from engine.contracts.reports.crash_facts import EngineFacts, chain_of
+from engine.contracts.steps.step_log import StepLog
 from engine.core.core import EngineCore
 from engine.core.core_config import CoreProcConfig
 from engine.core.profile_session import ProfileSession

@@ -20,7 +20,7 @@ from enum import Enum
 
 from engine.config import EngineConfig
 from engine.contracts.messages import ProfileAnswer
-from engine.contracts.profiles import (
+from engine.contracts.reports.profiles import (
     Profile,
     ProfileOptions,
     ProfileRefused,

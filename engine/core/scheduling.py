@@ -6,8 +6,8 @@ import logging
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.contracts.step_log import StepLog
-from engine.contracts.step_shapes import FULL_TOKENS
+from engine.contracts.steps.step_log import StepLog
+from engine.contracts.steps.step_shapes import FULL_TOKENS
 from engine.executor.abstract import KVCaches
 from engine.heartbeat_slots import first_transfer_place
 from engine.models.recorded_steps import launches_of

@@ -28,10 +28,10 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
-from engine.contracts.crash_facts import ExceptionFacts
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import GroupStep, Step, StepResult
 from engine.contracts.outputs import ExpertStats, GrammarStats
+from engine.contracts.reports.crash_facts import ExceptionFacts
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.group_results import GroupResults

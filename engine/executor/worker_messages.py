@@ -7,10 +7,10 @@ import msgspec
 from edge.logs.setup import LogStyle
 from engine.config import EngineConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
-from engine.contracts.crash_facts import ExceptionFacts
 from engine.contracts.group_step import GroupStep
 from engine.contracts.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
-from engine.contracts.profiles import RankTrace
+from engine.contracts.reports.crash_facts import ExceptionFacts
+from engine.contracts.reports.profiles import RankTrace
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.queues.message_queue import MessageQueueHandle
 from engine.executor.queues.remote_queue import RemoteQueueHandle

@@ -32,8 +32,8 @@ import zmq
 from edge.logs.setup import setup_logging
 from edge.program import settle
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
-from engine.contracts.crash_facts import chain_of
 from engine.contracts.errors import CannotStartError
+from engine.contracts.reports.crash_facts import chain_of
 from engine.executor.queues.open_queue import open_queue
 from engine.executor.ranks.adapter_loader import AdapterLoader
 from engine.executor.ranks.result_thread import ResultThread

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.batch.input_batch import BatchOrder, InputBatch
 from engine.config import EngineConfig
-from engine.contracts.step_launches import GraphKey, StepLaunches
+from engine.contracts.steps.step_launches import GraphKey, StepLaunches
 from engine.explain.launches import LIBRARY, Launch, Launches
 from engine.explain.reasons import reason
 from engine.layers.attention.backend import AttentionBackend

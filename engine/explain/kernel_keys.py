@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.explain.explanation import Batch, asked_model
 from engine.explain.launched_kernels import KernelKey, keeping
 from engine.explain.launches import Launches

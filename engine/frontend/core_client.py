@@ -18,7 +18,6 @@ import zmq
 
 from edge.logs.setup import log_style
 from engine.config import EngineConfig
-from engine.contracts.crash_facts import EngineFacts
 from engine.contracts.messages import (
     DescribeEngine,
     EngineDead,
@@ -28,6 +27,7 @@ from engine.contracts.messages import (
     ShutdownEngine,
     ToEngineCore,
 )
+from engine.contracts.reports.crash_facts import EngineFacts
 from engine.core.core_config import CORE_MODULE, CoreProcConfig
 from engine.frontend.crash_reporter import CrashReporter
 from engine.frontend.step_history import StepHistory

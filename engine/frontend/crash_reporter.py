@@ -10,7 +10,7 @@
 Nothing of it fails the node: what cannot be found out is missing in the file, and a file that
 cannot be written is an error in the log. No step takes longer than about a second.
 
-The file says when, why and what was going on, in numbers; `engine.contracts.crash_facts` says what
+The file says when, why and what was going on, in numbers; `crash_facts` of the contracts says what
 it never has.
 """
 
@@ -32,9 +32,9 @@ import msgspec
 
 from edge.standstill import is_done_within
 from engine.config import EngineConfig
-from engine.contracts.crash_facts import EngineFacts, RequestFacts, StepFacts, to_json
 from engine.contracts.outputs import SchedulerStats
-from engine.contracts.step_log import StepLog, StepRecord
+from engine.contracts.reports.crash_facts import EngineFacts, RequestFacts, StepFacts, to_json
+from engine.contracts.steps.step_log import StepLog, StepRecord
 from host.process_facts import ProcessFacts, descendants_of, facts_of, memory_facts
 from host.stack_dump import dump_stacks, install_stack_dumps
 

@@ -14,8 +14,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
-from engine.contracts.crash_facts import RequestFacts, hash_id
 from engine.contracts.messages import EngineCoreOutput, KVTransferResult
+from engine.contracts.reports.crash_facts import RequestFacts, hash_id
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from kv_transfer.metadata import KVTransferParams
 

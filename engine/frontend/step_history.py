@@ -15,7 +15,7 @@ from collections import deque
 
 import msgspec
 
-from engine.contracts.step_log import NUM_STEPS, StepLog, StepRecord
+from engine.contracts.steps.step_log import NUM_STEPS, StepLog, StepRecord
 from engine.frontend.output_delivery import Delivered
 from host.pause_log import Pause, PauseKind, PauseLog
 

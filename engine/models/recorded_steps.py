@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.config import SHORT_PROMPT_TOKENS, EngineConfig
-from engine.contracts.step_launches import GraphKey, StepLaunches
-from engine.contracts.step_shapes import lengths_up_to
+from engine.contracts.steps.step_launches import GraphKey, StepLaunches
+from engine.contracts.steps.step_shapes import lengths_up_to
 from engine.models.registry import spec_of
 from engine.quantization import Fp8Scheme
 

@@ -1,4 +1,4 @@
-"""Finds the coefficients of `engine.contracts.step_work` of a model from its spec. Torch-free.
+"""Finds the coefficients of the contracts' `step_work` of a model from its spec. Torch-free.
 
 Every rank has its share of the linear layers; routers and the projections to latents are whole on
 each. Weights count as they are stored: FP8 takes a byte and its scale, four bits half of one.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
-from engine.contracts.step_work import AttentionCost, ExpertCost, ModelCost
+from engine.contracts.steps.step_work import AttentionCost, ExpertCost, ModelCost
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.experts import ExpertSpec

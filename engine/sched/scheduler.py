@@ -22,13 +22,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 from engine.config import EngineConfig
-from engine.contracts.crash_facts import EngineFacts
 from engine.contracts.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.contracts.outputs import ModelRunnerOutput, SchedulerStats, TokenLogprobs
+from engine.contracts.reports.crash_facts import EngineFacts
 from engine.contracts.request import Request, RequestStatus
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.step_launches import StepLaunches
-from engine.contracts.step_log import NoStepLog, StepLog
+from engine.contracts.steps.step_launches import StepLaunches
+from engine.contracts.steps.step_log import NoStepLog, StepLog
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.admission import Admission
 from engine.sched.choices.choices import Choices

@@ -8,8 +8,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import NamedTuple
 
-from engine.contracts.crash_facts import EngineFacts, RequestFacts, hash_id
 from engine.contracts.outputs import SchedulerStats
+from engine.contracts.reports.crash_facts import EngineFacts, RequestFacts, hash_id
 from engine.contracts.request import Request
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.choices.forks import Forks

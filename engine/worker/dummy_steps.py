@@ -20,7 +20,7 @@ from engine.contracts.sampling_params import (
     everything,
 )
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
-from engine.contracts.step_shapes import lengths_up_to
+from engine.contracts.steps.step_shapes import lengths_up_to
 from engine.layers.attention.selection import TOKENS_OF_TWO_PASSES
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.models.recorded_steps import FP8_PROMPT_TOKENS

@@ -22,7 +22,7 @@ import torch
 from engine.batch.input_batch import BatchOrder
 from engine.config import EngineConfig
 from engine.contracts.group_step import GroupStep
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.layers.feed_forward.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM
 from engine.parallel.place import ParallelPlace

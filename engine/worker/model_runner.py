@@ -37,7 +37,7 @@ from engine.batch.places import NO_TOKEN
 from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.layers.vocabulary.vocab_part import VocabPart
 from engine.models.base import CausalLM, ForwardInputs, Taps
 from engine.models.drafts.base import DraftNetwork

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from engine.contracts.step_launches import StepLaunches
+from engine.contracts.steps.step_launches import StepLaunches
 from engine.sched.rows.step_slack import StepSlack
 from planner.simulation.engine import SimEngine
 from planner.simulation.idle_work import IdleWork

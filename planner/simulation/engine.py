@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.contracts.step_launches import StepParts
+from engine.contracts.steps.step_launches import StepParts
 from engine.sched.rows.step_slack import StepSlack
 from planner.simulation.jobs import Job
 from planner.simulation.step_filling import InOrderOfArrival, StepFilling

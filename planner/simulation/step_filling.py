@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.contracts.step_shapes import counts_to_measure
-from engine.contracts.step_work import AttentionCost, ModelCost
+from engine.contracts.steps.step_shapes import counts_to_measure
+from engine.contracts.steps.step_work import AttentionCost, ModelCost
 from engine.sched.prompts.even_chunks import EvenChunks
 from engine.sched.prompts.prompt_order import Line, PromptOrder, StepRoom, full_tokens
 from planner.simulation.jobs import Job

@@ -27,7 +27,7 @@ from bench.serving.openai_stream import Outcome
 from bench.serving.processes import cpu_seconds
 from bench.serving.report import Slo, goodput, read_rows
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, overheads_s, simulated
-from engine.contracts.step_log import StepRecord
+from engine.contracts.steps.step_log import StepRecord
 from engine.frontend.step_history import HistoryReport, PauseReport
 from tests.bench.test_serving_bench import answer_as_asked
 from tests.router.fakes import FakeDecodeNode

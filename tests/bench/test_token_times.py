@@ -7,7 +7,7 @@ import pytest
 from bench.serving.openai_stream import Outcome
 from bench.serving.processes import lateness_figures
 from bench.serving.token_times import TokenWays, token_figures
-from engine.contracts.step_log import StepRecord
+from engine.contracts.steps.step_log import StepRecord
 from engine.frontend.output_delivery import Delivered
 from engine.frontend.step_history import HistoryReport
 

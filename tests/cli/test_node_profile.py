@@ -10,7 +10,7 @@ import pytest
 from cli.node_profile import main
 from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
-from engine.contracts.profiles import ProfileOptions, RankTrace
+from engine.contracts.reports.profiles import ProfileOptions, RankTrace
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.status import NodeStatus
 from tandem_pb import node_pb2

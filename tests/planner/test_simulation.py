@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from engine.contracts.step_launches import GraphKey, StepLaunches
+from engine.contracts.steps.step_launches import GraphKey, StepLaunches
 from engine.speed.profile import DecodePoint, PrefillPoint, SpeedProfile
 from planner.simulation.cluster import ClusterShape, SimCluster
 from planner.simulation.engine import steps_s, steps_until

@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.contracts.group_step import GroupStep, Step
-from engine.contracts.profiles import RankTrace
+from engine.contracts.reports.profiles import RankTrace
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.executor.worker_messages import (
     BeginProfile,

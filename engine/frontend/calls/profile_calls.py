@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.contracts.messages import ProfileAnswer, StartProfile, StopProfile
-from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused
+from engine.contracts.reports.profiles import Profile, ProfileOptions, ProfileRefused
 from engine.frontend.calls.engine_calls import EngineCalls
 
 _START_TIMEOUT_S = 120.0

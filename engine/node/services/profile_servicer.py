@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 import grpc
 
 from engine.contracts.errors import EngineCallTimeout, EngineDeadError
-from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused, RefusalCode
+from engine.contracts.reports.profiles import Profile, ProfileOptions, ProfileRefused, RefusalCode
 from tandem_pb import node_pb2, node_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, node_pb2.Profile]"

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from engine.contracts.crash_facts import EngineFacts
 from engine.contracts.group_step import GroupOutput, GroupStep
 from engine.contracts.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.contracts.outputs import SchedulerStats, TokenLogprobs
+from engine.contracts.reports.crash_facts import EngineFacts
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.sched.admission import Admission

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from math import ceil, sqrt
 
-from engine.contracts.step_work import ModelCost
+from engine.contracts.steps.step_work import ModelCost
 
 _UNIT = 64
 """Chunks that were made shorter have a multiple of this many tokens: kernels work on tiles."""

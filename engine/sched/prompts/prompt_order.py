@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from engine.contracts.step_shapes import FULL_TOKENS
+from engine.contracts.steps.step_shapes import FULL_TOKENS
 from engine.sched.prompts.even_chunks import EvenChunks
 
 _GAIN = 1.05

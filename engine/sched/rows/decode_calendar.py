@@ -17,7 +17,7 @@ results.
 
 from __future__ import annotations
 
-from engine.contracts.step_launches import StepParts
+from engine.contracts.steps.step_launches import StepParts
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.rows.row import Row, RowPhase
 

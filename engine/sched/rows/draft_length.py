@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 
-from engine.contracts.step_shapes import lengths_up_to
+from engine.contracts.steps.step_shapes import lengths_up_to
 
 _MIN_STEPS = 3
 """A cost counts once this many steps have shown it; until then it is tried."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.step_log import NoStepLog, StepLog
-from engine.contracts.step_work import StepWork
+from engine.contracts.steps.step_log import NoStepLog, StepLog
+from engine.contracts.steps.step_work import StepWork
 from engine.sched.counters import PrefillRate, SchedulerCounters
 from engine.sched.prompts.even_chunks import EvenChunks
 from engine.sched.rows.adaptive_drafts import AdaptiveDrafts

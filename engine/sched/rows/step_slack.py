@@ -29,7 +29,7 @@ prompts here asks `tokens_per_s`.
 
 from __future__ import annotations
 
-from engine.contracts.step_launches import StepLaunches, StepParts
+from engine.contracts.steps.step_launches import StepLaunches, StepParts
 from engine.sched.prompts.prompt_order import MANY_PROMPTS
 
 _PART = 0.9

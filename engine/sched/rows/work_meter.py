@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from copy import deepcopy
 
 from engine.contracts.outputs import KindRates, WorkStats
-from engine.contracts.step_work import ModelCost, StepWork
+from engine.contracts.steps.step_work import ModelCost, StepWork
 from engine.sched.rows.row import Row
 
 _DECAY = 0.95

@@ -23,7 +23,7 @@ from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import InputBatch
 from engine.config import EngineConfig
 from engine.contracts.scheduler_output import NewRequestData
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.layers.attention.backend import AttentionBackend
 from engine.models.base import ForwardInputs, GroupInputs
 from engine.models.drafts.base import DraftNetwork

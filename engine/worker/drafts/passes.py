@@ -30,7 +30,7 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import BatchOrder, InputBatch, Int32Array
 from engine.config import EngineConfig
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.layer import ChosenTokens
 from engine.models.base import ForwardInputs, GroupInputs

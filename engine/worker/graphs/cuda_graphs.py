@@ -3,7 +3,7 @@
     1. `capture`    once, when all memory that steps touch has its address: for each key, largest
                     batch first, the work runs once (kernels are compiled, libraries choose their
                     algorithms) and then once more to be recorded
-    2. `launches`   is asked for the graph of each step (`engine.contracts.step_launches`)
+    2. `launches`   is asked for the graph of each step (`engine.contracts.steps.step_launches`)
     3. `replay`
 
 A graph reads and writes fixed addresses only; what it allocates while it runs comes from one pool
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from engine.contracts.errors import CannotStartError
-from engine.contracts.step_launches import GraphKey, StepLaunches
+from engine.contracts.steps.step_launches import GraphKey, StepLaunches
 
 logger = logging.getLogger(__name__)
 

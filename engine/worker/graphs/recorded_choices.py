@@ -15,7 +15,7 @@ from engine.batch.buffer_utils import to_device
 from engine.batch.hidden_places import HiddenPlaces, places_in_recorded
 from engine.batch.input_batch import BatchOrder, InputBatch
 from engine.config import EngineConfig
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.layers.vocabulary.vocab_part import VocabPart
 from engine.models.base import CausalLM
 from engine.sample.sampler import Sampler

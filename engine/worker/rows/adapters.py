@@ -26,7 +26,7 @@ from engine.batch.input_batch import InputBatch, Int32Array
 from engine.batch.row_states import RowError
 from engine.config import EngineConfig
 from engine.contracts.scheduler_output import NewRequestData
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.layers.methods.lora import AdapterForm
 from engine.models.adapters.adapter_files import AdapterError, read_adapter
 from engine.models.adapters.lora_weights import LoRAWeights

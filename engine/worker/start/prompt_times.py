@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.contracts.sampling_params import SamplingParams
-from engine.contracts.step_shapes import counts_to_measure
+from engine.contracts.steps.step_shapes import counts_to_measure
 from engine.worker.dummy_steps import DummyStep
 
 if TYPE_CHECKING:

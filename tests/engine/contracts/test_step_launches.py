@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contracts.step_launches import GraphKey, StepLaunches, StepParts
+from engine.contracts.steps.step_launches import GraphKey, StepLaunches, StepParts
 from engine.models.recorded_steps import drafted_keys, prompt_keys
 
 RECORDED = StepLaunches({1: (1, 2, 8)}, tuple(prompt_keys(100, 600)))

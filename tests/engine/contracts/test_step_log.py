@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine.contracts.step_log import NUM_STEPS, StepLog
+from engine.contracts.steps.step_log import NUM_STEPS, StepLog
 
 
 def test_the_last_steps_are_read_from_the_same_page() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contracts.step_work import ExpertCost, StepWork, num_pairs
+from engine.contracts.steps.step_work import ExpertCost, StepWork, num_pairs
 
 
 def pairs_one_by_one(end: int, count: int, window: int | None) -> int:

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import EngineCoreOutput, LoadProgress
-from engine.contracts.profiles import ProfileOptions, ProfileRefused
+from engine.contracts.reports.profiles import ProfileOptions, ProfileRefused
 from engine.contracts.request_spec import RequestSpec
 from engine.frontend import output_delivery
 from engine.frontend.async_llm import AsyncLLM

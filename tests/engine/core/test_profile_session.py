@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.contracts.messages import ProfileAnswer
-from engine.contracts.profiles import ProfileOptions, RankTrace
+from engine.contracts.reports.profiles import ProfileOptions, RankTrace
 from engine.core import profile_session
 from engine.core.profile_session import ProfileSession
 from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileBegun, ProfileEnded

@@ -9,7 +9,7 @@ import pytest
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from engine.contracts.step_work import num_pairs
+from engine.contracts.steps.step_work import num_pairs
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.inspection_config import InspectionConfig

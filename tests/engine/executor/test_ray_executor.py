@@ -23,7 +23,7 @@ from edge.security.config import SecurityConfig
 from engine.config import EngineConfig
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import LoadProgress
-from engine.contracts.profiles import ProfileOptions
+from engine.contracts.reports.profiles import ProfileOptions
 from engine.executor.factory import create_executor
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.request_stream import RequestStream

@@ -15,7 +15,7 @@ import pytest
 
 from bench.engine.models.shapes import shape_config
 from engine.config import EngineConfig
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.explain.explanation import Batch, order_of
 from engine.explain.kernel_keys import batch_of_graph, kernel_keys, warm_up_batches
 from engine.explain.launched_kernels import KernelKey

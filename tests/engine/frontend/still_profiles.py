@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.contracts.errors import EngineDeadError
-from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused, RankTrace
+from engine.contracts.reports.profiles import Profile, ProfileOptions, ProfileRefused, RankTrace
 
 
 class StillProfiles:

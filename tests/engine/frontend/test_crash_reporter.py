@@ -14,8 +14,8 @@ import pytest
 
 from edge.security.config import SecurityConfig
 from engine.config import EngineConfig
-from engine.contracts.crash_facts import EngineFacts, RequestFacts, chain_of
-from engine.contracts.step_log import StepLog
+from engine.contracts.reports.crash_facts import EngineFacts, RequestFacts, chain_of
+from engine.contracts.steps.step_log import StepLog
 from engine.frontend import crash_reporter
 from engine.frontend.crash_reporter import CrashReporter
 from kv_transfer.config import KVTransferConfig

@@ -14,7 +14,7 @@ from engine.contracts.messages import (
     SwitchRole,
     ToEngineCore,
 )
-from engine.contracts.profiles import ProfileOptions
+from engine.contracts.reports.profiles import ProfileOptions
 from engine.frontend.calls.engine_calls import EngineCalls
 from engine.frontend.calls.profile_calls import ProfileCalls
 from engine.frontend.calls.role_calls import RoleCalls

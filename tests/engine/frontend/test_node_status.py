@@ -20,7 +20,7 @@ from engine.config import EngineConfig, KVLayers
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import EngineReady
 from engine.contracts.outputs import DraftStats, SchedulerStats
-from engine.contracts.profiles import ProfileOptions
+from engine.contracts.reports.profiles import ProfileOptions
 from engine.frontend.step_history import StepHistory
 from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests

@@ -14,7 +14,7 @@ import pytest
 
 from engine.config import DeviceConfig, DrafterName, ParallelConfig, SpeculativeConfig
 from engine.contracts.group_step import GroupStep
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.parallel.token_exchange import GatherScatter

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig
-from engine.contracts.step_work import ModelCost, StepWork
+from engine.contracts.steps.step_work import ModelCost, StepWork
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights

@@ -24,7 +24,7 @@ from engine.contracts.messages import (
 from engine.contracts.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.step_launches import StepLaunches
+from engine.contracts.steps.step_launches import StepLaunches
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.sched.arrivals.arrival import WITH_BLOCKS, ArrivalState, TransferArrival
 from engine.sched.prompts.prompt_order import PromptOrder

@@ -15,7 +15,7 @@ from engine.config import EngineConfig, ParallelConfig
 from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.fast_paths import FastPath
 from engine.models.recorded_steps import default_capture_sizes

@@ -16,7 +16,7 @@ from edge.adapter_call import MAX_VERSION
 from engine.contracts.errors import RoleSwitchRefused
 from engine.contracts.messages import PrefixOffered
 from engine.contracts.prefix_holder import HashChains
-from engine.contracts.profiles import Profile, ProfileOptions
+from engine.contracts.reports.profiles import Profile, ProfileOptions
 from engine.lora import LoRAConfig
 from engine.node.prefix_servicer import PrefixServicer
 from engine.node.services.adapter_servicer import AdapterServicer, adapter_call

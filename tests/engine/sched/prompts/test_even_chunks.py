@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine.contracts.step_work import AttentionCost, ModelCost
+from engine.contracts.steps.step_work import AttentionCost, ModelCost
 from engine.sched.prompts.even_chunks import EvenChunks
 
 BUDGET = 8192

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contracts.step_shapes import counts_to_measure
-from engine.contracts.step_work import AttentionCost, ModelCost
+from engine.contracts.steps.step_shapes import counts_to_measure
+from engine.contracts.steps.step_work import AttentionCost, ModelCost
 from engine.sched.prompts.even_chunks import EvenChunks
 from engine.sched.prompts.prompt_order import Line, PromptOrder, StepRoom, full_tokens
 

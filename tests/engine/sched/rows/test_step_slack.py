@@ -8,7 +8,7 @@ import pytest
 
 from engine.contracts.request_spec import IDLE_PRIORITY
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.step_launches import GraphKey, StepLaunches, StepParts
+from engine.contracts.steps.step_launches import GraphKey, StepLaunches, StepParts
 from engine.sched.rows.step_slack import StepSlack
 from tests.engine.sched.factories import make_config, make_order, make_request
 from tests.engine.sched.step_machine import StepMachine

@@ -16,7 +16,7 @@ from engine.config import DeviceConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.models import recorded_steps
 from engine.models.recorded_steps import capture_sizes
 from engine.sched.rows.draft_length import DraftLength

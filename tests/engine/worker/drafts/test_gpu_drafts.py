@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import DrafterName, EngineConfig
 from engine.contracts.messages import EngineCoreRequest
-from engine.contracts.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.worker.drafts.drafter import Drafter

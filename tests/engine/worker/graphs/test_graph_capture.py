@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.contracts.step_launches import GraphKey, StepLaunches
+from engine.contracts.steps.step_launches import GraphKey, StepLaunches
 from engine.worker.graphs import cuda_graphs
 from engine.worker.graphs.cuda_graphs import CudaGraphManager, GraphCaptureError
 

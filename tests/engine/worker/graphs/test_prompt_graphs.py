@@ -14,7 +14,7 @@ from engine.batch.input_batch import InputBuffers
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from engine.contracts.step_launches import GraphKey, StepLaunches, StepParts
+from engine.contracts.steps.step_launches import GraphKey, StepLaunches, StepParts
 from engine.fast_paths import FastPath
 from engine.layers.attention.paged import PagedBackend
 from engine.models import recorded_steps

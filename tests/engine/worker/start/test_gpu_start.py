@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, SchedulerConfig
-from engine.contracts.step_launches import StepLaunches
+from engine.contracts.steps.step_launches import StepLaunches
 from engine.worker.graphs.cuda_graphs import CudaGraphManager, GraphCaptureError
 from engine.worker.memory.kv_cache import KVCacheMemoryError
 from engine.worker.memory.out_of_memory import DeviceMemoryError
