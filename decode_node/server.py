@@ -26,8 +26,8 @@ from decode_node.disagg.prefill_client import PrefillClient
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
 from decode_node.grammar.answer_grammars import AnswerGrammars
-from decode_node.grammar.grammar_checker import GrammarChecker
-from decode_node.grammar.grammar_metrics import GrammarCollector
+from decode_node.grammar.checks.grammar_checker import GrammarChecker
+from decode_node.grammar.checks.grammar_metrics import GrammarCollector
 from decode_node.http.callers import CallerCheck, CallerKeys
 from decode_node.http.ignored_fields import IgnoredFields
 from decode_node.http.router_headers import prefill_nodes

@@ -25,12 +25,12 @@ from edge.http.unknown_path import serve
 from edge.logs.request_log import RequestLog
 from edge.security.config import Role
 from router.config import RouterSettings
-from router.edge.admin_api import probe_routes
 from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate
 from router.edge.error_answers import add_error_answers
 from router.edge.not_kept import no_batch_routes, no_response_routes
-from router.edge.operator_routes import operator_routes
+from router.edge.operators.admin_api import probe_routes
+from router.edge.operators.operator_routes import operator_routes
 from router.make_batches import BatchParts, KeptBatches, make_batches
 from router.make_responses import KEPT_PATHS, KeptRoutes, make_responses
 from router.make_services import OuterWorld, Services, make_services

@@ -23,7 +23,7 @@ from router.request.tenants import Tenant
 from router.store.running_tasks import running_tasks
 
 if TYPE_CHECKING:
-    from router.batches.batch_runs import BatchRuns
+    from router.batches.runs.batch_runs import BatchRuns
 
 _MIB = 1 << 20
 _LINE_SLACK = 1 << 16
@@ -54,13 +54,13 @@ class BatchParts:
 def make_batches(settings: RouterSettings, parts: BatchParts) -> KeptBatches:
     """Returns what serves batches. Raises `ConfigurationError` where the store cannot be used."""
     try:
-        from router.batches.answer import Answering
         from router.batches.batch_calls import BatchCalls
-        from router.batches.batch_runs import BatchRuns
         from router.batches.batch_store import BatchStore
         from router.batches.expiry import sweep_batches
-        from router.batches.file_calls import FileCalls
-        from router.batches.idle_room import IdleRoom
+        from router.batches.files.file_calls import FileCalls
+        from router.batches.runs.answer import Answering
+        from router.batches.runs.batch_runs import BatchRuns
+        from router.batches.runs.idle_room import IdleRoom
         from router.batches.settings import BatchLimits
         from router.edge.batch_api import BatchRoutes
         from router.store.sql.database import Database, Purpose

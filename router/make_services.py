@@ -16,9 +16,9 @@ from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.gate_metrics import GateCollector
 from router.admission.model_gates import ModelGates
 from router.config import RouterSettings
-from router.edge.admin_api import readiness
 from router.edge.api_keys import ApiKeys
-from router.edge.operator_routes import OperatorParts
+from router.edge.operators.admin_api import readiness
+from router.edge.operators.operator_routes import OperatorParts
 from router.make_discovery import make_discovery
 from router.make_forwarder import make_forwarder, make_policy
 from router.make_scaling import make_scaling

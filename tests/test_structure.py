@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -251,6 +251,26 @@ KV_TRANSFER_ORDER = [
 ]
 """Contracts first. Rooms of one level never import each other."""
 
+BATCHES_ORDER = [
+    {"bodies", "errors", "settings"},
+    {"batch_store"},
+    {"expiry", "files", "lines"},
+    {"batch_calls", "runs"},
+]
+
+GRAMMAR_ORDER = [
+    {"checks", "reasoning", "schemas"},
+    {"grammar_text"},
+    {"answer_grammar", "structural_tag"},
+    {"structured_output"},
+    {"answer_grammars"},
+]
+
+ROUTER_EDGE_ORDER = [
+    {"api", "error_answers", "key_file", "list_order", "not_kept", "operators"},
+    {"api_keys", "batch_api", "response_api"},
+]
+
 ANSWER_ORDER = [
     {"call_ids", "choice", "content_logprobs", "event", "journal", "logprobs"},
     {"format", "output_readers"},
@@ -356,6 +376,8 @@ ORDERS = {
     "engine.worker": WORKER_ORDER,
     "kv_transfer.memory": KV_MEMORY_ORDER,
     "router": ROUTER_ORDER,
+    "router.batches": BATCHES_ORDER,
+    "router.edge": ROUTER_EDGE_ORDER,
     "router.nodes": NODES_ORDER,
     "router.placement": PLACEMENT_ORDER,
     "router.relay": RELAY_ORDER,
@@ -363,6 +385,7 @@ ORDERS = {
     "router.store": STORE_ORDER,
     "decode_node": DECODE_NODE_ORDER,
     "decode_node.answer": ANSWER_ORDER,
+    "decode_node.grammar": GRAMMAR_ORDER,
     "decode_node.parsers": PARSERS_ORDER,
     "decode_node.protocol": PROTOCOL_ORDER,
     "decode_node.serving": SERVING_ORDER,
@@ -706,7 +729,7 @@ def test_no_import_cycles() -> None:
             visit(module)
 
 
-def test_benches_have_no_import_cycles_and_nobody_imports_them() -> None:
+def test_benches_have_rooms_no_import_cycles_and_nobody_imports_them() -> None:
     files = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for path in (ROOT / "bench").rglob("*.py")
@@ -725,6 +748,8 @@ def test_benches_have_no_import_cycles_and_nobody_imports_them() -> None:
         for module in free:
             del needs[module]
     assert not needs, "in a cycle, or above one"
+    loose = Counter(path.parent for path in files.values() if path.stem != "__init__")
+    assert max(loose.values()) <= MAX_LOOSE_FILES, loose.most_common(3)
     assert not [m for m in modules() if "bench" in library_imports(m)]
 
 

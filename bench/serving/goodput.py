@@ -22,10 +22,10 @@
 Open loop: prompts of random token ids arrive as a Poisson process, however slow the answers are,
 sent by processes of their own. Each workload begins with a warm-up, which is not counted. For each
 rate: TTFT, ITL, TPOT, errors, how late the client was, and of tandem's nodes what they did
-meanwhile (`bench.serving.node_history`): prompts and queues by prefill node, where the time to the
+meanwhile (`figures/node_history.py`): prompts and queues by prefill node, where the time to the
 first token went, steps, joins, late steps with their causes, pauses for garbage; how late the event
 loops of router, nodes and clients were, and which part of a token's way made a gap long
-(`bench.serving.token_times`). A line of JSON for each rate on standard output; at the end
+(`bench.serving.figures.token_times`). A line of JSON for each rate on standard output; at the end
 bench/results/NAME.json with the goodput, and a table with the rows of `--beside` files.
 """
 
@@ -49,6 +49,25 @@ import uvloop
 from bench.figures import Figures
 from bench.record import RESULTS, write_result
 from bench.serving.batch_beside import BatchBeside, running_batch
+from bench.serving.clusters.pd_cluster import Cluster, Setup, model_folder, probes_url, running
+from bench.serving.clusters.processes import ProcessLoad, lateness_figures
+from bench.serving.figures.node_history import (
+    decode_figures,
+    prefill_figures,
+    prompt_figures,
+    read_history,
+)
+from bench.serving.figures.report import (
+    Slo,
+    Span,
+    goodput,
+    read_rows,
+    request_row,
+    summarize,
+    tables,
+)
+from bench.serving.figures.simulated import SimulatedNodes, StepTimesSeen, simulated
+from bench.serving.figures.token_times import token_figures
 from bench.serving.goodput_arguments import (
     Workload,
     engine_of,
@@ -57,18 +76,7 @@ from bench.serving.goodput_arguments import (
     parse_arguments,
 )
 from bench.serving.load import LoadProcesses, LoadSpec, first_model
-from bench.serving.node_history import (
-    decode_figures,
-    prefill_figures,
-    prompt_figures,
-    read_history,
-)
 from bench.serving.openai_stream import Outcome
-from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, running
-from bench.serving.processes import ProcessLoad, lateness_figures
-from bench.serving.report import Slo, Span, goodput, read_rows, request_row, summarize, tables
-from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
-from bench.serving.token_times import token_figures
 from cli.local_cluster.cluster import UpSettings
 from cli.local_cluster.supervisor import Service
 from engine.contracts.steps.step_launches import StepLaunches

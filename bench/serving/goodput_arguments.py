@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
 from bench.serving.batch_beside import BatchBeside
-from bench.serving.imitated_core import Imitation
+from bench.serving.clusters.imitated_core import Imitation
 
 _LOAD = re.compile(r"(\d+)/(\d+)@([\d.,]+)")
 _DEFAULT_LOAD = "2000/150@24,48"
@@ -68,7 +68,7 @@ def parse_arguments(doc: str | None, argv: list[str] | None = None) -> argparse.
     )  # fmt: skip
     who.add_argument(
         "--imitate", type=imitation_of, metavar="STEP_MS/TOKENS_PER_S",
-        help="real services around engines that are imitated (bench.serving.imitated_core)",
+        help="real services around engines that are imitated (clusters/imitated_core.py)",
     )  # fmt: skip
     who.add_argument("--tp", type=int, default=1, help="GPUs of each node")
     who.add_argument("--device", default="auto")

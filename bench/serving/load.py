@@ -29,8 +29,8 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from bench.serving.figures.report import Span
 from bench.serving.openai_stream import Outcome, stream_completion
-from bench.serving.report import Span
 from bench.workload import Preset, Session, exactly, sessions
 from edge.http.event_loop.loop_lateness import LoopLateness
 

@@ -46,10 +46,10 @@ from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
 from bench.figures import distribution_ms
 from bench.record import write_result
+from bench.serving.clusters.node_metrics import by_label
+from bench.serving.clusters.pd_cluster import add_cluster, model_folder, supervised, tell_progress
 from bench.serving.load import first_model
-from bench.serving.node_metrics import by_label
 from bench.serving.openai_stream import completion
-from bench.serving.pd_cluster import add_cluster, model_folder, supervised, tell_progress
 from bench.serving.soak import metrics_url, until_nothing_is_held
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Service, ServiceSpec

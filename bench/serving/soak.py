@@ -49,12 +49,12 @@ import aiohttp
 from bench.arguments import parser_of
 from bench.figures import distribution
 from bench.record import RESULTS, write_result
-from bench.serving.node_metrics import by_label, held, read_metrics
-from bench.serving.pd_cluster import add_cluster, supervised, tell_progress
-from bench.serving.soak_cluster import Harm, Wanted, mortal
-from bench.serving.soak_everything import Operator
-from bench.serving.soak_load import Soak
-from bench.serving.soak_record import Record, plot, record_figures
+from bench.serving.clusters.node_metrics import by_label, held, read_metrics
+from bench.serving.clusters.pd_cluster import add_cluster, supervised, tell_progress
+from bench.serving.soaks.soak_cluster import Harm, Wanted, mortal
+from bench.serving.soaks.soak_everything import Operator
+from bench.serving.soaks.soak_load import Soak
+from bench.serving.soaks.soak_record import Record, plot, record_figures
 from cli.local_cluster.supervisor import Service
 
 _SETTLE_S = 60.0

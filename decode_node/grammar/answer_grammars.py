@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from decode_node.grammar.answer_grammar import answer_grammar
-from decode_node.grammar.grammar_checker import GrammarChecker
+from decode_node.grammar.checks.grammar_checker import GrammarChecker
 from decode_node.grammar.grammar_text import Expression, GrammarText
 from decode_node.grammar.reasoning import ReasoningFormat, ReasoningState
 from decode_node.grammar.structured_output import express, find_constraint

@@ -17,8 +17,8 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from decode_node.grammar.formats import with_exact_formats
-from decode_node.grammar.known_keywords import (
+from decode_node.grammar.schemas.formats import with_exact_formats
+from decode_node.grammar.schemas.known_keywords import (
     with_known_keywords,
     without_unfollowed_numbers,
     without_unknown_patterns,

@@ -26,7 +26,7 @@ from decode_node.grammar.grammar_text import (
     sequence,
     token,
 )
-from decode_node.grammar.schema_checks import check_json, check_schema, check_size
+from decode_node.grammar.schemas.schema_checks import check_json, check_schema, check_size
 from edge.http.errors import BadRequest
 
 LEGACY_KEYS = ("structures", "triggers")

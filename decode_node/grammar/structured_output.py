@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from decode_node.grammar.grammar_text import Expression, GrammarText, json_schema, regex
-from decode_node.grammar.schema_checks import (
+from decode_node.grammar.schemas.schema_checks import (
     check_schema,
     check_size,
     read_json,

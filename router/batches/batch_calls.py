@@ -12,7 +12,7 @@ from edge.http.errors import BadRequest
 from router.batches.batch_store import BatchStore, new_id
 from router.batches.bodies import batch_object, encode, list_object
 from router.batches.errors import TooMany
-from router.batches.file_calls import BATCH, ttl_of
+from router.batches.files.file_calls import BATCH, ttl_of
 from router.store.batches import (
     AT_WORK,
     BatchRow,

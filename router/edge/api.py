@@ -4,7 +4,7 @@
     GET  /v1/models, /v1/models/{id}       put together from the decode nodes
     GET  /tokenizer_info                   as a decode node tells it, if nodes may
 
-What operators ask is in `router.edge.admin_api`.
+What operators ask is in `router.edge.operators.admin_api`.
 
 The POST paths are a plain ASGI endpoint, because they carry every streamed byte.
 """

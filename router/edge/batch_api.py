@@ -31,8 +31,8 @@ from edge.http.connection.client_connection import (
 )
 from edge.http.errors import BadRequest
 from router.batches.batch_calls import BatchCalls
-from router.batches.file_calls import FileCalls
-from router.batches.upload import Sender
+from router.batches.files.file_calls import FileCalls
+from router.batches.files.upload import Sender
 from router.edge.list_order import is_ascending
 from router.request.tenants import Tenant
 from router.store.files import ListQuery

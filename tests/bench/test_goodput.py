@@ -13,6 +13,11 @@ import pytest
 
 from bench.figures import one_queue
 from bench.router.plan_accuracy import compare, live_table
+from bench.serving.clusters.node_metrics import histogram_quantile
+from bench.serving.clusters.processes import cpu_seconds
+from bench.serving.figures.node_history import decode_figures, gaps, prefill_figures, prompt_figures
+from bench.serving.figures.report import Slo, goodput, read_rows
+from bench.serving.figures.simulated import SimulatedNodes, StepTimesSeen, overheads_s, simulated
 from bench.serving.goodput_arguments import (
     Workload,
     engine_of,
@@ -21,12 +26,7 @@ from bench.serving.goodput_arguments import (
     parse_arguments,
 )
 from bench.serving.load import LoadProcesses, LoadSpec
-from bench.serving.node_history import decode_figures, gaps, prefill_figures, prompt_figures
-from bench.serving.node_metrics import histogram_quantile
 from bench.serving.openai_stream import Outcome
-from bench.serving.processes import cpu_seconds
-from bench.serving.report import Slo, goodput, read_rows
-from bench.serving.simulated import SimulatedNodes, StepTimesSeen, overheads_s, simulated
 from engine.contracts.steps.step_log import StepRecord
 from engine.frontend.step_history import HistoryReport, PauseReport
 from tests.bench.test_serving_bench import answer_as_asked

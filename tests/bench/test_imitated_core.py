@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.serving.imitated_core import MODULE, STEP_S, ImitatedCore, Imitation
+from bench.serving.clusters.imitated_core import MODULE, STEP_S, ImitatedCore, Imitation
 from cli.local_cluster.supervisor import ServiceSpec
 from engine.contracts.messages import (
     AbortRequests,

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from bench import record
 from bench.figures import distribution_ms, percentile
+from bench.serving.figures.report import Slo, Span, request_row, summarize
 from bench.serving.load import Load, LoadSpec
 from bench.serving.openai_stream import Outcome
-from bench.serving.report import Slo, Span, request_row, summarize
 from bench.workload import PRESETS, Preset, Quantiles, exactly, sessions
 from tests.router.fakes import FakeDecodeNode, break_after, open_stream
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench.serving.soak import all_held
-from bench.serving.soak_record import Growth, Look, Record, growth, plot, record_figures
+from bench.serving.soaks.soak_record import Growth, Look, Record, growth, plot, record_figures
 from cli.local_cluster.supervisor import Listener, Service, ServiceSpec
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bench.serving.clusters.processes import lateness_figures
+from bench.serving.figures.token_times import TokenWays, token_figures
 from bench.serving.openai_stream import Outcome
-from bench.serving.processes import lateness_figures
-from bench.serving.token_times import TokenWays, token_figures
 from engine.contracts.steps.step_log import StepRecord
 from engine.frontend.output_delivery import Delivered
 from engine.frontend.step_history import HistoryReport

@@ -23,7 +23,7 @@ from decode_node.disagg.cached_prefixes import CachedPrefixes
 from decode_node.disagg.credits import KVCredits
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
-from decode_node.grammar.grammar_checker import GrammarChecker
+from decode_node.grammar.checks.grammar_checker import GrammarChecker
 from decode_node.http.callers import CallerCheck
 from decode_node.http.routes import ApiState
 from decode_node.images.create_reader import create_image_reader

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from bench.serving.node_metrics import held, read_metrics
+from bench.serving.clusters.node_metrics import held, read_metrics
 from cli.local_cluster.cluster import free_ports
 from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
 from tests.processes import descendants, find_processes, is_alive

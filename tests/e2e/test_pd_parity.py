@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
-from bench.serving.node_metrics import read_metrics
+from bench.serving.clusters.node_metrics import read_metrics
 from tests.engine.models.reference_models import FAMILIES, GreedyAnswers, save_checkpoint
 from tests.engine.models.reference_models import reference as load
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from bench.serving.node_metrics import read_metrics
+from bench.serving.clusters.node_metrics import read_metrics
 from tests.engine.lora.adapter_checkpoints import AdapterShape, write_adapter
 
 NUM_STREAMS = 30

@@ -9,7 +9,7 @@ import pytest
 
 from engine.contracts.request_spec import IDLE_PRIORITY
 from router.admission.admission_gate import AdmissionGate, GateLimits
-from router.batches import input_line
+from router.batches.lines import input_line
 from router.errors import NoNodeAvailable, Overloaded
 from router.nodes.address import NodeRole
 from router.nodes.node import Node

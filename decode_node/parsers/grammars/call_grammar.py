@@ -27,7 +27,7 @@ from decode_node.grammar.grammar_text import (
     repeat,
     sequence,
 )
-from decode_node.grammar.schema_checks import check_numbers
+from decode_node.grammar.schemas.schema_checks import check_numbers
 from decode_node.parsers.families.formats import (
     AddressFormat,
     BracedFormat,

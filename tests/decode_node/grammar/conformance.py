@@ -17,9 +17,9 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from decode_node.grammar.checks.library_errors import in_plain_words
 from decode_node.grammar.grammar_text import GrammarText, json_schema
-from decode_node.grammar.library_errors import in_plain_words
-from decode_node.grammar.schema_checks import check_schema
+from decode_node.grammar.schemas.schema_checks import check_schema
 from edge.http.errors import BadRequest
 from engine.grammar.tokenizer import parser_limits
 from tests.decode_node.grammar.matching import END_IDS, allowed, ll_tokenizer, spell

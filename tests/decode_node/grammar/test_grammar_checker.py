@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from decode_node.errors import Overloaded
-from decode_node.grammar import grammar_checker as module
-from decode_node.grammar.checker_process import CheckerConfig
-from decode_node.grammar.grammar_checker import GrammarChecker
+from decode_node.grammar.checks import grammar_checker as module
+from decode_node.grammar.checks.checker_process import CheckerConfig
+from decode_node.grammar.checks.grammar_checker import GrammarChecker
 from decode_node.grammar.grammar_text import GrammarText, json_schema
 from edge.http.errors import BadRequest
 from edge.logs.setup import LogStyle
@@ -262,7 +262,9 @@ def test_its_process_logs_as_the_node_does(
 ) -> None:
     """It says why it ends where it has no socket."""
     config = CheckerConfig(model, -1, module.COMPILE_S, LogStyle(format="json"))
-    child = ChildProcess.start("decode_node.grammar.checker_process", config, "grammar checker")
+    child = ChildProcess.start(
+        "decode_node.grammar.checks.checker_process", config, "grammar checker"
+    )
     assert child.wait(60.0)
     child.stop()
     (line,) = capfd.readouterr().err.splitlines()

@@ -23,7 +23,7 @@ from decode_node.grammar.grammar_text import (
     sequence,
     token,
 )
-from decode_node.grammar.known_keywords import is_known_pattern, with_known_keywords
+from decode_node.grammar.schemas.known_keywords import is_known_pattern, with_known_keywords
 from tests.decode_node.grammar.matching import (
     CALL,
     END,

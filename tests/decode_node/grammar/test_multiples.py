@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node.grammar.grammar_text import GrammarText, json_schema
-from decode_node.grammar.known_keywords import with_known_keywords
-from decode_node.grammar.schema_checks import check_schema
+from decode_node.grammar.schemas.known_keywords import with_known_keywords
+from decode_node.grammar.schemas.schema_checks import check_schema
 from edge.http.errors import BadRequest
 from engine.grammar.tokenizer import parser_limits
 from tests.decode_node.grammar.matching import accepts, allowed, ll_tokenizer

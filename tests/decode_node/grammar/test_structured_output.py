@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from decode_node.grammar.checks.library_errors import in_plain_words
 from decode_node.grammar.grammar_text import GrammarText
-from decode_node.grammar.library_errors import in_plain_words
 from decode_node.grammar.structured_output import express, find_constraint
 from decode_node.protocol.bodies.parse_body import parse_body
 from decode_node.protocol.bodies.structured_output import StructuredFields

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from edge.http.errors import HttpError
 from router.batches.errors import LineFault
-from router.batches.form_reader import FormReader
-from router.batches.input_line import read_line
-from router.batches.line_cutter import LineCutter
-from router.batches.validation import Validation
+from router.batches.files.form_reader import FormReader
+from router.batches.files.line_cutter import LineCutter
+from router.batches.lines.input_line import read_line
+from router.batches.runs.validation import Validation
 from router.request.model_route import plain_route
 from router.store.files import FilePart
 from tests.fuzz.damage import altered, damaged, json_bytes, packed, unpacked

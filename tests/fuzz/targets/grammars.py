@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 from hypothesis import strategies as st
 
-from decode_node.grammar.grammar_checker import GrammarChecker
+from decode_node.grammar.checks.grammar_checker import GrammarChecker
 from decode_node.grammar.grammar_text import GrammarText
 from decode_node.grammar.structured_output import express, find_constraint
 from decode_node.protocol.bodies.parse_body import validate

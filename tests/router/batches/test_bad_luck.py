@@ -20,8 +20,8 @@ from starlette.types import Message
 
 from edge.http.bodies.body_room import BodyRoom
 from edge.http.errors import RequestTimeout, RequestTooLarge
-from router.batches import result_writer
-from router.batches.upload import Sender
+from router.batches.files.upload import Sender
+from router.batches.lines import result_writer
 from router.request.tenants import ANYONE
 from tests.router.batches.conftest import client_of
 from tests.router.batches.node import ChatNode, line

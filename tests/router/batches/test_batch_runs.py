@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
 from edge.http.bodies.body_room import BodyRoom
-from router.batches.answer import Answering
 from router.batches.batch_calls import BatchCalls
-from router.batches.batch_runs import BatchRuns
 from router.batches.batch_store import BatchStore
 from router.batches.expiry import sweep_batches
-from router.batches.file_calls import FileCalls
-from router.batches.idle_room import IdleRoom
+from router.batches.files.file_calls import FileCalls
+from router.batches.files.upload import Sender
+from router.batches.runs.answer import Answering
+from router.batches.runs.batch_runs import BatchRuns
+from router.batches.runs.idle_room import IdleRoom
 from router.batches.settings import BatchLimits
-from router.batches.upload import Sender
 from router.observe.batch_metrics import BatchTotals
 from router.request.model_route import plain_route
 from router.request.tenants import ANYONE

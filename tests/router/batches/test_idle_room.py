@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.batches import idle_room
-from router.batches.idle_room import IdleRoom
+from router.batches.runs import idle_room
+from router.batches.runs.idle_room import IdleRoom
 
 
 @dataclass

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from decode_node.errors import Overloaded, Unavailable
-from decode_node.grammar.checker_process import CheckerConfig, Ready, Verdict
+from decode_node.grammar.checks.checker_process import CheckerConfig, Ready, Verdict
 from edge.http.errors import BadRequest
 from edge.logs.setup import log_style
 from engine.config import ModelConfig
@@ -178,7 +178,7 @@ class GrammarChecker:
         with theirs:
             config = CheckerConfig(self._model, theirs.fileno(), COMPILE_S, log_style())
             self._process = ChildProcess.start(
-                "decode_node.grammar.checker_process",
+                "decode_node.grammar.checks.checker_process",
                 config,
                 "grammar checker",
                 pass_fds=[theirs.fileno()],

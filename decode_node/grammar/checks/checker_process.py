@@ -29,8 +29,8 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from decode_node.grammar.ebnf import with_plain_syntax
-from decode_node.grammar.library_errors import in_plain_words
+from decode_node.grammar.checks.ebnf import with_plain_syntax
+from decode_node.grammar.checks.library_errors import in_plain_words
 from edge.logs.setup import LogStyle, setup_logging
 from engine.config import ModelConfig
 from engine.grammar.tokenizer import GrammarUnavailable, load_grammar_tokenizer, parser_limits

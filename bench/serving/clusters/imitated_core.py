@@ -1,8 +1,8 @@
 """Imitates an engine core, so that everything around engines can be measured without any: a row
 gets a token at the end of each step, and a step always takes equally long.
 
-    python -m edge.program bench.serving.imitated_core decode_node FLAGS    a node, otherwise real
-    python -m edge.program bench.serving.imitated_core                      its engine core
+    python -m edge.program bench.serving.clusters.imitated_core decode_node FLAGS  a node, else real
+    python -m edge.program bench.serving.clusters.imitated_core                    its engine core
 
 Steps follow each other at fixed times, whatever holds this process up; what it says of their ends
 (`/steps`) are those times, so that a token's delay is counted from when an engine would have had
@@ -55,7 +55,7 @@ from kv_transfer.metadata import KVPeer, TransferStats
 
 STEP_S = "IMITATED_STEP_S"
 PROMPT_RATE = "IMITATED_PROMPT_TOKENS_PER_S"
-MODULE = "bench.serving.imitated_core"
+MODULE = "bench.serving.clusters.imitated_core"
 
 _NUM_BLOCKS = 20_000
 _STATS_S = 0.1

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from router.batches.input_line import InputLine
+from router.batches.lines.input_line import InputLine
 from router.store.batches import Progress
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

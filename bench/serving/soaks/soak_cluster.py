@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.serving.processes import below, module_of
-from bench.serving.soak_everything import DECODE_ARGS, NODE_ARGS, SEES, write_adapters
+from bench.serving.clusters.processes import below, module_of
+from bench.serving.soaks.soak_everything import DECODE_ARGS, NODE_ARGS, SEES, write_adapters
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Service, ServiceSpec, ServiceState
 
 _TRANSFER = "kv_transfer.control.process"
-_HELPERS = ("decode_node.grammar.checker_process", "decode_node.images.image_child")
+_HELPERS = ("decode_node.grammar.checks.checker_process", "decode_node.images.image_child")
 """Processes of a decode node that read what clients send."""
 _FREEZE_S = 6.0
 _PAUSE_S = 0.1

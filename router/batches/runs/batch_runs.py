@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from router.batches.answer import Answering
-from router.batches.batch_run import BatchRun
 from router.batches.batch_store import BatchStore
-from router.batches.idle_room import IdleRoom
+from router.batches.runs.answer import Answering
+from router.batches.runs.batch_run import BatchRun
+from router.batches.runs.idle_room import IdleRoom
 from router.models.known_models import ModelTable
 from router.observe.batch_metrics import BatchFacts
 from router.request.tenants import Tenant

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.engine.models.shapes import config_json
-from bench.serving.imitated_core import Imitation
+from bench.serving.clusters.imitated_core import Imitation
 from cli.local_cluster.cluster import UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
 from cli.up import wait_routable

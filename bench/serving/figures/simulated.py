@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bench.figures import Figures, distribution_ms, one_queue, percentile
-from bench.serving.node_history import gaps
+from bench.serving.figures.node_history import gaps
 from bench.serving.openai_stream import Outcome
 from engine.contracts.steps.step_launches import StepLaunches
 from engine.frontend.step_history import HistoryReport

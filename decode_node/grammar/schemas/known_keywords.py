@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from decode_node.grammar.multiples import MULTIPLE, listed_multiples, together
-from decode_node.grammar.schema_checks import MAX_BYTES, subschemas, unfollowed_keywords
+from decode_node.grammar.schemas.multiples import MULTIPLE, listed_multiples, together
+from decode_node.grammar.schemas.schema_checks import MAX_BYTES, subschemas, unfollowed_keywords
 
 _NAMES, _UNIQUE, _FORMAT = "propertyNames", "uniqueItems", "format"
 _PATTERNS = "patternProperties"

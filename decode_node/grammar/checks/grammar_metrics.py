@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from decode_node.grammar.grammar_checker import GrammarChecker
+from decode_node.grammar.checks.grammar_checker import GrammarChecker
 
 
 class GrammarCollector(Collector):

@@ -18,8 +18,8 @@ from starlette.types import Receive
 from edge.http.bodies.body_room import BodyLease
 from edge.http.connection.client_connection import ClientDisconnected
 from edge.http.errors import RequestTimeout, RequestTooLarge
-from router.batches.form_reader import FormReader
-from router.batches.line_cutter import LineCutter
+from router.batches.files.form_reader import FormReader
+from router.batches.files.line_cutter import LineCutter
 from router.store.files import FilePart
 
 

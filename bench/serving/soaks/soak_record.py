@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.serving.processes import usage
+from bench.serving.clusters.processes import usage
 
 _LOOKS_TOLD = 40
 _NUM_BATCHES = 10

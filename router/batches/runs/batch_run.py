@@ -22,15 +22,15 @@ from functools import partial
 
 import msgspec
 
-from router.batches.answer import Answering
 from router.batches.batch_store import BatchStore
 from router.batches.errors import Lost
-from router.batches.file_calls import BATCH_OUTPUT
-from router.batches.idle_room import IdlePlace, IdleRoom
-from router.batches.input_line import InputLine, read_line
-from router.batches.result_line import not_executed
-from router.batches.result_writer import ResultWriter
-from router.batches.validation import Validation, lines_of
+from router.batches.files.file_calls import BATCH_OUTPUT
+from router.batches.lines.input_line import InputLine, read_line
+from router.batches.lines.result_line import not_executed
+from router.batches.lines.result_writer import ResultWriter
+from router.batches.runs.answer import Answering
+from router.batches.runs.idle_room import IdlePlace, IdleRoom
+from router.batches.runs.validation import Validation, lines_of
 from router.models.known_models import ModelTable
 from router.observe.batch_metrics import BatchFacts, BatchTotals
 from router.request.prompt_text import estimate_tokens

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from edge.http.bodies.json_counter import JsonCounter
 from edge.http.errors import BadRequest, HttpError
 from router.batches.errors import LineFault
-from router.batches.input_line import InputLine, read_line
+from router.batches.lines.input_line import InputLine, read_line
 from router.request.model_route import ModelRoute
 from router.store.files import FilePart
 

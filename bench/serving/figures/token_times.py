@@ -20,8 +20,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bench.serving.figures.report import Figures, distribution_ms
 from bench.serving.openai_stream import Outcome
-from bench.serving.report import Figures, distribution_ms
 from engine.frontend.step_history import HistoryReport
 
 LONG = 1.25

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from decode_node.grammar.multiples import MULTIPLE, fault_of_multiple
+from decode_node.grammar.schemas.multiples import MULTIPLE, fault_of_multiple
 from edge.http.errors import BadRequest
 
 MAX_BYTES = 1 << 16

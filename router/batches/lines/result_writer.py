@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from router.batches.batch_store import BatchStore
 from router.batches.errors import Lost
-from router.batches.result_line import ResultLine
+from router.batches.lines.result_line import ResultLine
 from router.store.batches import BatchRow, Progress, count
 from router.store.errors import StoreUnavailable
 from router.store.files import FilePart, FileRow, add_parts, places_among

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message
 
 from edge.http import headers as names
-from router.batches.idle_room import IdlePlace
-from router.batches.input_line import InputLine
-from router.batches.result_line import ResultLine, answered, not_executed
+from router.batches.lines.input_line import InputLine
+from router.batches.lines.result_line import ResultLine, answered, not_executed
+from router.batches.runs.idle_room import IdlePlace
 from router.observe.batch_metrics import BatchTotals
 from router.request.tenants import Tenant
 from router.responses.background.detached_call import ask

@@ -3,9 +3,9 @@
     GET  /health     200 while the process lives
     GET  /ready      200 while requests would be served, else 503
     GET  /metrics    Prometheus
-    GET  /status     a page for people (`router.edge.status_api`)
+    GET  /status     a page for people (`status_api.py`)
     POST /reset_prefix_cache    forgets the cached prefixes of all nodes
-    -    /admin/nodes           the nodes, taken out of use and back (`router.edge.node_api`)
+    -    /admin/nodes           the nodes, taken out of use and back (`node_api.py`)
 
 All on the port of the API, or the last two on a port of their own (`admin_port`), which then has
 the first two as well.

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from bench.serving.openai_stream import Outcome, read_events
-from bench.serving.soak_everything import is_as_asked, request_of
+from bench.serving.soaks.soak_everything import is_as_asked, request_of
 
 _LEFT_PART = 0.2
 _NUM_PROMPTS = 42

@@ -8,11 +8,11 @@ from typing import TypeAlias
 from starlette.routing import BaseRoute
 
 from edge.security.credentials import Credentials
-from router.edge.adapter_api import adapter_routes
-from router.edge.admin_api import admin_routes
-from router.edge.node_api import node_routes
-from router.edge.role_api import role_routes
-from router.edge.status_api import status_routes
+from router.edge.operators.adapter_api import adapter_routes
+from router.edge.operators.admin_api import admin_routes
+from router.edge.operators.node_api import node_routes
+from router.edge.operators.role_api import role_routes
+from router.edge.operators.status_api import status_routes
 from router.nodes.adapters.adapters import ClusterAdapters
 from router.nodes.operations.drains import NodeDrains
 from router.nodes.operations.prefix_caches import PrefixCaches

@@ -19,8 +19,8 @@ import aiohttp
 import psutil
 
 from bench.figures import Figures
-from bench.serving.node_metrics import by_label, histogram_quantile
-from bench.serving.pd_cluster import metrics_url
+from bench.serving.clusters.node_metrics import by_label, histogram_quantile
+from bench.serving.clusters.pd_cluster import metrics_url
 from cli.local_cluster.supervisor import Service
 from edge.http.event_loop.loop_lateness import NAME as LATENESS
 

@@ -10,9 +10,9 @@ from edge.http.errors import BadRequest
 from router.batches.batch_store import BatchStore
 from router.batches.bodies import encode, file_object, list_object
 from router.batches.errors import InUse
-from router.batches.form_reader import FormReader
-from router.batches.line_cutter import LineCutter
-from router.batches.upload import Sender, Upload, too_large
+from router.batches.files.form_reader import FormReader
+from router.batches.files.line_cutter import LineCutter
+from router.batches.files.upload import Sender, Upload, too_large
 from router.store.batches import uses_file
 from router.store.files import (
     FilePart,
