@@ -9,8 +9,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+OF_TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != ".git"}
 _PATH = re.compile(r"`([a-z_.]+/[\w./-]+)`")
+_MODULE = re.compile(r"`([\w./-]+\.py)`")
+OF_OTHERS = {"encoding_dsv4.py"}
+"""Modules of other projects, which pages name."""
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -23,6 +27,20 @@ def named_files(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files_exist(page: Path) -> None:
     missing = [path for path in named_files(page) if not (ROOT / path).exists()]
+    assert not missing, missing
+
+
+@pytest.fixture(scope="module")
+def modules() -> set[str]:
+    """Returns the paths of all modules, and their ends, by which pages name what stands beside."""
+    folders = [ROOT / name for name in FOLDERS if name[0] != "."]
+    paths = [path.relative_to(ROOT).parts for top in folders for path in top.rglob("*.py")]
+    return {"/".join(parts[i:]) for parts in paths for i in range(len(parts))}
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
+def test_named_modules_exist(page: Path, modules: set[str]) -> None:
+    missing = set(_MODULE.findall(page.read_text(encoding="utf-8"))) - modules - OF_OTHERS
     assert not missing, missing
 
 
