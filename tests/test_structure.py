@@ -251,6 +251,31 @@ KV_TRANSFER_ORDER = [
 ]
 """Contracts first. Rooms of one level never import each other."""
 
+ATTENTION_ORDER = [
+    {"backend", "row_inputs"},
+    {"context_passes", "paged", "whole_images"},
+    {"latent_backend", "layer", "whole_prompts"},
+    {"indexer", "rows", "selection"},
+    {"block_indexer", "latent"},
+    {"block"},
+]
+
+QUANTIZATION_ORDER = [
+    {"fields", "fused_layers"},
+    {"fp8", "integers", "micro_floats"},
+    {"compressed_tensors", "packed", "quark"},
+    {"auto_round", "modelopt"},
+    {"reader"},
+]
+
+TRACING_ORDER = [
+    {"context", "environment", "errors", "span"},
+    {"calls", "export", "sampling"},
+    {"rpc", "settings"},
+    {"tracer"},
+    {"metrics"},
+]
+
 BATCHES_ORDER = [
     {"bodies", "errors", "settings"},
     {"batch_store"},
@@ -364,13 +389,16 @@ PLANNER_ORDER = [
 ORDERS = {
     "edge": EDGE_ORDER,
     "edge.http": HTTP_ORDER,
+    "edge.tracing": TRACING_ORDER,
     "engine": ENGINE_ORDER,
     "engine.contracts": CONTRACTS_ORDER,
     "engine.executor": EXECUTOR_ORDER,
     "engine.frontend": FRONTEND_ORDER,
     "engine.layers": LAYERS_ORDER,
+    "engine.layers.attention": ATTENTION_ORDER,
     "engine.layers.methods": METHODS_ORDER,
     "engine.models": MODELS_ORDER,
+    "engine.models.quantization": QUANTIZATION_ORDER,
     "engine.node": NODE_ORDER,
     "engine.sched": SCHED_ORDER,
     "engine.worker": WORKER_ORDER,

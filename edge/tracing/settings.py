@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from edge.tracing.context import Sampler
 from edge.tracing.environment import tracing_environment
 from edge.tracing.errors import OtlpError
-from edge.tracing.otlp_endpoint import OtlpEndpoint
+from edge.tracing.export.otlp_endpoint import OtlpEndpoint
 from edge.tracing.sampling import find_ratio, ratio_sampler
 
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from edge.tracing.context import TraceContext
 from edge.tracing.environment import tracing_environment
 from edge.tracing.errors import OtlpError
-from edge.tracing.file import TraceFile
-from edge.tracing.otlp_endpoint import OtlpEndpoint
-from edge.tracing.resource import resource_attributes
+from edge.tracing.export.file import TraceFile
+from edge.tracing.export.otlp_endpoint import OtlpEndpoint
+from edge.tracing.export.resource import resource_attributes
 from edge.tracing.settings import TraceSettings
 from edge.tracing.span import RecordedSpan, Span, SpanKind
 
 if TYPE_CHECKING:
-    from edge.tracing.otlp_export import OtlpExport
+    from edge.tracing.export.otlp_export import OtlpExport
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _export(endpoint: OtlpEndpoint, resource: Mapping[str, str]) -> OtlpExport |
     """Starts the export. Where only the environment names a collector, which whole clusters may do,
     what is missing or wrong is no reason not to serve. Raises `OtlpError`."""
     try:
-        from edge.tracing.otlp_export import OtlpExport
+        from edge.tracing.export.otlp_export import OtlpExport
 
         return OtlpExport(endpoint, resource)
     except ImportError as error:

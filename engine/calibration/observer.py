@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.layers.attention.latent_block import LatentAttentionBlock
+from engine.layers.attention.latent.latent_block import LatentAttentionBlock
 from engine.layers.attention.layer import Attention, AttentionInputs
 from tandem_kernels.attention.kv_pages import KVPages, apart
 

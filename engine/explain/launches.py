@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from engine.layers.attention import flash_attention
+from engine.layers.attention.whole_prompts import flash_attention
 from tandem_kernels import ops
 from tandem_kernels.attention.block_choice import BlockChoice
 from tandem_kernels.attention.index_pages import IndexPages

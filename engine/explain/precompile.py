@@ -156,7 +156,7 @@ def main() -> None:
     if not cache.begin():
         return
     os.nice(_NICE)
-    from engine.layers.attention import flash_attention
+    from engine.layers.attention.whole_prompts import flash_attention
 
     try:
         count, num_failed = compile_ahead(

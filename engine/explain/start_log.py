@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.explain.explanation import Batch, explain
 from engine.explain.report import summary
 from engine.explain.towers import explain_tower
-from engine.layers.attention import flash_attention
+from engine.layers.attention.whole_prompts import flash_attention
 from tandem_kernels.device import gpu_facts
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from decode_node.observe.request_spans import spans_of
 from decode_node.observe.timeline import PrefillRecord, RequestRecord
 from edge.logs.formatters import JsonFormatter
 from edge.tracing.context import TraceContext
-from edge.tracing.file import TraceFile
+from edge.tracing.export.file import TraceFile
 from edge.tracing.span import Span
 from edge.tracing.tracer import Tracer
 from engine.contracts.request_spec import RequestSpec

@@ -18,7 +18,7 @@ import pytest
 from cli.local_cluster.cluster import free_ports
 from edge.program import collect_early
 from edge.tracing.context import TraceContext
-from edge.tracing.file import TraceFile
+from edge.tracing.export.file import TraceFile
 from edge.tracing.span import Span
 from edge.tracing.tracer import Tracer
 from tests.router.processes import ROOT, run_module

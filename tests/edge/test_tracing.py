@@ -18,10 +18,10 @@ from pydantic import ValidationError
 from edge.tracing.calls import TraceCalls
 from edge.tracing.context import TraceContext
 from edge.tracing.errors import OtlpError
-from edge.tracing.file import TraceFile
+from edge.tracing.export.file import TraceFile
+from edge.tracing.export.otlp_endpoint import OtlpEndpoint
+from edge.tracing.export.resource import resource_attributes
 from edge.tracing.metrics import TracerCollector
-from edge.tracing.otlp_endpoint import OtlpEndpoint
-from edge.tracing.resource import resource_attributes
 from edge.tracing.sampling import find_ratio, ratio_sampler
 from edge.tracing.settings import TraceSettings
 from edge.tracing.span import Span
@@ -142,7 +142,7 @@ def test_a_collector_that_is_down_costs_nothing(
     assert wait_counted(tracer, 1000) == {
         "exported": 0, "queue_full": 0, "export_failed": 1000, "file": 0
     }  # fmt: skip
-    told = [r for r in caplog.records if r.name == "edge.tracing.otlp_export"]
+    told = [r for r in caplog.records if r.name == "edge.tracing.export.otlp_export"]
     assert len(told) == 1 and "takes no spans" in told[0].getMessage(), "once, not every batch"
     begun = time.monotonic()
     tracer.close()
@@ -199,7 +199,7 @@ def test_one_that_speaks_something_else_costs_nothing(gives_up_soon: None) -> No
 
 
 def test_the_collector_is_told_of_again_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "edge.tracing.otlp_export")
+    caplog.set_level("INFO", "edge.tracing.export.otlp_export")
     with http_collector(status=400) as collected:
         tracer = opened(collected.url)
         tracer.write(TraceContext.from_headers(SAMPLED), request())
@@ -331,9 +331,9 @@ def test_variables_of_a_whole_cluster_stop_no_service(
 def no_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As where the extra is not installed."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    monkeypatch.delitem(sys.modules, "edge.tracing.otlp_export", raising=False)
+    monkeypatch.delitem(sys.modules, "edge.tracing.export.otlp_export", raising=False)
     yield
-    sys.modules.pop("edge.tracing.otlp_export", None)
+    sys.modules.pop("edge.tracing.export.otlp_export", None)
 
 
 def test_missing_packages_are_named(

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings
 
 from docs.generate_values_schema import NOT_OFFERED, SERVICES, offered
-from edge.tracing.resource import KUBERNETES_VARIABLES
+from edge.tracing.export.resource import KUBERNETES_VARIABLES
 from tests.helm.helm_engine import HelmSdk
 from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
 from tests.helm.service_settings import (

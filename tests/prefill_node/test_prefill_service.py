@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from edge.http.event_loop import long_work
-from edge.tracing.file import TraceFile
+from edge.tracing.export.file import TraceFile
 from edge.tracing.tracer import Tracer
 from engine.config import ParallelConfig
 from engine.contracts.outputs import SchedulerStats

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.engine.timing.device_time import rotations
 from engine.head_sizes import HeadSizes
 from engine.layers.attention.backend import AttentionSpec
-from engine.layers.attention.flash_attention import FlashPrefill
-from engine.layers.attention.uncached_prefill import split_metadata
+from engine.layers.attention.whole_prompts.flash_attention import FlashPrefill
+from engine.layers.attention.whole_prompts.uncached_prefill import split_metadata
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_pages import KVPages, PagedKV

@@ -12,14 +12,17 @@ import torch
 from engine.config import AttentionBackendName, EngineConfig
 from engine.contracts.errors import CannotStartError
 from engine.head_sizes import HeadSizes
-from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.context_passes import PASS_TOKENS
-from engine.layers.attention.cudnn_prefill import CudnnPrefill
-from engine.layers.attention.flash_attention import FlashPrefill, FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend, LatentShape
 from engine.layers.attention.paged import PagedBackend
-from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
+from engine.layers.attention.whole_prompts import flash_attention
+from engine.layers.attention.whole_prompts.cudnn_prefill import CudnnPrefill
+from engine.layers.attention.whole_prompts.flash_attention import FlashPrefill, FlashRagged
+from engine.layers.attention.whole_prompts.uncached_prefill import (
+    DensePrefill,
+    UncachedPrefillBackend,
+)
 from tandem_kernels.device import gpu_name, has_e4m3, is_gpu
 
 logger = logging.getLogger(__name__)

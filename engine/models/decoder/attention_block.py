@@ -8,9 +8,9 @@ from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.block_indexer import BlockIndexerSizes
 from engine.layers.attention.indexer import IndexerSizes
-from engine.layers.attention.latent_block import LatentAttentionBlock, LatentSizes
-from engine.layers.attention.row_indexer import RowIndexerSizes
-from engine.layers.attention.window_rows_block import WindowRowsBlock, WindowRowsSizes
+from engine.layers.attention.latent.latent_block import LatentAttentionBlock, LatentSizes
+from engine.layers.attention.rows.row_indexer import RowIndexerSizes
+from engine.layers.attention.rows.window_rows_block import WindowRowsBlock, WindowRowsSizes
 from engine.layers.kv_scales import layer_scales
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import Shard

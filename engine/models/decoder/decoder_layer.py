@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock
-from engine.layers.attention.latent_block import LatentAttentionBlock
+from engine.layers.attention.latent.latent_block import LatentAttentionBlock
 from engine.layers.feed_forward.paired_mlp import PairedMLP
 from engine.layers.feed_forward.sparse_mlp import SparseMLP
 from engine.layers.norm import RMSNorm

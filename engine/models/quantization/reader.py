@@ -15,7 +15,7 @@ from engine.models.quantization.auto_round import read_auto_round
 from engine.models.quantization.compressed_tensors import read_compressed_tensors
 from engine.models.quantization.fields import Fields
 from engine.models.quantization.fp8 import ONLINE, read_fp8, read_mxfp8
-from engine.models.quantization.modelopt import read_modelopt
+from engine.models.quantization.modelopt.modelopt import read_modelopt
 from engine.models.quantization.packed import read_awq, read_gptq, read_mxfp4
 from engine.models.quantization.quark import read_quark
 from engine.quantization import Quantization

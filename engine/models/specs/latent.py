@@ -6,7 +6,7 @@ import msgspec
 
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """The sizes of latent attention; see `engine.layers.attention.latent_block.LatentSizes`. Nodes
+    """The sizes of latent attention; see `LatentSizes` of `latent_block.py`. Nodes
     compare its repr, which a new field must not change.
 
     Attributes:

@@ -18,7 +18,7 @@ ROW_DTYPE = "float32"
 
 
 class TokenRowsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Says what such layers keep; see `engine.layers.attention.window_rows_block`.
+    """Says what such layers keep; see `engine.layers.attention.rows.window_rows_block`.
 
     Attributes:
         q_rank, head_dim, groups, group_rank: See `WindowRowsSizes`.

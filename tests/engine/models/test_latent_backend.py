@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from engine.batch.input_batch import BatchOrder
 from engine.config import DeviceConfig
-from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import PrefillChunk
 from engine.layers.attention.context_passes import PASS_TOKENS, context_ranges
-from engine.layers.attention.flash_attention import FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend
 from engine.layers.attention.selection import choose_attention
+from engine.layers.attention.whole_prompts import flash_attention
+from engine.layers.attention.whole_prompts.flash_attention import FlashRagged
 from engine.models.recorded_steps import PROMPT_TOKENS
 from engine.models.specs.latent import LatentSpec
 from engine.worker.dummy_steps import largest_steps

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from engine.batch.input_batch import BatchOrder
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.layers.attention import flash_attention, selection
-from engine.layers.attention.flash_attention import FlashRagged
+from engine.layers.attention import selection
+from engine.layers.attention.latent.latent_forms import LatentForms
 from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
-from engine.layers.attention.latent_forms import LatentForms
 from engine.layers.attention.layer import AttentionInputs
+from engine.layers.attention.whole_prompts import flash_attention
+from engine.layers.attention.whole_prompts.flash_attention import FlashRagged
 from engine.models import recorded_steps
 from engine.models.checkpoint import load_model_config
 from engine.models.registry import spec_of

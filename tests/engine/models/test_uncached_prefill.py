@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.batch.input_batch import BatchOrder
-from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import AttentionBackend, AttentionSpec, PrefillChunk
-from engine.layers.attention.cudnn_prefill import CudnnPrefill
-from engine.layers.attention.flash_attention import PREFILL_PACKAGE, FlashPrefill
 from engine.layers.attention.layer import Attention, AttentionInputs
 from engine.layers.attention.paged import PagedBackend
-from engine.layers.attention.uncached_prefill import (
+from engine.layers.attention.whole_prompts import flash_attention
+from engine.layers.attention.whole_prompts.cudnn_prefill import CudnnPrefill
+from engine.layers.attention.whole_prompts.flash_attention import PREFILL_PACKAGE, FlashPrefill
+from engine.layers.attention.whole_prompts.uncached_prefill import (
     DensePrefill,
     UncachedPrefillBackend,
     UncachedPrefillMetadata,

@@ -16,7 +16,10 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.layers.attention.backend import AttentionBackend, AttentionSpec, PrefillChunk
 from engine.layers.attention.paged import PagedBackend
-from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
+from engine.layers.attention.whole_prompts.uncached_prefill import (
+    DensePrefill,
+    UncachedPrefillBackend,
+)
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.models.recorded_steps import PROMPT_TOKENS
 from engine.worker.dummy_steps import warm_up_steps

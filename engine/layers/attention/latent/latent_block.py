@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.indexer import Indexer, IndexerSizes
-from engine.layers.attention.latent_forms import LatentForms
-from engine.layers.attention.latent_input import LatentInputProjection
+from engine.layers.attention.latent.latent_forms import LatentForms
+from engine.layers.attention.latent.latent_input import LatentInputProjection
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear, repeated
 from engine.layers.methods.base import ColumnPart, LinearPart

@@ -23,7 +23,7 @@ from opentelemetry.trace import SpanKind as OtlpKind
 from opentelemetry.trace.span import TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
-from edge.tracing.otlp_endpoint import OtlpEndpoint
+from edge.tracing.export.otlp_endpoint import OtlpEndpoint
 from edge.tracing.span import RecordedSpan, SpanKind
 
 logger = logging.getLogger(__name__)

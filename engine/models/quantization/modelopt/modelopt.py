@@ -10,8 +10,8 @@ from engine.models.config.wrappers import with_own_names
 from engine.models.quantization.compressed_tensors import read_kv_cache
 from engine.models.quantization.fields import Fields
 from engine.models.quantization.fp8 import LM_HEAD
-from engine.models.quantization.modelopt_floats import FLOATS
-from engine.models.quantization.modelopt_integers import INTEGERS
+from engine.models.quantization.modelopt.modelopt_floats import FLOATS
+from engine.models.quantization.modelopt.modelopt_integers import INTEGERS
 from engine.models.quantization.packed import group_size_of
 from engine.quantization import (
     Fp8Scheme,

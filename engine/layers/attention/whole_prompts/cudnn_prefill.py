@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.layers.attention.backend import AttentionSpec
-from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillMetadata
+from engine.layers.attention.whole_prompts.uncached_prefill import (
+    DensePrefill,
+    UncachedPrefillMetadata,
+)
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 from tandem_kernels.device import has_capability
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention.backend import AttentionSpec
-from engine.layers.attention.uncached_prefill import (
+from engine.layers.attention.whole_prompts.uncached_prefill import (
     DensePrefill,
     UncachedPrefillMetadata,
 )

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.layer import AttentionInputs
-from engine.layers.attention.row_compressor import RowCompressor
-from engine.layers.attention.row_indexer import RowIndexer, RowIndexerSizes
+from engine.layers.attention.rows.row_compressor import RowCompressor
+from engine.layers.attention.rows.row_indexer import RowIndexer, RowIndexerSizes
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.layers.methods.base import ColumnPart, LinearPart
 from engine.layers.methods.formats.weight_format import matrix_weight
