@@ -78,11 +78,9 @@ def groups_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def found(model: str) -> list[KVGroup]:
         folder = tmp_path_factory.mktemp("model")
-        SHAPES[model] = SHAPES_OF[model]
-        try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(SHAPES, model, SHAPES_OF[model])
             text = json.dumps(config_json(model))
-        finally:
-            del SHAPES[model]
         (Path(folder) / "config.json").write_text(text, encoding="utf-8")
         return kv_groups(load_model_config(folder, load_format="dummy"), CacheConfig(block_size=32))
 
