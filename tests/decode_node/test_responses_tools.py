@@ -112,6 +112,37 @@ async def test_items_add_tools_and_renew_them() -> None:
         assert refused.value.param == param
 
 
+SEARCH = {"type": "tool_search", "execution": "client", "description": "Finds tools."}
+
+
+async def test_a_search_of_the_client_finds_tools_that_can_be_called() -> None:
+    """The result alone shows them: what is cached of the prompt before it serves."""
+    fields = {"tools": [SEARCH, PATCH], "input": [{"role": "user", "content": "hello"}]}
+    [asked] = await both(call("tool_search", '{"query": "agents"}'), **fields)
+    assert asked == asked | {
+        "type": "tool_search_call", "execution": "client", "arguments": {"query": "agents"},
+        "status": "completed",
+    }  # fmt: skip
+    assert asked["id"].startswith("tsc_")
+    found = {"type": "tool_search_output", "execution": "client", "call_id": asked["call_id"]}
+    second = {**found, "tools": [NAMESPACE, {**PATCH, "description": "Another."}]}
+    none = {**found, "tools": []}
+    fields["input"] += [asked, second, asked, none]
+    chat = chat_of(fields)
+    use = chat.tool_use()
+    names = ["tool_search", "patch", "agents__spawn", "agents__tell"]
+    assert [tool.name for tool in use.tools] == names
+    assert [tool.name for tool in use.shown] == names[:2]
+    told = [str(message.content) for message in chat.messages if message.role == "tool"]
+    assert '"agents__spawn", "description": "Other agents' in told[0]
+    assert told[1] == "No tool was found."
+    [called] = await both(call("agents__spawn", '{"n": 1}'), **fields)
+    assert (called["type"], called["namespace"]) == ("function_call", "agents")
+    # A search that a server ran is left out, as before.
+    left = {**fields, "input": [*fields["input"][:1], {**asked, "execution": "server"}]}
+    assert [message.role for message in chat_of(left).messages] == ["user"]
+
+
 async def test_a_call_in_a_namespace_is_told_with_both_names() -> None:
     items = await both(call("agents__spawn", '{"n": 1}'))
     assert without_ids(items) == [

@@ -2,7 +2,7 @@
 
 function_call                  arguments, as they come
 custom_tool_call               its one text, as it comes
-local_shell_call, shell_call, apply_patch_call
+local_shell_call, shell_call, apply_patch_call, tool_search_call
                                all at once, because its fields are objects; arguments that such a
                                call cannot have are sent as a function_call, verbatim
 """
@@ -15,6 +15,7 @@ from typing import Any
 from decode_node.answer.responses.argument_text import ArgumentText
 from decode_node.protocol.responses.client_tools import TOOLS_BY_CALL, ClientTool
 from decode_node.protocol.responses.responses_tools import INPUT, CalledTool
+from decode_node.protocol.responses.tool_search import CALL, SearchTool
 
 Json = dict[str, Any]
 Event = tuple[str, Json]
@@ -88,7 +89,7 @@ class CustomCall(OpenCall):
 
 
 class ClientCall(OpenCall):
-    def __init__(self, tool: CalledTool, call_id: str, own: ClientTool) -> None:
+    def __init__(self, tool: CalledTool, call_id: str, own: ClientTool | SearchTool) -> None:
         super().__init__(tool, call_id)
         self._own = own
         self.prefix = own.prefix
@@ -116,5 +117,7 @@ def open_call(tool: CalledTool, call_id: str) -> OpenCall:
     """Returns the call of a tool, without arguments yet."""
     if (own := TOOLS_BY_CALL.get(tool.call)) is not None:
         return ClientCall(tool, call_id, own)
+    if tool.call == CALL:
+        return ClientCall(tool, call_id, SearchTool())
     kind = CustomCall if tool.call == "custom_tool_call" else FunctionCall
     return kind(tool, call_id)

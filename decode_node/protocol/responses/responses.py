@@ -19,6 +19,7 @@ from decode_node.protocol.other_names import named_fields
 from decode_node.protocol.responses.client_tools import CLIENT_TOOLS
 from decode_node.protocol.responses.responses_input import chat_messages, left_out_items
 from decode_node.protocol.responses.responses_tools import ResponseTools, flat_name
+from decode_node.protocol.responses.tool_search import TOOL
 from edge.http.errors import BadRequest
 from engine.models.config.sampling_defaults import SamplingDefaults
 
@@ -85,8 +86,9 @@ class ResponsesRequest(StrictBody):
     top_p: float | None = None
     """Sample from the smallest set of tokens whose probability reaches this; 0 to 1."""
     tools: list[dict[str, Any]] | None = None
-    """Tools that the client runs: `function`, `namespace`, `custom`, `local_shell`, `shell` and
-    `apply_patch`. Those that a server would run are ignored where there are others."""
+    """Tools that the client runs: `function`, `namespace`, `custom`, `local_shell`, `shell`,
+    `apply_patch`, and `tool_search` with `"execution": "client"`. Those that a server would run are
+    ignored where there are others."""
     tool_choice: Any = None
     """`none`, `auto`, `required`, the one to call: `{"type": "function", "name": ...}`, or some:
     `{"type": "allowed_tools", "mode": "auto", "tools": [...]}`."""
@@ -211,7 +213,7 @@ class ResponsesRequest(StrictBody):
         self.check_supported()
         fields = {name: getattr(self, name) for name in _SAME_IN_CHATS}
         fields |= {
-            "messages": chat_messages(self.instructions, self.input),
+            "messages": chat_messages(self.instructions, self.input, self.read_tools.found),
             "max_completion_tokens": self.max_output_tokens,
             "tools": self.read_tools.functions or self.tools,
             "tool_choice": _chat_choice(self.tool_choice),
@@ -225,6 +227,7 @@ class ResponsesRequest(StrictBody):
         fields["stream_options"] = {"include_usage": True} if self.stream else None
         chat = ChatOfResponses.of(fields)
         chat._drops_turns = self.truncation == "auto"
+        chat._hidden_tools = self.read_tools.hidden
         return chat
 
     @property
@@ -253,7 +256,7 @@ def _chat_choice(choice: Any) -> Any:
         name = choice.get("name")
         flat = flat_name(choice.get("namespace"), name) if isinstance(name, str) else name
         return {"type": "function", "function": {"name": flat}}
-    if kind in CLIENT_TOOLS:
+    if kind in (*CLIENT_TOOLS, TOOL):
         return {"type": "function", "function": {"name": kind}}
     return choice
 

@@ -9,12 +9,13 @@ only that server can read them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from decode_node.protocol.chat.other_chat import content_of, image_part
 from decode_node.protocol.responses.client_tools import TOOLS_BY_CALL, output_text
 from decode_node.protocol.responses.responses_tools import ADDITIONAL, INPUT, flat_name
+from decode_node.protocol.responses.tool_search import CALL, OUTPUT, TOOL, found_text, is_of_client
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -30,13 +31,16 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 
 def left_out_items(items: str | list[Json]) -> list[str]:
     """Returns the types of items that say nothing to the model here."""
-    kinds = [] if isinstance(items, str) else [item.get("type") for item in items]
+    left_out = [] if isinstance(items, str) else [one for one in items if not is_of_client(one)]
+    kinds = [item.get("type") for item in left_out]
     return [kind for kind in kinds if isinstance(kind, str) and kind in _OF_SERVERS]
 
 
-def chat_messages(instructions: str | None, items: str | list[Json]) -> list[Json]:
-    """Returns the messages. Raises `BadRequest` for items that need state, or are neither text nor
-    images."""
+def chat_messages(
+    instructions: str | None, items: str | list[Json], found: Mapping[int, list[Json]]
+) -> list[Json]:
+    """Returns the messages. `found`: functions that searches told, by the item's number. Raises
+    `BadRequest` for items that need state, or are neither text nor images."""
     messages = _Messages()
     if instructions:
         messages.add("system", instructions)
@@ -44,7 +48,10 @@ def chat_messages(instructions: str | None, items: str | list[Json]) -> list[Jso
         messages.add("user", items)
         return messages.found
     for i, item in enumerate(items):
-        messages.take(item, f"input.{i}")
+        if item.get("type") == OUTPUT and is_of_client(item):
+            messages.take_search_output(item, f"input.{i}", found[i])
+        else:
+            messages.take(item, f"input.{i}")
     if not messages.found:
         raise BadRequest("input is empty", param="input")
     return messages.found
@@ -80,6 +87,8 @@ class _Messages:
         # What is no text may be no key either.
         kind = kind if isinstance(kind, str) else ""
         take = self._takes.get(kind)
+        if kind == CALL and is_of_client(item):
+            take = self._take_search
         if isinstance(item.get("id"), str) and kind != "item_reference":
             self._known.setdefault(item["id"], str(item.get("call_id")))
         if kind == ADDITIONAL or (take is None and kind in _OF_SERVERS):
@@ -91,6 +100,12 @@ class _Messages:
                 param=f"{place}.type",
             )
         take(item, place)
+
+    def take_search_output(self, item: Json, place: str, found: list[Json]) -> None:
+        self.add("tool", found_text(found), tool_call_id=_text(item, "call_id", place))
+
+    def _take_search(self, item: Json, place: str) -> None:
+        self._add_call(item, place, TOOL, item.get("arguments"))
 
     def _take_message(self, item: Json, place: str) -> None:
         role = _text(item, "role", place)

@@ -4,21 +4,30 @@
     namespace                         its tools, each as NAMESPACE__NAME
     custom                            a function with one text, `input`
     local_shell, shell, apply_patch   functions of these names (`client_tools.py`)
+    tool_search                       the same, if the client runs it (`tool_search.py`)
 
 They come as the field `tools` and in items `additional_tools` of the input, which add to them: the
 only place in which Codex sends those of its makers' newer models. A tool that an item has anew
-takes the place of the one before. The client runs all of these. Tools that the server would run are
-left out: a model that never learns of them does without, and clients name some in every request.
+takes the place of the one before. Results of searches add some, too. The client runs all of these.
+Tools that the server would run are left out: a model that never learns of them does without, and
+clients name some in every request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from decode_node.protocol.responses.client_tools import CLIENT_TOOLS
 from decode_node.protocol.responses.lark_pattern import NoPattern, lark_pattern
+from decode_node.protocol.responses.tool_search import CALL as SEARCH_CALL
+from decode_node.protocol.responses.tool_search import (
+    OUTPUT,
+    is_of_client,
+    search_function,
+)
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -33,7 +42,9 @@ _OF_SERVERS = (
     "tool_search", "programmatic_tool_calling",
 )  # fmt: skip
 """Beginnings of the types of tools that a server runs, or that need a screen. Some are dated."""
-_KINDS = "function, namespace, custom, local_shell, shell and apply_patch"
+_KINDS = (
+    "function, namespace, custom, local_shell, shell, apply_patch and tool_search of the client"
+)
 
 
 def flat_name(namespace: Any, name: str) -> str:
@@ -59,30 +70,31 @@ class ResponseTools:
         places: Where the client wrote each of them.
         left_out: Types of tools that are not here.
         called: How calls are sent, by the function's name.
+        found: Functions that a search has found, by the number of the item that tells them.
     """
 
     functions: list[Json] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     called: dict[str, CalledTool] = field(default_factory=dict)
+    found: dict[int, list[Json]] = field(default_factory=dict)
+    _first_place: str = ""
 
     @classmethod
     def of(cls, tools: list[Json], items: str | list[Json] = "") -> ResponseTools:
         """Reads the fields `tools` and `input`. Raises `BadRequest` for a kind that nothing knows,
         and where nothing is left."""
         found = cls()
-        lists = [("tools", tools)]
+        found._add_all(tools, "tools")
         for i, item in enumerate([] if isinstance(items, str) else items):
             if item.get("type") == ADDITIONAL:
-                place = f"input.{i}.tools"
-                lists.append((place, _tools(item.get("tools"), place)))
-        for place, listed in lists:
-            first = len(found.functions)
-            for i, tool in enumerate(listed):
-                found._add(tool, f"{place}.{i}")
-            found._drop_those_of_before(first)
+                first = len(found.functions)
+                found._add_all(item.get("tools"), f"input.{i}.tools")
+                found._drop_those_of_before(first)
+            elif item.get("type") == OUTPUT and is_of_client(item):
+                found._take_found(item, i)
         if found.left_out and not found.functions:
-            place = next(place for place, listed in lists if listed)
+            place = found._first_place
             raise BadRequest(
                 f"{place}: this server runs no tools, and {', '.join(sorted(set(found.left_out)))} "
                 f"would run on it; tools can be {_KINDS}, which the client runs",
@@ -90,21 +102,47 @@ class ResponseTools:
             )
         return found
 
+    @property
+    def hidden(self) -> frozenset[str]:
+        """Returns the names of functions that stand in the result of a search alone."""
+        found = [id(one) for some in self.found.values() for one in some]
+        return frozenset(
+            one["function"]["name"] for one in self.functions if id(one) in found and _named(one)
+        )
+
     def called_tool(self, function: str) -> CalledTool:
         """Returns how a call of a function is sent."""
         return self.called.get(function) or CalledTool("function_call", function)
 
+    def _add_all(self, tools: Any, place: str) -> None:
+        for i, tool in enumerate(_tools(tools, place)):
+            self._first_place = self._first_place or place
+            self._add(tool, f"{place}.{i}")
+
     def _drop_those_of_before(self, first: int) -> None:
-        """Leaves out functions before the place `first` whose names come behind it again."""
-        renewed = {function["function"].get("name") for function in self.functions[first:]}
-        for i in reversed(range(first)):
-            if self.functions[i]["function"].get("name") in renewed:
-                del self.functions[i], self.places[i]
+        """Leaves out functions before the number `first` whose names come from it on again."""
+        renewed = {_named(one) for one in self.functions[first:]}
+        self._keep([i >= first or _named(one) not in renewed for i, one in self._numbered()])
+
+    def _take_found(self, item: Json, number: int) -> None:
+        """Adds what a search has found. What was there before stays where it is shown."""
+        first = len(self.functions)
+        known = {_named(one) for one in self.functions}
+        self._add_all(item.get("tools"), f"input.{number}.tools")
+        self.found[number] = self.functions[first:]
+        self._keep([i < first or _named(one) not in known for i, one in self._numbered()])
+
+    def _numbered(self) -> Iterable[tuple[int, Json]]:
+        return enumerate(self.functions)
+
+    def _keep(self, is_kept: list[bool]) -> None:
+        self.functions = list(compress(self.functions, is_kept))
+        self.places = list(compress(self.places, is_kept))
 
     def _add(self, tool: Any, place: str, namespace: str = "") -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None
         add = self._adders().get(kind) if isinstance(kind, str) else None
-        if isinstance(kind, str) and (kind.startswith(_OF_SERVERS) or _is_in_container(tool)):
+        if isinstance(kind, str) and _is_of_server(tool):
             self.left_out.append(kind[:_MAX_KIND])
         elif add is None or (namespace and kind == "namespace"):
             raise BadRequest(f"{place}: tools can be {_KINDS}", param=f"{place}.type")
@@ -117,6 +155,7 @@ class ResponseTools:
             "function": self._add_function,
             "custom": self._add_custom,
             "namespace": self._add_namespace,
+            "tool_search": self._add_search,
             **own,
         }
 
@@ -157,6 +196,9 @@ class ResponseTools:
         }
         self._take(function, place, namespace, "custom_tool_call")
 
+    def _add_search(self, tool: Json, place: str, namespace: str) -> None:
+        self._take(search_function(tool), place, namespace, SEARCH_CALL)
+
     def _add_client_tool(self, tool: Json, place: str, namespace: str) -> None:
         own = CLIENT_TOOLS[tool["type"]]
         self._take(own.function, place, namespace, own.call)
@@ -168,6 +210,17 @@ class ResponseTools:
             self.called[function["name"]] = CalledTool(call, name, namespace)
         self.functions.append({"type": "function", "function": function})
         self.places.append(place)
+
+
+def _named(function: Json) -> str:
+    """Returns the name of a function, if it has one: what is no text is refused later."""
+    name = function["function"].get("name")
+    return name if isinstance(name, str) else ""
+
+
+def _is_of_server(tool: Json) -> bool:
+    is_of_kind = tool["type"].startswith(_OF_SERVERS) and not is_of_client(tool)
+    return is_of_kind or _is_in_container(tool)
 
 
 def _is_in_container(tool: Json) -> bool:
