@@ -52,6 +52,7 @@ FIRST_CALLS: dict[str, list[str]] = {
         call("multi_agent_v1__close_agent", target="nobody"),
         call("exec_command", cmd=COMMAND),
     ],
+    "the coder": [call("functions__exec", input=f"await tools.exec_command({{cmd: '{COMMAND}'}})")],
     "Claude": [call("Bash", command=COMMAND, description="Writes a file")],
     "the painter": [call("Read", file_path="picture.png")],
     "opencode": [call("bash", command=COMMAND, description="Writes a file")],
@@ -158,6 +159,14 @@ def codex(bench: Bench, work: Path) -> None:
     closed, ran = last.split(TOOL_TURN)[1:]
     assert "unsupported" not in closed and "nobody" in closed.lower(), closed
     assert "exit" in ran.lower() or "chunk" in ran.lower(), ran
+    (work / FILE).unlink()
+    # Of its maker's newer models it sends all tools in an item, and they run what they write.
+    known = subprocess.run([program, "debug", "models"], capture_output=True, check=True).stdout
+    newer = next(m for m in json.loads(known)["models"] if m["use_responses_lite"])
+    catalog = home / "models.json"
+    catalog.write_text(json.dumps({"models": [{**newer, "slug": MODEL}]}))
+    words = [*words[:-1], "-c", f"model_catalog_json={catalog}", "ask of the coder"]
+    check_made(work, bench.run(words, work, CODEX_HOME=str(home)))
 
 
 def claude_code(bench: Bench, work: Path) -> None:
