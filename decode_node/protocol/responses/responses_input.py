@@ -39,8 +39,8 @@ def left_out_items(items: str | list[Json]) -> list[str]:
 def chat_messages(
     instructions: str | None, items: str | list[Json], found: Mapping[int, list[Json]]
 ) -> list[Json]:
-    """Returns the messages. `found`: functions that searches told, by the item's number. Raises
-    `BadRequest` for items that need state, or are neither text nor images."""
+    """Returns the messages. `found`: functions that searches have found, by the number
+    of the item. Raises `BadRequest` for items that need state, or are neither text nor images."""
     messages = _Messages()
     if instructions:
         messages.add("system", instructions)
