@@ -17,6 +17,7 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for path in sorted((ROOT / "bench").rglob("*.py"))
 }
+MAX_LINES = 10_200
 PARTS = sorted({name.split(".")[1] for name in FILES if name.count(".") > 1})
 
 
@@ -24,6 +25,12 @@ PARTS = sorted({name.split(".")[1] for name in FILES if name.count(".") > 1})
 def test_modules_import(part):
     """Imports a part in a process of its own: what it changes on import stays in there."""
     assert not problems_of(f"bench.{part}")
+
+
+def test_benches_are_few():
+    """What answers no question any more goes: git keeps it."""
+    lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert sum(lines.values()) <= MAX_LINES, lines
 
 
 def commands() -> set[str]:
