@@ -419,7 +419,7 @@ ORDERS = {
     "decode_node.serving": SERVING_ORDER,
     "planner": PLANNER_ORDER,
 }
-"""Folders that have rooms: what is of one set may import those above it, and files stay few."""
+"""Folders that have rooms: what is of one set may import those above it."""
 
 
 TORCH_FREE = [
@@ -497,6 +497,18 @@ CONTRACTS = {
 }
 
 MAX_LOOSE_FILES = 12
+CROWDED = {
+    "engine.models.specs": "a file for each architecture",
+    "engine.models.specs.towers": "a file for each tower",
+    "kv_transfer.transports.nixl": "its window is known to both ends",
+    "tandem_kernels.attention": "a file for each kernel",
+    "tandem_kernels.elementwise": "a file for each kernel",
+    "tandem_kernels.experts": "a file for each kernel",
+    "tandem_kernels.gemm": "a file for each kernel",
+    "tandem_kernels.linear_attention": "a file for each kernel",
+    "tandem_kernels.reference": "a file for each kernel's reference",
+}
+"""Folders that are lists, or have not been divided."""
 MAX_PARAMETERS = 8
 WIDE_CONSTRUCTORS = {
     "decode_node.disagg.proxy.DisaggProxy": "engine, peers and limits: each call needs some",
@@ -659,16 +671,15 @@ def test_contracts_import_no_implementation() -> None:
     assert not wrong, wrong
 
 
-def test_roots_have_few_loose_files() -> None:
-    """A root with more files than one sees at a glance needs rooms."""
-    loose: dict[str, list[str]] = defaultdict(list)
-    for module, path in modules().items():
-        folder = module.rpartition(".")[0]
-        is_limited = folder in ORDERS or ("." not in folder)
-        if is_limited and path.stem not in {"__init__", "__main__"}:
-            loose[folder].append(module)
-    crowded = {root: found for root, found in loose.items() if len(found) > MAX_LOOSE_FILES}
-    assert not crowded, crowded
+def test_folders_have_few_loose_files() -> None:
+    """One with more files than one sees at a glance needs rooms."""
+    loose = Counter(
+        module.rpartition(".")[0]
+        for module, path in modules().items()
+        if path.stem not in {"__init__", "__main__"}
+    )
+    crowded = {folder for folder, count in loose.items() if count > MAX_LOOSE_FILES}
+    assert crowded <= set(CROWDED), loose.most_common(12)
 
 
 def test_constructors_have_few_parameters() -> None:
