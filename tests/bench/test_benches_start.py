@@ -28,7 +28,7 @@ def test_modules_import(part):
 
 
 def test_benches_are_few():
-    """What answers no question any more goes: git keeps it."""
+    """Git keeps what answers no question any more."""
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     assert sum(lines.values()) <= MAX_LINES, lines
 
