@@ -140,6 +140,29 @@ def _write(
     tl.store(to, acc.to(kind), mask=real)
 
 
+@triton.jit
+def _scales_of_step(
+    x_scales: tl.tensor,
+    w_scales: tl.tensor,
+    behind: tl.tensor,
+    step: tl.tensor,
+    real: tl.tensor,
+    stride: tl.tensor,
+    BLOCKS: tl.constexpr,
+    GATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Returns the scales of a step's products with rows `x_scales` [ROWS], and of those with the
+    other half of the outputs, whose scales lie `behind`."""
+    scale = tl.zeros(real.shape, tl.float32)
+    other = scale
+    if BLOCKS:
+        scale = tl.load(x_scales + step * stride, mask=real, other=0.0)
+        if GATED:
+            other = scale * tl.load(w_scales + behind + step)
+        scale *= tl.load(w_scales + step)
+    return scale, other
+
+
 @triton.jit(do_not_specialize=["num_rows", "x_scales_stride"])
 def fp8_small_m_kernel(
     x: tl.tensor,
@@ -152,6 +175,7 @@ def fp8_small_m_kernel(
     tickets: tl.tensor,
     num_rows: tl.tensor,
     num_outputs: tl.tensor,
+    group_outputs: tl.tensor,
     inner: tl.tensor,
     x_stride: tl.tensor,
     x_scales_stride: tl.tensor,
@@ -170,6 +194,7 @@ def fp8_small_m_kernel(
     """Computes, in program (j, s), part s of outputs j * COLS and on. When GATED, they are the
     gate's, and the weights of an output's other half lie `num_outputs` rows behind. With BLOCKS,
     DEPTH inputs and 128 outputs share a scale, and x_scales is [K / DEPTH, x_scales_stride].
+    Of each `group_outputs` outputs, inputs lie behind those of the group before.
     """
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -195,18 +220,25 @@ def fp8_small_m_kernel(
     else:
         acc = no_sums(x, ROWS, COLS)
         second = no_sums(x, ROWS, COLS)
-    scale = tl.zeros([ROWS], tl.float32)
-    other_scale = scale
+    group = tile * COLS // group_outputs
+    x += group * inner
+    of_rows = x_scales
+    if BLOCKS:
+        of_rows += group * (inner // DEPTH) * x_scales_stride + row
     w_block = w_scales + tile * COLS // 128 * w_scales_stride
+    behind = num_outputs // 128 * w_scales_stride
+    # One step ahead of their use: the compiler does so only for what is multiplied.
+    ahead, other_ahead = _scales_of_step(
+        of_rows, w_block, behind, part * steps, row < num_rows, x_scales_stride, BLOCKS, GATED
+    )
     for step in range(part * steps, (part + 1) * steps):
         k = step * DEPTH + lane
         given = tl.load(x + row[:, None] * x_stride + k[None, :], mask=real, other=0.0)
-        if BLOCKS:
-            scale = tl.load(x_scales + step * x_scales_stride + row, mask=row < num_rows, other=0.0)
-            if GATED:
-                behind = num_outputs // 128 * w_scales_stride
-                other_scale = scale * tl.load(w_block + behind + step)
-            scale *= tl.load(w_block + step)
+        scale, other_scale = ahead, other_ahead
+        ahead, other_ahead = _scales_of_step(
+            of_rows, w_block, behind, tl.minimum(step + 1, inner // DEPTH - 1), row < num_rows,
+            x_scales_stride, BLOCKS, GATED,
+        )  # fmt: skip
         places = rows_of_weight[:, None] + k[None, :]
         acc = _multiplied(acc, given, tl.load(places), scale, SWAP, BLOCKS)
         if GATED:
@@ -287,6 +319,7 @@ def fp8_small_m(
     tuning: Fp8Tuning,
     *,
     gated: bool = False,
+    groups: int = 1,
 ) -> Tensor:
     """Computes [T, K] x [N, K] into `out` [T, N], or [T, N / 2] when `gated`.
 
@@ -294,6 +327,7 @@ def fp8_small_m(
         x: e4m3 or int8 with scales, else half precision.
         x_scales: [T], or of each 128 inputs [K / 128, T or more].
         w_scales: [N], or of each 128 x 128 weights [N / 128, K / 128].
+        groups: Of outputs, each of which has inputs of its own: x [T, groups * K].
     """
     num_rows, num_outputs = out.shape
     inner = weight.shape[1]
@@ -314,6 +348,7 @@ def fp8_small_m(
         _tickets(x.device),
         num_rows,
         num_outputs,
+        num_outputs // groups,
         inner,
         x.stride(0),
         x_scales.stride(0) if blocks and x_scales is not None else 0,
