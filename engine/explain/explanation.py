@@ -60,7 +60,6 @@ _SMALL = (
     "quantise_",
     "rms_norm_",
     "rope_and_cache",
-    "rotate_back",
     "route_tokens",
     "scale_product",
     "shared_rope_and_cache",

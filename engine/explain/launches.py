@@ -23,6 +23,7 @@ from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 from tandem_kernels.attention.token_rows import TokenRowForm
+from tandem_kernels.reference.fp8 import BLOCK
 
 OnKernel = Callable[[ops.Op[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 LIBRARY = "library"
@@ -282,6 +283,12 @@ def _like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _quantised_heads(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    width = q[0].numel()
+    scales = q.new_empty((width // BLOCK, len(q)), dtype=torch.float32)
+    return q.new_empty((len(q), width), dtype=torch.float8_e4m3fn), scales
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -298,6 +305,7 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "cache_rows": _nothing,
     "shared_rope_and_cache": _nothing,
     "window_rows_attention": _like_first,
+    "window_rows_fp8": _quantised_heads,
     "choose_blocks": _chosen_blocks,
     "block_sparse_attention": _attended,
     "rope_and_cache": _like_first,

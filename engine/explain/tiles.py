@@ -151,10 +151,13 @@ def _small_m(gated: bool) -> Callable[..., tuple[str, str]]:
 
 
 def _fp8(x: Tensor, scales: Tensor, weight: Tensor, w_scales: Tensor, *rest: Any) -> Any:
-    from tandem_kernels.gemm.fp8_paths import fp8_path
+    from tandem_kernels.gemm.fp8_paths import FEW_BLOCK_ROWS, fp8_path
 
     path = fp8_path(len(x), weight, w_scales)
-    return ("fp8_gemm_kernel" if path == "small" else "library FP8 GEMM"), f"path {path}"
+    if path != "small":
+        return "library FP8 GEMM", f"path {path}"
+    is_few = w_scales.dim() == 2 and len(x) <= FEW_BLOCK_ROWS
+    return "fp8_few_row_kernel" if is_few else "fp8_small_m_kernel", f"path {path}"
 
 
 def _plain_experts(
@@ -209,6 +212,7 @@ _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "latent_attention": _latent,
     "sparse_latent_attention": _sparse_latents,
     "window_rows_attention": _window_rows,
+    "window_rows_fp8": _window_rows,
     "block_sparse_attention": _of_blocks,
     "choose_blocks": lambda *_: ("block_scores_kernel, choose_blocks_kernel", ""),
     "index_topk": lambda *_: ("index_scores_kernel, select kernels", ""),
@@ -218,6 +222,7 @@ _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "small_m_gemm": _small_m(gated=False),
     "small_m_gate_up": _small_m(gated=True),
     "fp8_gemm": _fp8,
+    "fp8_group_gemm": _fp8,
     "fused_experts": _plain_experts,
     "fp8_experts": _fp8_experts,
     "fp4_experts": _fp4_experts,

@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tandem_kernels.attention import (
+    attended_rows,
     attention_sink,
     block_scores,
     block_sparse_attention,
@@ -98,6 +99,8 @@ from tandem_kernels.gemm import (
     fp4_gemm,
     fp4_tuning,
     fp8_activations,
+    fp8_dequantise,
+    fp8_few_rows,
     fp8_gemm,
     fused_gate_up,
     fused_qkv,
@@ -430,6 +433,23 @@ def fp8_cases(capability: int) -> Iterator[Case]:
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
+
+
+    for rows, outputs, inner in ((1, 32768, 1024), (4, 4096, 8192), (2, 1536, 3840)):
+        few = fp8_few_rows.few_fp8_tuning(outputs, inner)
+        yield Case(
+            fp8_few_rows.fp8_few_row_kernel,
+            f"rows={rows} inner={inner}",
+            quantised,
+            {
+                "ROWS": rows, "COLS": few.cols, "DEPTH": few.depth, "INNER": inner,
+                "HAS_BIAS": False, "OVERLAP": True, "bias": None,
+            },
+            {"num_warps": few.num_warps},
+        )  # fmt: skip
+    yield Case(
+        fp8_dequantise.fp8_dequantise_kernel, "", quantised, {"ROWS": 32, "BLOCK": 128}
+    )
 
 
 def fused_gate_up_cases(capability: int) -> Iterator[Case]:
@@ -1786,8 +1806,23 @@ def token_row_cases(capability: int) -> Iterator[Case]:
         {**in_bytes, "x": "*fp32"},
         {"DIM": 512, "ROPE": 64, "EXPONENTS": 8, "BLOCK_SIZE": 64, **overlap},
     )
-    back = shared_rope_and_cache.rotate_back_kernel
+    back = attended_rows.rotate_back_kernel
     yield Case(back, "", {**types, "x": "*bf16"}, {**turn, "ROWS": 32})
+    for splits, group in ((32, 128), (1, 128), (32, 0)):
+        if group == 0 or capability >= 89:
+            yield Case(
+                attended_rows.attended_rows_kernel,
+                f"splits={splits} group={group}",
+                {
+                    **types, "parts": "*fp32" if splits > 1 else "*bf16",
+                    "out": "*fp8e4nv" if group else "*bf16",
+                },
+                {
+                    "NUM_HEADS": 64, "D": 512, "ROPE": 64, "SPLITS": splits, "GROUP": group,
+                    **overlap, **({} if group else {"scales": None}),
+                    **({} if splits > 1 else {"state": None}),
+                },
+            )  # fmt: skip
     for tokens, series in ((4, 2), (128, 1)):
         yield Case(
             close_rows.close_rows_kernel,
@@ -1842,7 +1877,7 @@ def token_row_cases(capability: int) -> Iterator[Case]:
                 "WINDOW": 128, "TOKENS": tokens, "TOP_K": top_k, "QUERY_LEN": 1,
                 "NUM_HEADS": heads, "ROWS": tuning.rows, "LATENT": 512, "BLOCK_LATENT": 512,
                 "BLOCK_SIZE": 64, "ROW_BLOCK_SIZE": 64, "TILE": tuning.tile, "SPLITS": splits,
-                "PRECISION": "tf32", **({} if top_k else {"chosen": None}),
+                "PRECISION": "tf32", **({} if top_k else {"chosen": None}), **overlap,
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )  # fmt: skip

@@ -136,6 +136,28 @@ def fp8_gemm(
     assert oracle.relative_error(out, gate / (1 + (-gate).exp()) * up) < 2 * bound
 
 
+def fp8_groups(
+    products: Op, written_out: Op, shape: tuple[int, int, int], device: str = "cpu"
+) -> None:
+    """Two groups of outputs read the two halves of a row. `shape` is (rows, outputs, inner) of a
+    group."""
+    rows, outputs, inner = shape
+    out_dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    numbers, x_scales = reference.quantise_fp8(torch.randn(rows, 2 * inner, device=device), 128)
+    numbers, x_scales = _with_aligned_rows(numbers, x_scales)
+    weight = reference.to_e4m3(torch.randn(2 * outputs, inner, device=device) * 30)
+    w_scales = torch.rand(2 * outputs // 128, -(-inner // 512) * 4, device=device) + 0.5
+    wide = reference.dequantise_rows(numbers, x_scales).double()
+    plain = written_out(weight, w_scales, out_dtype)
+    of_weight = reference.dequantise_weight(weight, w_scales)
+    assert oracle.relative_error(plain, of_weight) < (4e-3 if device == "cuda" else 1e-7)
+    pairs = zip(wide.split(inner, 1), of_weight.double().split(outputs), strict=True)
+    exact = torch.cat([x @ own.t() for x, own in pairs], dim=1)
+    found = products(numbers, x_scales, weight, w_scales, 2, out_dtype)
+    assert found.dtype == out_dtype
+    assert oracle.relative_error(found, exact) < (1e-2 if device == "cuda" else 1e-5)
+
+
 def _with_aligned_rows(numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Returns both in memory that goes on to a multiple of 4 rows, as kernels leave them."""
     more = -len(numbers) % 4

@@ -232,6 +232,17 @@ def test_fp8_products_of_few_rows(rows: int, splits: int, swap: bool, blocks: bo
     fp8_linear_checks.fp8_gemm((small, gated), (rows, 256, 768), blocks=blocks)
 
 
+def test_few_rows_of_fp8_in_registers() -> None:
+    columns = ops.fp8_gemm.kernel, ops.fp8_gate_up.kernel
+    fp8_linear_checks.fp8_gemm(columns, (3, 256, 2176), blocks=True)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_fp8_products_of_groups(rows: int) -> None:
+    columns = ops.fp8_group_gemm.kernel, ops.fp8_dequantise.kernel
+    fp8_linear_checks.fp8_groups(*columns, (rows, 128, 512))
+
+
 def test_rows_of_int8() -> None:
     columns = ops.quantise_int8.kernel, ops.rms_norm_int8.kernel, ops.silu_and_mul_int8.kernel
     int8_checks.int8_rows(columns, 5, 200, torch.float32)

@@ -7,7 +7,7 @@ import pytest
 import sparse_checks
 import token_row_checks as check
 import torch
-from interpreted_fixtures import dtypes, remembers, seeded  # noqa: F401
+from interpreted_fixtures import dtypes, remembers, rounds_to_e4m3, seeded  # noqa: F401
 
 from tandem_kernels import ops
 from tandem_kernels.attention import index_topk
@@ -15,12 +15,12 @@ from tandem_kernels.attention.token_rows import TokenRowForm
 
 RAGGED = [5, 70, 0, 33, 20], [1, 1, 1, 7, 20]
 DECODES = [70, 9, 0, 33], [2, 2, 2, 2]
+ATTENTION = ops.window_rows_attention.kernel, ops.window_rows_fp8.kernel
 
 
 @dtypes
 def test_shared_vectors(dtype: torch.dtype) -> None:
-    ops_of = ops.shared_rope_and_cache.kernel, ops.rotate_back.kernel
-    check.shared_rope_and_cache(*ops_of, (18, 32, 8), dtype)
+    check.shared_rope_and_cache(ops.shared_rope_and_cache.kernel, (18, 32, 8), dtype)
 
 
 @pytest.mark.parametrize(("lengths", "num_decodes"), [(RAGGED, 0), (DECODES, 4)])
@@ -53,18 +53,19 @@ def test_attention_to_window_and_rows(
     lengths: sparse_checks.Lengths, num_decodes: int, window: int | None, tokens: int, top_k: int
 ) -> None:
     check.window_rows_attention(
-        ops.window_rows_attention.kernel, lengths, (5, 32), torch.float32,
+        *ATTENTION, lengths, (5, 32), torch.float32,
         window=window, tokens=tokens, top_k=top_k, num_decodes=num_decodes,
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("rounds_to_e4m3")
 @pytest.mark.parametrize(("lengths", "num_decodes"), [(RAGGED, 0), (DECODES, 4)])
 @pytest.mark.parametrize(("tokens", "top_k"), [(4, 5), (16, 0)])
 def test_attention_to_narrow_rows(
     lengths: sparse_checks.Lengths, num_decodes: int, tokens: int, top_k: int
 ) -> None:
     check.window_rows_attention(
-        ops.window_rows_attention.kernel, lengths, (5, 128), torch.float32,
+        *ATTENTION, lengths, (5, 128), torch.float32,
         window=17, tokens=tokens, top_k=top_k, num_decodes=num_decodes, narrow_rope=8,
     )  # fmt: skip
 

@@ -169,3 +169,4 @@ def test_rows_of_fp8(dtype: torch.dtype, group: int) -> None:
 def test_fp8_products(blocks: bool) -> None:
     fp8_linear_checks.fp8_product(ops.fp8_product, (7, 48, 96), "cpu")
     fp8_linear_checks.fp8_gemm((ops.fp8_gemm, ops.fp8_gate_up), (7, 256, 384), blocks=blocks)
+    fp8_linear_checks.fp8_groups(ops.fp8_group_gemm, ops.fp8_dequantise, (7, 128, 384))

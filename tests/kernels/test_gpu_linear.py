@@ -75,13 +75,16 @@ def test_rows_of_fp8(dtype: torch.dtype, rows: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("rows", [1, 33, 65, 2049])
+@pytest.mark.parametrize("rows", [1, 3, 33, 65, 2049])
 @pytest.mark.parametrize("shape", [(256, 384), (4096, 14336), (1536, 2304)])
 def test_fp8_products(rows: int, shape: tuple[int, int], blocks: bool) -> None:
     """Rows that are no multiple of anything, and inner dimensions of 3 and of 18 blocks."""
     fp8_linear_checks.fp8_product(ops.fp8_product, (rows, *shape), "cuda")
     columns = ops.fp8_gemm, ops.fp8_gate_up
     fp8_linear_checks.fp8_gemm(columns, (rows, *shape), blocks=blocks, device="cuda")
+    if blocks and rows <= 64:
+        of_groups = ops.fp8_group_gemm, ops.fp8_dequantise
+        fp8_linear_checks.fp8_groups(*of_groups, (rows, *shape), device="cuda")
 
 
 @halves

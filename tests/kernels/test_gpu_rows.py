@@ -23,9 +23,7 @@ LENGTHS = (
 @pytest.mark.parametrize("num_heads", [8, 64, 128])
 def test_shared_vectors(dtype: torch.dtype, num_heads: int) -> None:
     sizes = num_heads, 512, 64
-    check.shared_rope_and_cache(
-        ops.shared_rope_and_cache, ops.rotate_back, sizes, dtype, device="cuda"
-    )
+    check.shared_rope_and_cache(ops.shared_rope_and_cache, sizes, dtype, device="cuda")
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -68,7 +66,7 @@ def test_attention_to_window_and_rows(
 ) -> None:
     decodes = len(lengths[0]) if max(lengths[1]) == 1 else 0
     check.window_rows_attention(
-        ops.window_rows_attention, lengths, (num_heads, 512), dtype,
+        ops.window_rows_attention, ops.window_rows_fp8, lengths, (num_heads, 512), dtype,
         window=128, tokens=tokens, top_k=top_k, num_decodes=decodes, narrow_rope=narrow_rope,
         device="cuda",
     )  # fmt: skip

@@ -23,7 +23,12 @@ from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_scales import KVScales, pointers
-from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
+from tandem_kernels.attention.latent_tile import (
+    attend_rows,
+    joined_parts,
+    latent_queries,
+    store_attended,
+)
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs
 from tandem_kernels.product_precision import precision_of
@@ -190,17 +195,9 @@ def latent_merge_kernel(
     """Joins the parts of one row in each program."""
     take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
     dim = tl.arange(0, BLOCK_LATENT)
-    is_latent = dim < LATENT
-    of_part = row * SPLITS + split
-    peak = tl.load(state + of_part * 2)
-    share = tl.exp2(peak - tl.max(peak, axis=0))
-    total = tl.sum(share * tl.load(state + of_part * 2 + 1), axis=0)
-    place = parts + of_part[:, None] * LATENT + dim[None, :]
-    joined = tl.sum(tl.load(place, mask=is_latent[None, :], other=0.0) * share[:, None], axis=0)
-    joined = joined / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + row * LATENT + dim, joined.to(out.dtype.element_ty), mask=is_latent)
+    joined = joined_parts(parts, state, row, LATENT, BLOCK_LATENT, SPLITS)
+    tl.store(out + row * LATENT + dim, joined.to(out.dtype.element_ty), mask=dim < LATENT)
 
 
 def latent_decode(

@@ -108,3 +108,24 @@ def store_attended(
         tl.store(out + index[:, None] * LATENT + dim[None, :], acc, mask=writes)
         tl.store(state + index * 2, peak, mask=real)
         tl.store(state + index * 2 + 1, total, mask=real)
+
+
+@triton.jit
+def joined_parts(
+    parts: tl.tensor,
+    state: tl.tensor,
+    row: tl.tensor,
+    LATENT: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> tl.tensor:
+    """Returns row `row` [BLOCK_LATENT] in float32, of whose parts `store_attended` has written
+    all."""
+    dim = tl.arange(0, BLOCK_LATENT)
+    of_part = row * SPLITS + tl.arange(0, SPLITS)
+    peak = tl.load(state + of_part * 2)
+    share = tl.exp2(peak - tl.max(peak, axis=0))
+    total = tl.sum(share * tl.load(state + of_part * 2 + 1), axis=0)
+    place = parts + of_part[:, None] * LATENT + dim[None, :]
+    found = tl.load(place, mask=(dim < LATENT)[None, :], other=0.0)
+    return tl.sum(found * share[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)

@@ -1,5 +1,4 @@
-"""Norm and rotation of queries in place, and the write of the one vector that all heads share; and
-the rotation back of what is attended to."""
+"""Norm and rotation of queries in place, and the write of the one vector that all heads share."""
 
 from __future__ import annotations
 
@@ -79,30 +78,6 @@ def shared_rope_and_cache_kernel(
                 tl.store(to, x.to(pages.dtype.element_ty), mask=first)
 
 
-@triton.jit
-def rotate_back_kernel(
-    x: tl.tensor,
-    positions: tl.tensor,
-    cos_sin_cache: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Rotates, in program (t, i), the last numbers of tile i of the heads of token t."""
-    take_turn(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    real = (head < NUM_HEADS)[:, None]
-    cos, sin = pair_angles(cos_sin_cache, tl.load(positions + token), ROPE, ROPE)
-    dim = D - ROPE + tl.arange(0, ROPE)
-    place = x + (token * NUM_HEADS + head)[:, None] * D + dim[None, :]
-    own = tl.load(place, mask=real, other=0.0).to(tl.float32)
-    turned = turned_pairs(own, cos[None, :], -sin[None, :], ROWS, ROPE)
-    tl.store(place, turned.to(x.dtype.element_ty), mask=real)
-
-
 def shared_rope_and_cache(
     q: Tensor,
     kv: Tensor,
@@ -138,23 +113,4 @@ def shared_rope_and_cache(
         **page_widths(pages),
         num_warps=4,
         **in_turn(q.device, num_tokens),
-    )
-
-
-def rotate_back(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
-    """See `reference.token_rows.rotate_back`."""
-    num_tokens, num_heads, dim = x.shape
-    if num_tokens == 0:
-        return
-    rows = min(4 * _ROWS, triton.next_power_of_2(num_heads))
-    rotate_back_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
-        x,
-        positions,
-        cos_sin_cache,
-        NUM_HEADS=num_heads,
-        ROWS=rows,
-        D=dim,
-        ROPE=cos_sin_cache.shape[1],
-        num_warps=4,
-        **in_turn(x.device, num_tokens),
     )

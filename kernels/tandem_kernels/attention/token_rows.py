@@ -92,6 +92,19 @@ class OpenTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class BackTurn:
+    """Says by how much attended rows are rotated back: their last R numbers by minus the position.
+
+    Attributes:
+        positions: [T] int64.
+        cos_sin_cache: [M, R] float32.
+    """
+
+    positions: Tensor
+    cos_sin_cache: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SeenRows:
     """Closed rows that a step's tokens attend to beside the tokens of a window.
 

@@ -4,7 +4,7 @@
 
 A program owns ROWS heads of one token and walks a part of these tiles; a vector is loaded once and
 serves as key and as value. Sinks are in the first part. With few tokens there are SPLITS parts,
-joined by `latent_merge_kernel`; how many depends on shapes alone, so steps can be recorded.
+joined by `attended_rows`; how many depends on shapes alone, so steps can be recorded.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.attention.attended_rows import finished_rows, quantised_rows
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.chosen_slots import request_of_token
-from tandem_kernels.attention.latent_decode import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import store_attended
 from tandem_kernels.attention.narrow_vectors import load_narrow, page_pointers, page_widths
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.attention.sparse_latent_attention import SparseTuning, sparse_tuning
-from tandem_kernels.attention.token_rows import RowPages, SeenRows
+from tandem_kernels.attention.token_rows import BackTurn, RowPages, SeenRows
 from tandem_kernels.device import num_programs
 from tandem_kernels.product_precision import precision_of
-from tandem_kernels.small_launches import in_turn
+from tandem_kernels.small_launches import in_turn, take_turn
 
 _FEW_TOKENS, _SOME_TOKENS = 4, 32
 
@@ -91,6 +91,7 @@ def window_rows_kernel(
     NARROW_ROPE: tl.constexpr,
     NARROW_SPAN: tl.constexpr,
     EXPONENTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Walks, in program (t, i, s), part s of what token t attends to, for its i-th tile of heads.
     Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
@@ -100,6 +101,7 @@ def window_rows_kernel(
     TOP_K: Rows that are chosen; 0: all that a token sees.
     NARROW_ROPE: Numbers of a narrow vector that are not in e4m3; 0: vectors are not narrow.
     """
+    take_turn(OVERLAP)
     token = tl.program_id(0)
     split = tl.program_id(2)
     r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
@@ -176,13 +178,39 @@ def window_rows_attention(
     metadata: AttentionMetadata,
     scale: float,
     sinks: Tensor,
-    rows: SeenRows | None = None,
+    rows: SeenRows | None,
+    back: BackTurn,
 ) -> Tensor:
     """See `reference.token_rows.window_rows_attention`."""
+    return finished_rows(*_attended(q, pages, metadata, scale, sinks, rows), back, q.dtype)
+
+
+def window_rows_fp8(
+    q: Tensor,
+    pages: RowPages,
+    metadata: AttentionMetadata,
+    scale: float,
+    sinks: Tensor,
+    rows: SeenRows | None,
+    back: BackTurn,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.token_rows.window_rows_fp8`."""
+    return quantised_rows(*_attended(q, pages, metadata, scale, sinks, rows), back)
+
+
+def _attended(
+    q: Tensor,
+    pages: RowPages,
+    metadata: AttentionMetadata,
+    scale: float,
+    sinks: Tensor,
+    rows: SeenRows | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns attended rows [T, H, D], or parts of them [T, H, S, D] and their softmax states."""
     num_tokens, num_heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0:
-        return out
+        return out, None
     tuning = window_rows_tuning(q, metadata.fixed_order)
     head_tiles = triton.cdiv(num_heads, tuning.rows)
     splits = _num_splits(q.device, tuning, num_tokens * head_tiles, metadata, rows)
@@ -226,11 +254,9 @@ def window_rows_attention(
         NARROW_SPAN=span,
         **widths,
         **shape,
+        **in_turn(q.device, num_tokens),
     )
-    if state is not None:
-        grid = (num_tokens * num_heads,)
-        latent_merge_kernel[grid](target, state, out, num_warps=4, **shape, **in_turn(q.device))
-    return out
+    return target, state
 
 
 def _results(q: Tensor, splits: int, out: Tensor) -> tuple[Tensor, Tensor | None]:

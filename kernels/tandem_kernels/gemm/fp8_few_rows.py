@@ -1,10 +1,11 @@
 """Rows of FP8, up to four of them, by weights of FP8, in registers: each 128 x 128 weights share a
 scale, and each 128 numbers of a row.
 
-A program has a few outputs and all of the inner dimension, as in `few_row_gemm`: a thread multiplies
-16 weights where it has loaded them, and multiplies their sum by both scales. Its first weights are
-asked for before the kernel in front has ended (PDL), since they depend on nothing. Matrix units would
-multiply sixteen rows at least, and wait for weights that go through shared memory.
+A program has a few outputs and all of the inner dimension, as in `few_row_gemm`: a thread
+multiplies 16 weights where it has loaded them, and multiplies their sum by both scales. Its first
+weights are asked for before the kernel in front has ended (PDL), since they depend on nothing.
+Matrix units would multiply sixteen rows at least, and wait for weights that go through shared
+memory.
 
 Outputs may be in groups that read a part of the row each.
 """
@@ -37,16 +38,19 @@ class FewFp8Tuning:
     num_warps: int
 
 
+def few_fp8_tuning(num_outputs: int, inner: int) -> FewFp8Tuning:
+    """Returns what suits a shape, of multiples of 128."""
+    if inner <= 1024:
+        return FewFp8Tuning(cols=8, depth=1024, num_warps=2)
+    return FewFp8Tuning(cols=4 if num_outputs >= 2048 else 2, depth=2048, num_warps=4)
+
+
 @triton.jit
 def _part(
     places: tl.tensor, at: tl.tensor, START: tl.constexpr, INNER: tl.constexpr, ALL: tl.constexpr
 ) -> tl.tensor:
     """Loads what belongs to inputs START + `at`, of which there are INNER. ALL: are there."""
-    if ALL:
-        found = tl.load(places)
-    else:
-        found = tl.load(places, mask=START + at < INNER, other=0.0)
-    return found
+    return tl.load(places, mask=None if ALL else START + at < INNER, other=None if ALL else 0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "x_scales_stride"])

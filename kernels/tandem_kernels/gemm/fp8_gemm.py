@@ -24,8 +24,9 @@ from tandem_kernels.attention.cache_lines import prefetch_lines
 from tandem_kernels.device import supports_pdl
 from tandem_kernels.elementwise.silu_and_mul import silu_and_mul
 from tandem_kernels.gemm.fp8_activations import scale_product
+from tandem_kernels.gemm.fp8_few_rows import few_fp8_tuning, fp8_few_rows
 from tandem_kernels.gemm.fp8_library import fp8_product, one, scaled_mm
-from tandem_kernels.gemm.fp8_paths import fp8_path
+from tandem_kernels.gemm.fp8_paths import FEW_BLOCK_ROWS, fp8_path
 from tandem_kernels.gemm.integer_sums import no_sums
 from tandem_kernels.part_sums import sum_of_parts
 
@@ -292,8 +293,10 @@ def fp8_gemm(
         return scale_product(fp8_product(x, weight), x_scales, w_scales, bias)
     if path == "scaled":
         return scaled_mm(x, x_scales, weight, w_scales, bias, out_dtype)
+    if w_scales.dim() == 2:
+        return _by_blocks(x, x_scales, weight, w_scales, bias, out_dtype)
     out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
-    tuning = fp8_tuning(len(x), *weight.shape, gated=False, blocks=w_scales.dim() == 2)
+    tuning = fp8_tuning(len(x), *weight.shape, gated=False, blocks=False)
     return fp8_small_m(x, x_scales, weight, w_scales, bias, out, tuning)
 
 
@@ -307,6 +310,36 @@ def fp8_gate_up(
     out = torch.empty((len(x), num_outputs), dtype=out_dtype, device=x.device)
     tuning = fp8_tuning(len(x), num_outputs, inner, gated=True, blocks=w_scales.dim() == 2)
     return fp8_small_m(x, x_scales, weight, w_scales, None, out, tuning, gated=True)
+
+
+def fp8_group_gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    groups: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `reference.fp8_linear.fp8_group_gemm`; of few rows."""
+    return _by_blocks(x, x_scales, weight, w_scales, None, out_dtype, groups)
+
+
+def _by_blocks(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    groups: int = 1,
+) -> Tensor:
+    """Multiplies few rows on scales of blocks."""
+    out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
+    given = x, x_scales, weight, w_scales, bias, out
+    if len(x) <= FEW_BLOCK_ROWS:
+        return fp8_few_rows(*given, few_fp8_tuning(*weight.shape), groups)
+    tuning = fp8_tuning(len(x), *weight.shape, gated=False, blocks=True)
+    return fp8_small_m(*given, tuning, groups=groups)
 
 
 def fp8_small_m(

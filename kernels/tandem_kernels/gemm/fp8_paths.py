@@ -1,6 +1,7 @@
 """Says which way an FP8 GEMM is computed, by its number of rows; found by measurement.
 
-small       our own kernel: one pass over the weights
+small       a kernel of our own, one pass over the weights: on scales of blocks, few rows are
+            multiplied in registers (`fp8_few_rows`)
 unscaled    the library's fastest, which knows no scales of rows and outputs: the reader of the
             product next applies them
 scaled      the library's, scales included
@@ -17,6 +18,8 @@ SMALL_ROWS = 8
 """Our own kernel computes at most this many rows on scales of rows."""
 SMALL_BLOCK_ROWS = 64
 """The same on scales of blocks, whose products the library cannot leave unscaled."""
+FEW_BLOCK_ROWS = 4
+"""The most rows for which products in registers take less time."""
 _UNSCALED_ROWS = 1024
 _INNER_MULTIPLE = 128
 _OUTPUTS_MULTIPLE = 128

@@ -96,6 +96,26 @@ def fp8_gemm(
     return (exact if bias is None else exact + bias.float()).to(out_dtype)
 
 
+def fp8_group_gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    groups: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiplies each group of inputs by the weights of its own outputs: [T, groups * K] x
+    [groups * N, K] -> [T, groups * N], scales of blocks as `fp8_gemm` takes them."""
+    wide = dequantise_rows(x, x_scales).view(len(x), groups, -1)
+    of_group = dequantise_weight(weight, w_scales).view(groups, -1, weight.shape[1])
+    return torch.einsum("tgk,gnk->tgn", wide, of_group).flatten(1).to(out_dtype)
+
+
+def fp8_dequantise(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns weights [N, K], whose scales are of blocks, in `dtype`."""
+    return dequantise_weight(weight, w_scales).to(dtype)
+
+
 def fp8_gate_up(
     x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, out_dtype: torch.dtype
 ) -> Tensor:

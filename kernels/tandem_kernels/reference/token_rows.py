@@ -16,6 +16,7 @@ from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.attention.kv_scales import E4M3
 from tandem_kernels.attention.token_rows import (
+    BackTurn,
     NarrowRows,
     OpenTokens,
     RowPages,
@@ -23,6 +24,7 @@ from tandem_kernels.attention.token_rows import (
     TokenRowForm,
 )
 from tandem_kernels.narrow_form import NARROW_GROUP
+from tandem_kernels.reference.fp8 import BLOCK, quantise_fp8
 from tandem_kernels.reference.index import rounded
 
 
@@ -109,12 +111,6 @@ def _two_to(powers: Tensor) -> Tensor:
 def _place(slots: Tensor, pages: RowPages) -> tuple[Tensor, Tensor]:
     blocks = torch.div(slots, pages.shape[1], rounding_mode="floor")
     return blocks, slots - blocks * pages.shape[1]
-
-
-def rotate_back(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
-    """Rotates the last R numbers of `x` [T, H, D] by minus the position, in place."""
-    cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
-    x.copy_(turned(x, torch.cat((cos, -sin), dim=-1)))
 
 
 def keep_open_tokens(x: Tensor, rows: OpenTokens) -> None:
@@ -235,10 +231,11 @@ def window_rows_attention(
     metadata: AttentionMetadata,
     scale: float,
     sinks: Tensor,
-    rows: SeenRows | None = None,
+    rows: SeenRows | None,
+    back: BackTurn,
 ) -> Tensor:
     """Computes causal attention of the step's query tokens to a window of their contexts, and to
-    closed rows.
+    closed rows, and rotates what it finds back.
 
     Args:
         q: [T, H, D], rotated.
@@ -267,7 +264,23 @@ def window_rows_attention(
             sink = sinks.float()[None, :, None].expand(size, -1, 1)
             shares = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
             out[own] = torch.einsum("ths,sd->thd", shares, keys).to(out.dtype)
-    return out
+    cos, sin = back.cos_sin_cache[back.positions].chunk(2, dim=-1)
+    return turned(out, torch.cat((cos, -sin), dim=-1)).to(q.dtype)
+
+
+def window_rows_fp8(
+    q: Tensor,
+    pages: RowPages,
+    metadata: AttentionMetadata,
+    scale: float,
+    sinks: Tensor,
+    rows: SeenRows | None,
+    back: BackTurn,
+) -> tuple[Tensor, Tensor]:
+    """Returns what `window_rows_attention` does, [T, H * D], as `fp8.quantise_fp8` returns groups
+    of 128 numbers."""
+    found = window_rows_attention(q, pages, metadata, scale, sinks, rows, back)
+    return quantise_fp8(found.flatten(1), BLOCK)
 
 
 def _attended_to(

@@ -18,21 +18,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.layers.attention.group_projection import GroupProjection
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.attention.rows.row_compressor import RowCompressor
 from engine.layers.attention.rows.row_indexer import RowIndexer, RowIndexerSizes
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from engine.layers.methods.base import ColumnPart, LinearPart
-from engine.layers.methods.formats.weight_format import matrix_weight
-from engine.layers.methods.registry import format_of
+from engine.layers.methods.base import ColumnPart
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import Rows
+from engine.layers.rows import QuantisedRows, Rows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.side_stream import NoSide, SideStream, fork, side_stream
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import CachesByGroup, IndexedLatents, LayerCache, OpenRows
 from tandem_kernels.attention.token_rows import (
+    BackTurn,
     NarrowRows,
     OpenTokens,
     RowPages,
@@ -133,11 +133,9 @@ class WindowRowsBlock(nn.Module):
         heads = ColumnPart(self.first_head * dim, self.num_heads * dim, num_heads * dim)
         self.wq_b = MergedColumnParallelLinear(sizes.q_rank, (heads,), shard.at("wq_b"))
         self.sinks = shard.parameter(self.num_heads, dtype=torch.float32)
-        self.first_group, num_groups = shard.part(sizes.groups)
-        self.wo_a_format = format_of(shard.at("wo_a").scheme(), shard.prefix)
         width = num_heads * dim // sizes.groups
-        self.fixed_order = shard.gemms.deterministic
-        self.wo_a = shard.parameter(num_groups, sizes.group_rank, width)
+        of_group = sizes.group_rank, sizes.groups, dim
+        self.wo_a = GroupProjection(width, *of_group, shard.at("wo_a"))
         self.wo_b = RowParallelLinear(
             sizes.groups * sizes.group_rank, hidden_size, shard.at("wo_b")
         )
@@ -168,10 +166,13 @@ class WindowRowsBlock(nn.Module):
         )
         rows = self._rows(closed, latents, caches[1:], inputs)
         scale = sizes.head_dim**-0.5
-        attended = ops.window_rows_attention(heads, pages, inputs.metadata, scale, self.sinks, rows)
-        ops.rotate_back(attended, *turn)
-        grouped = attended.view(len(x), len(self.wo_a), -1).transpose(0, 1)
-        out: Tensor = self.wo_b(self._mixed(grouped).flatten(1))
+        given = heads, pages, inputs.metadata, scale, self.sinks, rows, BackTurn(*turn)
+        if self.wo_a.takes_fp8(len(x)):
+            mixed = self.wo_a.quantised(QuantisedRows(*ops.window_rows_fp8(*given)), x.dtype)
+        else:
+            attended = ops.window_rows_attention(*given)
+            mixed = self.wo_a(attended.view(len(x), self.wo_a.num_groups, -1))
+        out: Tensor = self.wo_b(mixed)
         stream.add(out if self.norm is None else self.norm(out))
 
     def _normed(self, latents: Tensor) -> Rows:
@@ -181,16 +182,6 @@ class WindowRowsBlock(nn.Module):
             normed: Tensor = self.q_norm(latents)
             return normed
         return self.q_norm.add_quantised(None, latents, form)
-
-    def _mixed(self, grouped: Tensor) -> Tensor:
-        """Multiplies each group by its own weight: [groups, T, in] -> [T, groups, out]."""
-        if self.fixed_order:
-            parts = [ops.invariant_gemm(*one) for one in zip(grouped, self.wo_a, strict=True)]
-            return torch.stack(parts, dim=1)
-        groups, num_tokens, _ = grouped.shape
-        mixed = grouped.new_empty(num_tokens, groups, self.wo_a.shape[1])
-        torch.bmm(grouped, self.wo_a.transpose(1, 2), out=mixed.transpose(0, 1))
-        return mixed
 
     def _closed(
         self, x: Tensor, caches: tuple[LayerCache, ...], inputs: AttentionInputs
@@ -239,9 +230,7 @@ class WindowRowsBlock(nn.Module):
         yield CheckpointWeight(
             f"{prefix}.attn_sink", self.sinks, (self.total_heads,), 0, self.first_head
         )
-        shape = sizes.groups * sizes.group_rank, self.wo_a.shape[2]
-        part = LinearPart(f"{prefix}.wo_a", shape, 0, self.first_group * sizes.group_rank)
-        yield matrix_weight(self.wo_a_format, self.wo_a.view(-1, shape[1]), part)
+        yield from self.wo_a.checkpoint_weights(f"{prefix}.wo_a")
         yield from self.wo_b.checkpoint_weights(f"{prefix}.wo_b")
         if self.compressor is not None:
             yield from self.compressor.checkpoint_weights(prefix)

@@ -1,0 +1,155 @@
+"""What heads have attended to, as the output's projection reads it.
+
+parts and their softmax states ─ sum ─┐
+rows ─────────────────────────────────┴─ rotate back ─┬─ half precision
+                                                      └─ e4m3, of 128 numbers a scale
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.attention.latent_tile import joined_parts
+from tandem_kernels.attention.token_rows import BackTurn
+from tandem_kernels.attention.turned_pairs import pair_angles, turned_pairs
+from tandem_kernels.gemm.fp8_library import ALIGNED_ROWS
+from tandem_kernels.gemm.fp8_rows import fp8_scale
+from tandem_kernels.reference.fp8 import BLOCK
+from tandem_kernels.small_launches import in_turn, take_turn
+
+_ROWS = 32
+"""Heads of a program that rotates alone."""
+
+
+@triton.jit
+def attended_rows_kernel(
+    parts: tl.tensor,
+    state: tl.tensor,
+    positions: tl.tensor,
+    cos_sin_cache: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    scales_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Makes, in program i, one head of one token, of which there are SPLITS parts. GROUP: this many
+    numbers have a scale, [H * D / GROUP, scales_stride]; 0: they are not quantised."""
+    take_turn(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // NUM_HEADS, row % NUM_HEADS
+    dim = tl.arange(0, D)
+    cos, sin = pair_angles(cos_sin_cache, tl.load(positions + token), D, ROPE)
+    if SPLITS > 1:
+        joined = joined_parts(parts, state, row, D, D, SPLITS)
+    else:
+        joined = tl.load(parts + row * D + dim).to(tl.float32)
+    turned = turned_pairs(joined[None, :], cos[None, :], -sin[None, :], 1, D)
+    to = out + row * D
+    kind = out.dtype.element_ty
+    if GROUP > 0:
+        groups = turned.reshape(D // GROUP, GROUP)
+        scale = fp8_scale(tl.max(tl.abs(groups), axis=1))
+        scaled = (groups * (1.0 / scale)[:, None]).reshape(D)
+        tl.store(to + dim, scaled.to(kind))
+        group = head * (D // GROUP) + tl.arange(0, D // GROUP)
+        tl.store(scales + group * scales_stride + token, scale)
+    else:
+        tl.store(to + dim[None, :], turned.to(kind))
+
+
+@triton.jit
+def rotate_back_kernel(
+    x: tl.tensor,
+    positions: tl.tensor,
+    cos_sin_cache: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Rotates, in program (t, i), the last numbers of tile i of the heads of token t."""
+    take_turn(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real = (head < NUM_HEADS)[:, None]
+    cos, sin = pair_angles(cos_sin_cache, tl.load(positions + token), ROPE, ROPE)
+    dim = D - ROPE + tl.arange(0, ROPE)
+    place = x + (token * NUM_HEADS + head)[:, None] * D + dim[None, :]
+    own = tl.load(place, mask=real, other=0.0).to(tl.float32)
+    turned = turned_pairs(own, cos[None, :], -sin[None, :], ROWS, ROPE)
+    tl.store(place, turned.to(x.dtype.element_ty), mask=real)
+
+
+def finished_rows(
+    parts: Tensor, state: Tensor | None, back: BackTurn, dtype: torch.dtype
+) -> Tensor:
+    """Returns rows [T, H, D] of `dtype` of their parts [T, H, S, D] and `state` [T, H, S, 2], or,
+    without, of what they are, [T, H, D], in place."""
+    if state is None:
+        _rotate_back(parts, back)
+        return parts
+    num_tokens, num_heads, _, dim = parts.shape
+    out = parts.new_empty(num_tokens, num_heads, dim, dtype=dtype)
+    _finish(parts, state, back, out, None)
+    return out
+
+
+def quantised_rows(parts: Tensor, state: Tensor | None, back: BackTurn) -> tuple[Tensor, Tensor]:
+    """Returns the same as e4m3 numbers [T, H * D] and their scales, as
+    `reference.fp8.quantise_fp8` does."""
+    num_tokens, num_heads, dim = parts.shape[0], parts.shape[1], parts.shape[-1]
+    padded = -(-num_tokens // ALIGNED_ROWS) * ALIGNED_ROWS
+    numbers = parts.new_empty(padded, num_heads * dim, dtype=torch.float8_e4m3fn)
+    scales = parts.new_empty(num_heads * dim // BLOCK, padded, dtype=torch.float32)
+    if num_tokens > 0:
+        _finish(parts, state, back, numbers, scales)
+    return numbers[:num_tokens], scales[:, :num_tokens]
+
+
+def _finish(
+    parts: Tensor, state: Tensor | None, back: BackTurn, out: Tensor, scales: Tensor | None
+) -> None:
+    num_tokens, num_heads, dim = parts.shape[0], parts.shape[1], parts.shape[-1]
+    attended_rows_kernel[(num_tokens * num_heads,)](
+        parts,
+        state,
+        back.positions,
+        back.cos_sin_cache,
+        out,
+        scales,
+        0 if scales is None else scales.stride(0),
+        NUM_HEADS=num_heads,
+        D=dim,
+        ROPE=back.cos_sin_cache.shape[1],
+        SPLITS=1 if state is None else parts.shape[2],
+        GROUP=0 if scales is None else BLOCK,
+        num_warps=4,
+        **in_turn(parts.device, num_tokens),
+    )
+
+
+def _rotate_back(x: Tensor, back: BackTurn) -> None:
+    num_tokens, num_heads, dim = x.shape
+    if num_tokens == 0:
+        return
+    rows = min(_ROWS, triton.next_power_of_2(num_heads))
+    rotate_back_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
+        x,
+        back.positions,
+        back.cos_sin_cache,
+        NUM_HEADS=num_heads,
+        ROWS=rows,
+        D=dim,
+        ROPE=back.cos_sin_cache.shape[1],
+        num_warps=4,
+        **in_turn(x.device, num_tokens),
+    )
