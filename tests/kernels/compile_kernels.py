@@ -434,7 +434,6 @@ def fp8_cases(capability: int) -> Iterator[Case]:
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
 
-
     for rows, outputs, inner in ((1, 32768, 1024), (4, 4096, 8192), (2, 1536, 3840)):
         few = fp8_few_rows.few_fp8_tuning(outputs, inner)
         yield Case(
@@ -447,9 +446,7 @@ def fp8_cases(capability: int) -> Iterator[Case]:
             },
             {"num_warps": few.num_warps},
         )  # fmt: skip
-    yield Case(
-        fp8_dequantise.fp8_dequantise_kernel, "", quantised, {"ROWS": 32, "BLOCK": 128}
-    )
+    yield Case(fp8_dequantise.fp8_dequantise_kernel, "", quantised, {"ROWS": 32, "BLOCK": 128})
 
 
 def fused_gate_up_cases(capability: int) -> Iterator[Case]:
