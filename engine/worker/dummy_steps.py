@@ -31,7 +31,7 @@ from kv_transfer.layout import KVGroup, own_groups
 from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
-_SHORT_PROMPTS = (2, 16, 32, 64)
+_SHORT_PROMPTS = (2, 16, 32, 64, MAX_ROWS + 1)
 _LONG_PROMPT = 160
 _MANY_TOKENS = 2048
 """The tokens from which attention has tiles that depend on the context."""
