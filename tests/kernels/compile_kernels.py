@@ -1815,7 +1815,8 @@ def token_row_cases(capability: int) -> Iterator[Case]:
                     "out": "*fp8e4nv" if group else "*bf16",
                 },
                 {
-                    "NUM_HEADS": 64, "D": 512, "ROPE": 64, "SPLITS": splits, "GROUP": group,
+                    "NUM_HEADS": 64, "D": 512, "ROPE": 64, "WIDTH": 128, "SPLITS": splits,
+                    "QUANTISE": group > 0,
                     **overlap, **({} if group else {"scales": None}),
                     **({} if splits > 1 else {"state": None}),
                 },

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem_kernels.attention.latent_tile import joined_parts
 from tandem_kernels.attention.token_rows import BackTurn
-from tandem_kernels.attention.turned_pairs import pair_angles, turned_pairs
+from tandem_kernels.attention.turned_pairs import angles_from, pair_angles, turned_pairs
 from tandem_kernels.gemm.fp8_library import ALIGNED_ROWS
 from tandem_kernels.gemm.fp8_rows import fp8_scale
 from tandem_kernels.reference.fp8 import BLOCK
@@ -22,6 +22,7 @@ from tandem_kernels.small_launches import in_turn, take_turn
 
 _ROWS = 32
 """Heads of a program that rotates alone."""
+_WARPS = 4
 
 
 @triton.jit
@@ -36,33 +37,30 @@ def attended_rows_kernel(
     NUM_HEADS: tl.constexpr,
     D: tl.constexpr,
     ROPE: tl.constexpr,
+    WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    QUANTISE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Makes, in program i, one head of one token, of which there are SPLITS parts. GROUP: this many
-    numbers have a scale, [H * D / GROUP, scales_stride]; 0: they are not quantised."""
+    """Makes, in program (i, j), WIDTH numbers of one head of one token, of which there are SPLITS
+    parts. QUANTISE: they have a scale, of [H * D / WIDTH, scales_stride]."""
     take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
     token, head = row // NUM_HEADS, row % NUM_HEADS
-    dim = tl.arange(0, D)
-    cos, sin = pair_angles(cos_sin_cache, tl.load(positions + token), D, ROPE)
+    cos, sin = angles_from(cos_sin_cache, tl.load(positions + token), group * WIDTH, WIDTH, D, ROPE)
+    at = row * D + group * WIDTH + tl.arange(0, WIDTH)
     if SPLITS > 1:
-        joined = joined_parts(parts, state, row, D, D, SPLITS)
+        joined = joined_parts(parts, state, row, group * WIDTH, D, WIDTH, SPLITS)
     else:
-        joined = tl.load(parts + row * D + dim).to(tl.float32)
-    turned = turned_pairs(joined[None, :], cos[None, :], -sin[None, :], 1, D)
-    to = out + row * D
-    kind = out.dtype.element_ty
-    if GROUP > 0:
-        groups = turned.reshape(D // GROUP, GROUP)
-        scale = fp8_scale(tl.max(tl.abs(groups), axis=1))
-        scaled = (groups * (1.0 / scale)[:, None]).reshape(D)
-        tl.store(to + dim, scaled.to(kind))
-        group = head * (D // GROUP) + tl.arange(0, D // GROUP)
-        tl.store(scales + group * scales_stride + token, scale)
-    else:
-        tl.store(to + dim[None, :], turned.to(kind))
+        joined = tl.load(parts + at).to(tl.float32)
+    turned = turned_pairs(joined[None, :], cos[None, :], -sin[None, :], 1, WIDTH)
+    if QUANTISE:
+        scale = fp8_scale(tl.max(tl.abs(turned)))
+        turned *= 1.0 / scale
+        place = (head * (D // WIDTH) + group) * scales_stride + token
+        tl.store(scales + place, scale)
+    tl.store(out + at[None, :], turned.to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -119,7 +117,8 @@ def _finish(
     parts: Tensor, state: Tensor | None, back: BackTurn, out: Tensor, scales: Tensor | None
 ) -> None:
     num_tokens, num_heads, dim = parts.shape[0], parts.shape[1], parts.shape[-1]
-    attended_rows_kernel[(num_tokens * num_heads,)](
+    width = min(BLOCK, dim)
+    attended_rows_kernel[(num_tokens * num_heads, dim // width)](
         parts,
         state,
         back.positions,
@@ -130,9 +129,10 @@ def _finish(
         NUM_HEADS=num_heads,
         D=dim,
         ROPE=back.cos_sin_cache.shape[1],
+        WIDTH=width,
         SPLITS=1 if state is None else parts.shape[2],
-        GROUP=0 if scales is None else BLOCK,
-        num_warps=4,
+        QUANTISE=scales is not None,
+        num_warps=_WARPS,
         **in_turn(parts.device, num_tokens),
     )
 

@@ -196,7 +196,7 @@ def latent_merge_kernel(
     take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK_LATENT)
-    joined = joined_parts(parts, state, row, LATENT, BLOCK_LATENT, SPLITS)
+    joined = joined_parts(parts, state, row, 0, LATENT, BLOCK_LATENT, SPLITS)
     tl.store(out + row * LATENT + dim, joined.to(out.dtype.element_ty), mask=dim < LATENT)
 
 

@@ -115,13 +115,14 @@ def joined_parts(
     parts: tl.tensor,
     state: tl.tensor,
     row: tl.tensor,
+    first: tl.tensor,
     LATENT: tl.constexpr,
-    BLOCK_LATENT: tl.constexpr,
+    WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tl.tensor:
-    """Returns row `row` [BLOCK_LATENT] in float32, of whose parts `store_attended` has written
-    all."""
-    dim = tl.arange(0, BLOCK_LATENT)
+    """Returns WIDTH numbers of row `row` from `first` on in float32, of whose parts
+    `store_attended` has written all."""
+    dim = first + tl.arange(0, WIDTH)
     of_part = row * SPLITS + tl.arange(0, SPLITS)
     peak = tl.load(state + of_part * 2)
     share = tl.exp2(peak - tl.max(peak, axis=0))

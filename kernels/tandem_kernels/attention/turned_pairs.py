@@ -12,7 +12,20 @@ def pair_angles(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Returns cosines and sines of the pairs of a vector [D] at a position, [D / 2]: the first of
     them stay."""
-    pair = tl.arange(0, D // 2) - (D - ROPE) // 2
+    return angles_from(cos_sin_cache, position, 0, D, D, ROPE)
+
+
+@triton.jit
+def angles_from(
+    cos_sin_cache: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Returns the same of WIDTH numbers from `first` on, [WIDTH / 2]."""
+    pair = first // 2 + tl.arange(0, WIDTH // 2) - (D - ROPE) // 2
     turns = pair >= 0
     angle = cos_sin_cache + position * ROPE + pair
     cos = tl.load(angle, mask=turns, other=1.0)
