@@ -12,7 +12,8 @@ def pair_angles(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Returns cosines and sines of the pairs of a vector [D] at a position, [D / 2]: the first of
     them stay."""
-    return angles_from(cos_sin_cache, position, 0, D, D, ROPE)
+    cos, sin = angles_from(cos_sin_cache, position, 0, D, D, ROPE)
+    return cos, sin
 
 
 @triton.jit
