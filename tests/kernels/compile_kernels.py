@@ -435,7 +435,7 @@ def fp8_cases(capability: int) -> Iterator[Case]:
         )
 
     for rows, outputs, inner in ((1, 32768, 1024), (4, 4096, 8192), (2, 1536, 3840)):
-        few = fp8_few_rows.few_fp8_tuning(outputs, inner)
+        few = fp8_few_rows.few_fp8_tuning(rows, outputs, inner)
         yield Case(
             fp8_few_rows.fp8_few_row_kernel,
             f"rows={rows} inner={inner}",

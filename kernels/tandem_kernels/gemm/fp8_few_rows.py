@@ -38,11 +38,19 @@ class FewFp8Tuning:
     num_warps: int
 
 
-def few_fp8_tuning(num_outputs: int, inner: int) -> FewFp8Tuning:
-    """Returns what suits a shape, of multiples of 128."""
-    if inner <= 1024:
-        return FewFp8Tuning(cols=8, depth=1024, num_warps=2)
-    return FewFp8Tuning(cols=4 if num_outputs >= 2048 else 2, depth=2048, num_warps=4)
+def few_fp8_tuning(num_rows: int, num_outputs: int, inner: int) -> FewFp8Tuning:
+    """Returns what was quickest for the layers of DeepSeek-V4-Flash on an H200, of multiples of
+    128: one row takes 8.6 to 8.9 us for 33 million weights, where matrix units take 15 to 16, and
+    four rows 14.7 to 15.8."""
+    if num_rows == 1:
+        if inner <= 1024:
+            return FewFp8Tuning(cols=8, depth=512, num_warps=1)
+        return FewFp8Tuning(cols=8 if inner >= 8192 else 4, depth=2048, num_warps=4)
+    if inner <= 1024 or inner >= 8192:
+        return FewFp8Tuning(cols=4, depth=512, num_warps=1)
+    if num_outputs < 2048:
+        return FewFp8Tuning(cols=4, depth=2048, num_warps=4)
+    return FewFp8Tuning(cols=4, depth=1024, num_warps=2)
 
 
 @triton.jit

@@ -61,8 +61,11 @@ def fp8_tuning(
     """Returns what suits a shape; all take inner dimensions of multiples of 128 and outputs of
     multiples of 64."""
     if num_rows > 16:
-        splits = 1
+        # On scales of blocks, a part of fewer than 1024 inputs takes longer than it saves.
+        splits, least = 1, 1024 if blocks else 128
         while splits < 4 and num_outputs // 64 * splits < 132 and inner % (256 * splits) == 0:
+            if inner // (2 * splits) < least:
+                break
             splits *= 2
         return Fp8Tuning(64, 128, splits, True, 4, 4, lines=8)
     splits, most = 1, 8 if num_outputs >= 2048 else 4
@@ -228,18 +231,24 @@ def fp8_small_m_kernel(
         of_rows += group * (inner // DEPTH) * x_scales_stride + row
     w_block = w_scales + tile * COLS // 128 * w_scales_stride
     behind = num_outputs // 128 * w_scales_stride
-    # One step ahead of their use: the compiler does so only for what is multiplied.
-    ahead, other_ahead = _scales_of_step(
-        of_rows, w_block, behind, part * steps, row < num_rows, x_scales_stride, BLOCKS, GATED
-    )
+    if SWAP:
+        # One step ahead of their use: the compiler does so only for what is multiplied.
+        ahead, other_ahead = _scales_of_step(
+            of_rows, w_block, behind, part * steps, row < num_rows, x_scales_stride, BLOCKS, GATED
+        )
     for step in range(part * steps, (part + 1) * steps):
         k = step * DEPTH + lane
         given = tl.load(x + row[:, None] * x_stride + k[None, :], mask=real, other=0.0)
-        scale, other_scale = ahead, other_ahead
-        ahead, other_ahead = _scales_of_step(
-            of_rows, w_block, behind, tl.minimum(step + 1, inner // DEPTH - 1), row < num_rows,
-            x_scales_stride, BLOCKS, GATED,
-        )  # fmt: skip
+        if SWAP:
+            scale, other_scale = ahead, other_ahead
+        at = tl.minimum(step + 1, inner // DEPTH - 1) if SWAP else step
+        found, other_found = _scales_of_step(
+            of_rows, w_block, behind, at, row < num_rows, x_scales_stride, BLOCKS, GATED
+        )
+        if SWAP:
+            ahead, other_ahead = found, other_found
+        else:
+            scale, other_scale = found, other_found
         places = rows_of_weight[:, None] + k[None, :]
         acc = _multiplied(acc, given, tl.load(places), scale, SWAP, BLOCKS)
         if GATED:
@@ -306,6 +315,8 @@ def fp8_gate_up(
     """See `reference.fp8_linear.fp8_gate_up`."""
     if fp8_path(len(x), weight, w_scales) != "small":
         return silu_and_mul(fp8_gemm(x, x_scales, weight, w_scales, None, out_dtype))
+    if w_scales.dim() == 2 and len(x) <= FEW_BLOCK_ROWS:
+        return silu_and_mul(_by_blocks(x, x_scales, weight, w_scales, None, out_dtype))
     num_outputs, inner = len(weight) // 2, weight.shape[1]
     out = torch.empty((len(x), num_outputs), dtype=out_dtype, device=x.device)
     tuning = fp8_tuning(len(x), num_outputs, inner, gated=True, blocks=w_scales.dim() == 2)
@@ -337,7 +348,7 @@ def _by_blocks(
     out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
     given = x, x_scales, weight, w_scales, bias, out
     if len(x) <= FEW_BLOCK_ROWS:
-        return fp8_few_rows(*given, few_fp8_tuning(*weight.shape), groups)
+        return fp8_few_rows(*given, few_fp8_tuning(len(x), *weight.shape), groups)
     tuning = fp8_tuning(len(x), *weight.shape, gated=False, blocks=True)
     return fp8_small_m(*given, tuning, groups=groups)
 
