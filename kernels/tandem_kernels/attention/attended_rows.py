@@ -1,8 +1,10 @@
-"""What heads have attended to, as the output's projection reads it.
+"""Makes of what heads have attended to what the output's projection reads.
 
-parts and their softmax states ─ sum ─┐
-rows ─────────────────────────────────┴─ rotate back ─┬─ half precision
-                                                      └─ e4m3, of 128 numbers a scale
+    parts and their softmax states ─ sum ─┐
+    rows ─────────────────────────────────┴─ rotate back ─┬─ half precision
+                                                          └─ e4m3, of 128 numbers a scale
+
+All of it is one launch, but for rows that stay in half precision: of these the last numbers turn.
 """
 
 from __future__ import annotations

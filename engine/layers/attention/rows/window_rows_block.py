@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.layers.attention.group_projection import GroupProjection
 from engine.layers.attention.layer import AttentionInputs
+from engine.layers.attention.rows.group_projection import GroupProjection
 from engine.layers.attention.rows.row_compressor import RowCompressor
 from engine.layers.attention.rows.row_indexer import RowIndexer, RowIndexerSizes
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
