@@ -26,6 +26,8 @@ HOPPER_ALONE = {
     "fused_gate_up_kernel",
     "fused_qkv_kernel",
     "fp8_small_m_kernel",
+    "fp8_few_row_kernel",
+    "fp8_dequantise_kernel",
     "int8_gemm_kernel",
     "fp8_expert_gemm_kernel",
     "quantise_fp8_kernel",
