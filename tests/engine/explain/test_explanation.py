@@ -159,7 +159,7 @@ def test_gpt_oss_at_16_requests(tmp_path: Path) -> None:
     assert windowed.kernel == "window_attention_kernel"
     assert windowed.tile == "the window of 128 at once, 16 x 8"
     assert whole.kernel == "decode_attention_kernel, merge_kernel"
-    assert whole.tile == "tile 64, warps 4, stages 3, programs_per_sm 3"
+    assert whole.tile == "tile 64, warps 4, stages 5, programs_per_sm 3"
     assert found.graph == "of 16 decodes"
 
 
