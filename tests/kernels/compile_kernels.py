@@ -122,6 +122,7 @@ from tandem_kernels.linear_attention import (
     gated_group_norm,
     gated_rms_norm,
     kda_chunks,
+    kda_parts,
     kda_systems,
     mamba_chunks,
     mamba_scan,
@@ -1383,8 +1384,8 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
 def delta_prompt_cases(
     types: dict[str, str], shape: dict[str, Any], is_hopper: bool
 ) -> Iterator[Case]:
-    types = {**types, **named("*fp32", "scratch", "scales", "lasts"), "scores": "*bf16"}
-    types |= {"solved": "*bf16"}
+    types = {**types, **named("*fp32", "scratch", "scales", "lasts", "totals"), "scores": "*bf16"}
+    types |= named("*bf16", "solved", "factors")
     chunk = {**shape, "CHUNK": chunk_systems.CHUNK, "PART": chunk_systems.PART, "FLOOR": 0.0}
     chunk |= {"BLOCK_VALUE": 128, "PRECISION": "tf32"}
     walk = delta_tuning.walk_tuning(2, 128, is_hopper=is_hopper)
@@ -1393,6 +1394,7 @@ def delta_prompt_cases(
     for kernel, more, options in (
         (delta_chunks.delta_system_kernel, {}, delta_tuning.SYSTEM),
         (delta_chunks.delta_factors_kernel, {}, delta_tuning.FACTORS),
+        (kda_parts.kda_parts_kernel, by_channel, delta_tuning.CHANNEL_PARTS),
         (kda_systems.kda_system_kernel, by_channel, delta_tuning.CHANNEL_SYSTEM),
         (kda_chunks.kda_factors_kernel, by_channel, delta_tuning.CHANNEL_FACTORS),
         (chunk_walk.chunk_walk_kernel, {"BY_CHANNEL": False}, ahead),

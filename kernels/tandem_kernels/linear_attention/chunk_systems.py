@@ -110,13 +110,28 @@ def solve(
         kind: Dtype of the inputs, which T is rounded to.
         WIDTH: See `solver_width`.
     """
+    lane = tl.arange(0, CHUNK)
+    part = lane // PART
+    whole = scratch + lane[:, None] * CHUNK + lane[None, :]
+    tl.store(whole, system, mask=part[:, None] == part[None, :])
+    tl.debug_barrier()
+    return solve_stored(system, scratch, kind, CHUNK, PART, WIDTH)
+
+
+@triton.jit
+def solve_stored(
+    system: tl.tensor,
+    scratch: tl.tensor,
+    kind: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Does the same where `scratch` has the parts' own blocks of A, and `system` all others."""
     tl.static_assert(CHUNK == 4 * PART)
     lane = tl.arange(0, CHUNK)
     part, half = lane // PART, lane // (2 * PART)
-    whole = scratch + lane[:, None] * CHUNK + lane[None, :]
     is_own = part[:, None] == part[None, :]
-    tl.store(whole, system, mask=is_own)
-    tl.debug_barrier()
     inverses = _part_inverses(scratch, CHUNK, PART, WIDTH)
     inverses = tl.reshape(inverses, [PART, WIDTH // CHUNK, CHUNK])
     is_first = tl.arange(0, WIDTH // CHUNK)[None, :, None] == 0
