@@ -1877,7 +1877,7 @@ def token_row_cases(capability: int) -> Iterator[Case]:
                 "WINDOW": 128, "TOKENS": tokens, "TOP_K": top_k, "QUERY_LEN": 1,
                 "NUM_HEADS": heads, "ROWS": tuning.rows, "LATENT": 512, "BLOCK_LATENT": 512,
                 "BLOCK_SIZE": 64, "ROW_BLOCK_SIZE": 64, "TILE": tuning.tile, "SPLITS": splits,
-                "PRECISION": "tf32", **({} if top_k else {"chosen": None}), **overlap,
+                "PRECISION": "tf32", **({} if top_k else {"chosen": None}),
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )  # fmt: skip

@@ -24,7 +24,6 @@ from tandem_kernels.small_launches import in_turn, take_turn
 
 _ROWS = 32
 """Heads of a program that rotates alone."""
-_WARPS = 4
 
 
 @triton.jit
@@ -119,7 +118,7 @@ def _finish(
     parts: Tensor, state: Tensor | None, back: BackTurn, out: Tensor, scales: Tensor | None
 ) -> None:
     num_tokens, num_heads, dim = parts.shape[0], parts.shape[1], parts.shape[-1]
-    width = min(BLOCK, dim)
+    width, splits = min(BLOCK, dim), 1 if state is None else parts.shape[2]
     attended_rows_kernel[(num_tokens * num_heads, dim // width)](
         parts,
         state,
@@ -132,9 +131,9 @@ def _finish(
         D=dim,
         ROPE=back.cos_sin_cache.shape[1],
         WIDTH=width,
-        SPLITS=1 if state is None else parts.shape[2],
+        SPLITS=splits,
         QUANTISE=scales is not None,
-        num_warps=_WARPS,
+        num_warps=2 if splits > 8 else 1,
         **in_turn(parts.device, num_tokens),
     )
 

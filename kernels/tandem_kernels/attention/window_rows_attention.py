@@ -24,7 +24,6 @@ from tandem_kernels.attention.sparse_latent_attention import SparseTuning, spars
 from tandem_kernels.attention.token_rows import BackTurn, RowPages, SeenRows
 from tandem_kernels.device import num_programs
 from tandem_kernels.product_precision import precision_of
-from tandem_kernels.small_launches import in_turn, take_turn
 
 _FEW_TOKENS, _SOME_TOKENS = 4, 32
 
@@ -91,7 +90,6 @@ def window_rows_kernel(
     NARROW_ROPE: tl.constexpr,
     NARROW_SPAN: tl.constexpr,
     EXPONENTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """Walks, in program (t, i, s), part s of what token t attends to, for its i-th tile of heads.
     Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
@@ -101,7 +99,6 @@ def window_rows_kernel(
     TOP_K: Rows that are chosen; 0: all that a token sees.
     NARROW_ROPE: Numbers of a narrow vector that are not in e4m3; 0: vectors are not narrow.
     """
-    take_turn(OVERLAP)
     token = tl.program_id(0)
     split = tl.program_id(2)
     r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
@@ -254,7 +251,6 @@ def _attended(
         NARROW_SPAN=span,
         **widths,
         **shape,
-        **in_turn(q.device, num_tokens),
     )
     return target, state
 
