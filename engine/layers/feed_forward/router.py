@@ -100,9 +100,18 @@ class Router(nn.Module):
 
     def choose(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
         """Chooses for `x` [T, H] that has been through the router's own norm."""
+        return self._chosen(self._logits(x), self.logit_bias, slot_mapping)
+
+    def choose_by(self, logits: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses by `logits` [T, E] as `normed_logits` gives them."""
+        return self._chosen(logits, None, slot_mapping)
+
+    def _chosen(
+        self, logits: Tensor, logit_bias: Tensor | None, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor]:
         options = self.options
         return ops.route_tokens(
-            self._logits(x),
+            logits,
             slot_mapping,
             self.bias,
             options.top_k,
@@ -111,13 +120,17 @@ class Router(nn.Module):
             scaling=options.scaling,
             num_groups=options.num_groups,
             top_groups=options.top_groups,
-            logit_bias=self.logit_bias,
+            logit_bias=logit_bias,
             expert_scales=self.scales,
             own_numbers=self.own_numbers,
             loads=self.loads,
             root_softplus=options.root_softplus,
             table=self.table,
         )
+
+    def takes_rows(self, x: Tensor) -> bool:
+        """Returns whether `normed_logits` takes rows [T, H], by which `choose_by` then chooses."""
+        return self.norm is None and takes_router(x, self.weight)
 
     def leaves_choice(self, x: Tensor) -> bool:
         """Returns whether `normed_logits` takes rows [T, H], by which experts are then chosen as

@@ -118,6 +118,23 @@ def test_routers_keep_their_options(with_choice: dict[str, float], launched: lis
     assert launched[1:] == ["normed_router", "fp4_routed_experts"]
 
 
+@pytest.mark.parametrize("rows", [1, ROWS])
+@torch.inference_mode()
+def test_norms_are_in_the_router_beside_a_shared_expert(rows: int, launched: list[str]) -> None:
+    """Biases of logits count once. More rows are normed by themselves."""
+    spec = replace(SPEC, shared_size=64, names=SHARED_EXPERTS, sigmoid=True, choice_bias=True)
+    beside = changed(FUSED, beside_rows=ROWS)
+    x, slots = rows_of(rows)
+    expected = added(*made(spec, changed(beside, fused_router_rows=0)), x, slots)
+    launched.clear()
+    found = added(*made(spec, beside), x, slots)
+    assert launched == ["normed_router", "route_tokens"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    launched.clear()
+    added(*made(spec, beside), *rows_of(ROWS + 1))
+    assert launched == ["route_tokens"]
+
+
 OTHER_ROUTERS = {
     "sigmoid": replace(SPEC, sigmoid=True),
     "bias for choosing": replace(SPEC, choice_bias=True),
