@@ -92,8 +92,11 @@ def _sparse_latents(q_latent: Tensor, q_rope: Tensor, cache: Tensor, chosen: Ten
 
 
 def _window_rows(q: Tensor, pages: Any, metadata: Any, *rest: Any) -> tuple[str, str]:
-    from tandem_kernels.attention.window_rows_attention import window_rows_tuning
+    from tandem_kernels.attention.window_rows_attention import AHEAD, window_rows_tuning
+    from tandem_kernels.attention.window_rows_shapes import attends_ahead
 
+    if attends_ahead(q, pages, metadata):
+        return "window_rows_ahead_kernel", _fields(AHEAD, *_OF_HEADS)
     tuning = window_rows_tuning(q, metadata.fixed_order)
     return "window_rows_kernel", _fields(tuning, *_OF_HEADS)
 

@@ -56,6 +56,7 @@ from tandem_kernels.attention import (
     sparse_latent_attention,
     sparse_latents_ahead,
     window_attention,
+    window_rows_ahead,
     window_rows_attention,
 )
 from tandem_kernels.batch import batch_prep, block_copies, closed_slots, ngrams, word_pieces
@@ -71,6 +72,7 @@ from tandem_kernels.elementwise import (
     block_mix,
     embedding,
     enter_streams,
+    mix_many,
     relu_squared,
     rms_norm,
     row_gate,
@@ -1852,8 +1854,8 @@ def token_row_cases(capability: int) -> Iterator[Case]:
             f"fp8={rounds}",
             {**types, **named("*u8" if rounds else "*fp32", "keys", "queries")},
             {
-                "NUM_HEADS": 64, "ROWS": 16, "D": 128, "ROPE": 64, "BLOCK_SIZE": 64,
-                "NORM": 128**-0.5, "FP8": rounds, **overlap,
+                "NUM_HEADS": 64, "ROWS": 64 if rounds else 16, "D": 128, "ROPE": 64,
+                "BLOCK_SIZE": 64, "NORM": 128**-0.5, "FP8": rounds, **overlap,
             },
         )  # fmt: skip
     plain |= {"row_rotated": None, "row_exponents": None, "NARROW_SPAN": 0}
@@ -1881,6 +1883,19 @@ def token_row_cases(capability: int) -> Iterator[Case]:
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )  # fmt: skip
+    if capability == 90:
+        for tokens, top_k in ((0, 0), (4, 512), (128, 0)):
+            yield Case(
+                window_rows_ahead.window_rows_ahead_kernel,
+                f"tokens={tokens}",
+                {**types, "out": "*bf16"},
+                {
+                    "WINDOW": 128, "TOKENS": tokens, "TOP_K": top_k, "QUERY_LEN": 0,
+                    "NUM_HEADS": 64, "ROWS": 64, "LATENT": 512, "BLOCK_SIZE": 64,
+                    "ROW_BLOCK_SIZE": 64, "TILE": 64, "TILES": 1, "num_warps": 8,
+                },
+                {"num_warps": 8},
+            )  # fmt: skip
 
 
 def stream_cases(capability: int) -> Iterator[Case]:
@@ -1912,6 +1927,17 @@ def stream_cases(capability: int) -> Iterator[Case]:
         )  # fmt: skip
     yield Case(streams.write_streams_kernel, "", types, {"COUNT": 4, "BLOCK": 512})
     types |= {**named("*bf16", "beside", "weight"), "row_eps": "fp32"}
+    for outputs, lanes in ((24, 32), (4, 16)):
+        yield Case(
+            mix_many.mix_many_kernel,
+            f"outputs={outputs}",
+            types,
+            {
+                "OUTPUTS": outputs, "LANES": lanes, "ROWS": 64, "COLUMNS": 32, "MIXES": True,
+                "HAS_BESIDE": True, "PRECISION": "tf32", "IN_PAIRS": True,
+            },
+            {"num_warps": 8, "num_stages": 4},
+        )  # fmt: skip
     turn = {"OVERLAP": capability >= 90}
     for outputs, lanes, columns in ((24, 32, 32), (24, 32, 64), (4, 4, 32)):
         yield Case(
