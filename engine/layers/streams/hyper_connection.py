@@ -5,7 +5,8 @@
     3. `read`, `add`          by the block, as of a single stream
     4. `enter(head)`          behind the last layer; `normed` then gives the one row that is left
 
-Of few tokens, what a block adds waits until the next one reads: two launches do all between them.
+What a block adds waits until the next one reads, of four streams or few tokens: two launches do all
+between them.
 
 Source: Xie et al., Manifold-Constrained Hyper-Connections (arXiv 2512.24880).
 """
@@ -22,7 +23,13 @@ from engine.layers.residual import Addend, ResidualStream
 from engine.layers.rows import PairOutputs, RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
-from tandem_kernels.stream_forms import FEW_ROWS, GivenToStreams, StreamForm, StreamWeights
+from tandem_kernels.stream_forms import (
+    FEW_ROWS,
+    MANY_COUNT,
+    GivenToStreams,
+    StreamForm,
+    StreamWeights,
+)
 
 
 class HyperConnection(nn.Module):
@@ -100,12 +107,14 @@ class HyperStream(ResidualStream):
     @classmethod
     def begun(cls, x: Tensor, count: int) -> HyperStream:
         """Returns streams that all begin with `x` [T, H]."""
-        return cls(x[:, None].repeat(1, count, 1))
+        return cls(torch.cat((x,) * count, dim=1).view(len(x), count, -1))
 
     def enter(self, block: HyperConnection | HyperHead) -> None:
         """Goes on with a block, which has not read yet."""
         self._block = block
-        self._waits = not block.form.fixed_order and len(self.streams) <= FEW_ROWS
+        num_tokens, count, _ = self.streams.shape
+        is_made = num_tokens <= FEW_ROWS or count == MANY_COUNT
+        self._waits = is_made and not block.form.fixed_order
 
     def add(self, x: Addend) -> None:
         """Gives the streams what the block adds, [T, H]."""

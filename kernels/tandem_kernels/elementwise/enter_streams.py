@@ -1,12 +1,13 @@
-"""Residual streams of few tokens, from what one block gives to the norm that the next one reads.
+"""Residual streams, from what one block gives to the norm that the next one reads.
 
-    streams, what a block gives ─ streams ─ logits and square sums of parts   `mix_streams_kernel`
+    streams, what a block gives ─ streams ─ logits and square sums of parts   `mix_streams_kernel`,
+                                                              of many tokens `mix_many_kernel`
     logits ─┬─ weights ─ sum of streams ─ norm                                `norm_streams_kernel`
             └─ post, comb, in programs of their own
 
 `streams` does the same in four launches, one of which adds up a token's parts one by one and finds
-all its weights before it reads a stream. Streams lie in new memory behind each block: programs read
-what others have replaced.
+all its weights before it reads a stream. Streams of few tokens lie in new memory behind each block:
+programs read what others have replaced.
 """
 
 from __future__ import annotations
@@ -18,14 +19,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.device import num_programs
+from tandem_kernels.elementwise.mix_many import mix_many_kernel
 from tandem_kernels.elementwise.norm_forms import Norm
 from tandem_kernels.elementwise.rms_norm import normed_row
 from tandem_kernels.elementwise.streams import doubly_stochastic, sigmoid
+from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
-from tandem_kernels.stream_forms import GivenToStreams, StreamForm, StreamWeights
+from tandem_kernels.stream_forms import (
+    FEW_ROWS,
+    MANY_COUNT,
+    GivenToStreams,
+    StreamForm,
+    StreamWeights,
+)
 
 _COLUMNS, _COLUMNS_OF_WIDE, _WIDE = 32, 64, 4096
 """Columns of a program, and of streams that are wider than this: a part of logits has as many."""
+
+_MANY_ROWS, _MANY_COLUMNS = 64, 32
+"""Tokens, and columns at once, of a program where tokens are many."""
+_MANY_OPTIONS = {"num_warps": 8, "num_stages": 4}
+_MOST_SPLITS = 32
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -175,7 +190,9 @@ def enter_streams(
     if len(weights.fn) > count:
         post, comb = floats(num_tokens, count), floats(num_tokens, count, count)
     if num_tokens > 0:
-        streams, products = _mixed(streams, given, weights.fn)
+        is_many = num_tokens > FEW_ROWS and count == MANY_COUNT
+        mixed = _mixed_in_place if is_many else _mixed
+        streams, products = mixed(streams, given, weights.fn)
         _norm(streams, products, weights, form, norm, normed, post, comb)
     return streams, normed, post, comb
 
@@ -216,6 +233,44 @@ def _mixed(streams: Tensor, given: GivenToStreams | None, fn: Tensor) -> tuple[T
         **in_turn(streams.device, num_tokens),
     )
     return mixed, products
+
+
+def _mixed_in_place(
+    streams: Tensor, given: GivenToStreams | None, fn: Tensor
+) -> tuple[Tensor, _Products]:
+    """Does as `_mixed`, for many tokens."""
+    num_tokens, _, width = streams.shape
+    outputs, tiles = len(fn), triton.cdiv(num_tokens, _MANY_ROWS)
+    free = max(num_programs(streams.device, 1) // tiles, 1)
+    most = triton.next_power_of_2(triton.cdiv(width, _MANY_COLUMNS))
+    splits = min(_MOST_SPLITS, most, 1 << free.bit_length() - 1)
+    products = _Products(
+        fn.new_empty(splits, num_tokens, outputs), fn.new_empty(splits, num_tokens)
+    )
+    beside = None if given is None else given.beside
+    parts = (None,) * 4 if given is None else (given.x, beside, given.post, given.comb)
+    mix_many_kernel[(tiles, splits)](
+        streams,
+        *parts,
+        fn,
+        products.logits,
+        products.squares,
+        num_tokens,
+        width,
+        width if given is None else given.x.stride(0),
+        width if beside is None else beside.stride(0),
+        splits,
+        OUTPUTS=outputs,
+        LANES=max(16, triton.next_power_of_2(outputs)),
+        ROWS=_MANY_ROWS,
+        COLUMNS=_MANY_COLUMNS,
+        MIXES=given is not None,
+        HAS_BESIDE=beside is not None,
+        PRECISION=precision_of(streams),
+        IN_PAIRS=streams.is_cuda and streams.element_size() == 2,
+        **_MANY_OPTIONS,
+    )
+    return streams, products
 
 
 def _norm(

@@ -72,8 +72,7 @@ def enter_streams(
     form: StreamForm,
     norm: Norm,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gives the streams what the last block left, and computes the norm of what the next one reads,
-    for few tokens.
+    """Gives the streams what the last block left, and computes the norm of what the next one reads.
 
     Args:
         streams: [T, n, H], contiguous. Their memory may be reused.
