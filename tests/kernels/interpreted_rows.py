@@ -10,7 +10,7 @@ import torch
 from interpreted_fixtures import dtypes, remembers, rounds_to_e4m3, seeded  # noqa: F401
 
 from tandem_kernels import ops
-from tandem_kernels.attention import index_topk
+from tandem_kernels.attention import index_rows, index_topk
 from tandem_kernels.attention.token_rows import TokenRowForm
 
 RAGGED = [5, 70, 0, 33, 20], [1, 1, 1, 7, 20]
@@ -40,8 +40,15 @@ def test_rows_that_are_written() -> None:
     check.narrow_rows(ops.cache_rows.kernel, 8, 128, torch.float16)
 
 
-@pytest.mark.parametrize(("dtype", "fp8"), [(torch.float32, False), (torch.float16, True)])
-def test_queries_and_keys_of_rows(dtype: torch.dtype, fp8: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "fp8", "many"),
+    [(torch.float32, False, 256), (torch.float16, True, 256), (torch.float16, True, 1)],
+)
+def test_queries_and_keys_of_rows(
+    dtype: torch.dtype, fp8: bool, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of more heads, for many tokens, make the same."""
+    monkeypatch.setattr(index_rows, "_MANY", many)
     check.index_rows(ops.index_rows.kernel, (18, 32, 8), dtype, fp8=fp8)
 
 
@@ -96,9 +103,9 @@ def test_residual_streams(dtype: torch.dtype, num_tokens: int) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(1, 4, 288), (19, 2, 40)])
-def test_streams_of_few_tokens(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    check.entered_streams(ops.enter_streams.kernel, shape, dtype, beside=shape[0] == 1)
+@pytest.mark.parametrize("shape", [(1, 4, 288), (19, 2, 40), (130, 4, 40)])
+def test_streams_between_blocks(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    check.entered_streams(ops.enter_streams.kernel, shape, dtype, beside=shape[0] != 19)
 
 
 @dtypes

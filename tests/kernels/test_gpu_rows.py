@@ -9,6 +9,7 @@ import torch
 from gpu_fixtures import halves, poisoned_and_fresh  # noqa: F401
 
 from tandem_kernels import ops
+from tandem_kernels.attention import index_rows
 from tandem_kernels.attention.token_rows import TokenRowForm
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +48,11 @@ def test_rows_that_are_written(dtype: torch.dtype) -> None:
 
 @halves
 @pytest.mark.parametrize("fp8", [False, True])
-def test_queries_and_keys_of_rows(dtype: torch.dtype, fp8: bool) -> None:
+@pytest.mark.parametrize("many", [1, 256])
+def test_queries_and_keys_of_rows(
+    dtype: torch.dtype, fp8: bool, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_rows, "_MANY", many)
     check.index_rows(ops.index_rows, (64, 128, 64), dtype, fp8=fp8, device="cuda")
 
 
@@ -98,8 +103,10 @@ def test_residual_streams(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
 
 @halves
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("shape", [(1, 4, 4096), (16, 4, 4096), (64, 4, 7168)])
-def test_streams_of_few_tokens(
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 4096), (16, 4, 4096), (64, 4, 7168), (70, 4, 7168), (4500, 4, 544)]
+)
+def test_streams_between_blocks(
     dtype: torch.dtype, shape: tuple[int, int, int], beside: bool
 ) -> None:
     check.entered_streams(ops.enter_streams, shape, dtype, beside=beside, device="cuda")
