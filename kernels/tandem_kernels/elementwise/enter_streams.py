@@ -286,6 +286,8 @@ def _norm(
     """Computes the norm [T, H] of what is read, and `post` and `comb`, which a head has not."""
     num_tokens, count, width = streams.shape
     is_head, block = len(weights.fn) == count, triton.next_power_of_2(width)
+    # Of many tokens, programs that share an SM hide what each waits for.
+    columns_of_warp = 512 if num_tokens <= FEW_ROWS else 1024
     norm_streams_kernel[(num_tokens, 1 if is_head else 2)](
         streams,
         products.logits,
@@ -307,6 +309,6 @@ def _norm(
         ITERATIONS=form.iterations,
         SPLITS=triton.next_power_of_2(len(products.squares)),
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // columns_of_warp, 1), 16),
         **in_turn(streams.device, num_tokens),
     )
