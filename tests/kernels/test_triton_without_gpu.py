@@ -22,6 +22,7 @@ HOPPER_ALONE = {
     "few_row_qkv_kernel",
     "normed_router_kernel",
     "sparse_ahead_kernel",
+    "window_rows_ahead_kernel",
     "lora_gemm_kernel",
     "fused_gate_up_kernel",
     "fused_qkv_kernel",
