@@ -41,6 +41,7 @@ def remembering() -> Iterator[None]:
         _leave_alone_what_is_alike(patch)
         _know_operands(patch)
         _take_masks_of_numbers(patch)
+        _touch_given_memory_alone(patch)
         yield
 
 
@@ -181,6 +182,52 @@ def _take_masks_of_numbers(patch: pytest.MonkeyPatch) -> None:
 
         use = partialmethod(with_truths, use=getattr(builder, name), place=place)
         patch.setattr(builder, name, use)
+
+
+def _touch_given_memory_alone(patch: pytest.MonkeyPatch) -> None:
+    """Refuses what is read or written beside the tensors that a kernel is given. On a GPU such an
+    access gives what lies there, and ends the process where nothing does."""
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    take, given = executor._init_args_hst, _Memory()
+
+    def take_and_note(self: Any, args: Any, kwargs: Any) -> Any:
+        taken = take(self, args, kwargs)
+        given.note((*taken[0], *taken[1].values()))
+        return taken
+
+    patch.setattr(executor, "_init_args_hst", take_and_note)
+    masks = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
+    for name, place in masks.items():
+
+        def checked(self: Any, *args: Any, use: Any, place: int, **how: Any) -> Any:
+            pointers = args[1] if place == 3 else args[0]
+            given.check(pointers, args[place])
+            return use(self, *args, **how)
+
+        use = partialmethod(checked, use=getattr(builder, name), place=place)
+        patch.setattr(builder, name, use)
+
+
+class _Memory:
+    """Knows the memory of the tensors of a launch."""
+
+    def __init__(self) -> None:
+        self._starts = self._ends = np.zeros(0, np.uint64)
+
+    def note(self, arguments: tuple[Any, ...]) -> None:
+        bases = [getattr(each, "base", each) for each in arguments]
+        storages = [each.untyped_storage() for each in bases if isinstance(each, torch.Tensor)]
+        spans = sorted({(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages})
+        self._starts, self._ends = np.array(spans, np.uint64).reshape(-1, 2).T
+
+    def check(self, pointers: Any, mask: Any) -> None:
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        places = np.asarray(pointers.data, np.uint64)[np.asarray(mask.data, bool)]
+        if not places.size:
+            return
+        owner = np.searchsorted(self._starts, places, side="right") - 1
+        ends = np.where(owner < 0, 0, self._ends[owner])
+        assert (places + size <= ends).all(), "a kernel leaves the memory of its tensors"
 
 
 @pytest.fixture
