@@ -55,6 +55,8 @@ class BatchOrder:
     """Whether states of decodes have not taken in all tokens before: see `state_metadata`."""
     has_exact_lens: bool = True
     """Whether `seq_lens` are exact; upper bounds, if rows may have had drafts in earlier steps."""
+    is_recorded: bool = False
+    """Whether a graph is made of the step: it is replayed with requests of any other lengths."""
     hides_decodes: bool = False
     """Whether the step is recorded, and replayed with decodes that have contexts of any length."""
 
@@ -72,6 +74,7 @@ class BatchOrder:
             num_decodes=count if key.decodes else 0,
             num_sampled=count,
             decode_query_len=query_len,
+            is_recorded=True,
             hides_decodes=key.any_context,
         )
 

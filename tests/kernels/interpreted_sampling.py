@@ -12,6 +12,7 @@ import triton.language as tl
 from checksum_checks import hashes_are_the_librarys
 from interpreted_fixtures import (  # noqa: F401
     dtypes,
+    follows_addresses,
     remembers,
     rounds_to_e4m3,
     rows_by_themselves,
@@ -23,6 +24,21 @@ from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
 from tandem_kernels.sampler import gumbel
 
 
+@triton.jit
+def _copy_kernel(given: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    lane = tl.arange(0, BLOCK)
+    tl.store(out + lane, tl.load(given + lane))
+
+
+def test_no_kernel_leaves_its_tensors() -> None:
+    whole, part = torch.ones(16), torch.zeros(15)
+    _copy_kernel[(1,)](whole, torch.zeros(16), BLOCK=16)
+    for tensors in ((whole, part), (part, whole)):
+        with pytest.raises(Exception, match="leaves the memory"):
+            _copy_kernel[(1,)](*tensors, BLOCK=16)
+
+
+@pytest.mark.usefixtures("follows_addresses")
 @pytest.mark.parametrize("seed", range(3))
 def test_batch_tables(seed: int) -> None:
     check.prepare_inputs(ops.prepare_inputs.kernel, [1, 9, 3, 1], 1, seed)
@@ -33,6 +49,7 @@ def test_batch_tables(seed: int) -> None:
     check.copy_blocks(ops.copy_blocks.kernel, [24, 4100, 34][seed], seed)
 
 
+@pytest.mark.usefixtures("follows_addresses")
 def test_hashes_are_the_librarys() -> None:
     """One stripe more or less than a block, parts of several programs, none of a whole warp."""
     hashes_are_the_librarys([248, 256, 1016, 1024, 1032, 1088, 33 * 1024, 32 * 1024, 17 * 1024 + 8])

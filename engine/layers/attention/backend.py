@@ -57,6 +57,11 @@ class StepOrder(Protocol):
         ...
 
     @property
+    def is_recorded(self) -> bool:
+        """Returns whether a graph is made of the step, which is replayed with other lengths."""
+        ...
+
+    @property
     def hides_decodes(self) -> bool:
         """Returns whether requests of a recorded step decode of which only the device knows."""
         ...

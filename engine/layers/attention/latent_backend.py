@@ -168,13 +168,14 @@ class LatentBackend(PagedBackend):
 
     def _has_whole_prompts(self, order: StepOrder) -> bool:
         """Returns whether all that the step computes are many tokens of prompts from their
-        beginnings. Short ones are expanded with the others."""
+        beginnings, which are attended as a whole. Short ones are expanded with the others. A graph
+        is recorded with one prompt that may be too long for that, and replayed with none."""
         return (
             self.shape is not None
             and order.num_decodes == 0
             and int(order.query_lens.sum()) >= self.fewest_of_step
             and bool((order.query_lens == order.seq_lens).all())
-            and self._is_dense(int(order.seq_lens.max()))
+            and (order.is_recorded or self._is_dense(int(order.seq_lens.max())))
         )
 
     def _is_dense(self, num_tokens: int) -> bool:

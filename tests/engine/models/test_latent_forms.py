@@ -193,7 +193,31 @@ def test_graphs_of_whole_prompts(
     family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs by hand what a graph holds, with nothing of the step known but on the device."""
-    model = reference(checkpoints / family)
+    together = [[0], [1], [2], [3], [0, 1, 2]]
+    check_graphs(checkpoints / family, prompts(), together, [16, 40, 80], monkeypatch)
+
+
+def test_graphs_of_prompts_that_choose_nothing(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of 80 tokens is recorded with a prompt of 77, of which each token attends to 18 that
+    it chooses, and replayed with prompts of 18 and fewer."""
+    few = [prompt[:length] for prompt, length in zip(prompts()[2:], (18, 17, 16), strict=True)]
+    others = [prompt[7:] for prompt in few]
+    asked = [*few, *others]
+    together = [[3, 4], [0, 1, 2]]
+    check_graphs(checkpoints / "deepseek_v32", asked, together, [40, 80], monkeypatch)
+
+
+def check_graphs(
+    checkpoint: Path,
+    asked: list[list[int]],
+    together: list[list[int]],
+    sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs prompts `together`, each of which replays a graph of `sizes` if it has tokens enough."""
+    model = reference(checkpoint)
     monkeypatch.setattr(recorded_steps, "PROMPT_TOKENS", (8,))
     monkeypatch.setattr(recorded_steps, "LONG_PROMPT_TOKENS", (16, 40, 80))
     monkeypatch.setattr(recorded_steps, "LONGEST_PROMPT_TOKENS", (80,))
@@ -203,7 +227,7 @@ def test_graphs_of_whole_prompts(
     config = EngineConfig(
         engine_id="graphs",
         epoch=1,
-        model=load_model_config(checkpoints / family),
+        model=load_model_config(checkpoint),
         cache=CacheConfig(block_size=16, num_blocks=160),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
     )
@@ -212,15 +236,14 @@ def test_graphs_of_whole_prompts(
     runner.capture_model(lambda fraction: None)
     graphs = runner._graphs
     assert isinstance(graphs, GraphsByHand)
-    answers = [reference_greedy(model, prompt, 3) for prompt in prompts()]
+    answers = [reference_greedy(model, prompt, 3) for prompt in asked]
     assert min(lead for _, lead in answers) > CLEAR_LEAD
-    for together in ([0], [1], [2], [3], [0, 1, 2]):
+    for numbers in together:
         # Nobody computes what another has left in the cache.
-        asked = {str(i): prompts()[i] for i in together}
-        for request, found in engine.run(asked, 3).items():
+        for request, found in engine.run({str(i): asked[i] for i in numbers}, 3).items():
             assert found.tokens == answers[int(request)][0]
     engine.close()
-    assert [key.num_tokens for key in graphs.replayed] == [16, 40, 80]
+    assert [key.num_tokens for key in graphs.replayed] == sizes
 
 
 def test_flash_way_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ class Order:
     seq_lens: np.ndarray
     num_decodes: int
     decode_query_len: int = 1
+    is_recorded: bool = False
     hides_decodes: bool = False
 
 
