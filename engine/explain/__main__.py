@@ -94,9 +94,12 @@ def _gpu(device: str) -> GpuFacts | None:
     return None
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Leaves the lines of the examples as they are, and tells defaults."""
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    form = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser("tandem explain", description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser("tandem explain", description=__doc__, formatter_class=_Help)
     parser.add_argument("--model", required=True, help="folder or hub name")
     parser.add_argument(
         "--device", choices=("auto", "cpu", *KNOWN_GPUS), default="auto", help="need not be here"

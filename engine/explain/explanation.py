@@ -144,7 +144,8 @@ class Batch:
     def __str__(self) -> str:
         parts = []
         if self.num_decodes:
-            parts.append(f"{self.num_decodes} decodes of {self.context} tokens")
+            number = "1 decode" if self.num_decodes == 1 else f"{self.num_decodes} decodes"
+            parts.append(f"{number} of {self.context} tokens")
         if self.prompts:
             behind = f" behind {self.cached}" if self.cached else ""
             parts.append(f"prompts of {', '.join(map(str, self.prompts))} tokens{behind}")

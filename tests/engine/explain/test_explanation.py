@@ -151,6 +151,16 @@ def test_cpu_runs_what_is_explained(tmp_path: Path, shape: str, batch: Batch) ->
     assert ours == [name for name in ran if name in set(ours)]
 
 
+def test_help_and_steps_are_said_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "\n    tandem explain --model FOLDER --device cpu" in capsys.readouterr().out
+    assert [str(Batch(n, context=8)) for n in (1, 2)] == [
+        "1 decode of 8 tokens",
+        "2 decodes of 8 tokens",
+    ]
+
+
 def test_gpt_oss_at_16_requests(tmp_path: Path) -> None:
     """The question that took nine files."""
     config = config_of(tmp_path, "gpt-oss-120b")
