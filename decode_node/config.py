@@ -179,6 +179,12 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         description="Log probabilities that an answer may have that is not streamed: tokens times "
         "one and the most likely ones, of all answers of a request together.",
     )
+    unseen_images: Literal["refuse", "say"] = Field(
+        default="refuse",
+        description="What becomes of images and videos where the model sees none: the request is "
+        "refused, or a text in their place says so to the model. Agents send images that their "
+        "tools read, and some of them send a refused one again with each turn.",
+    )
     image_workers: int = Field(
         default=2, ge=1, description="Processes that decode and resize images and videos."
     )

@@ -150,6 +150,7 @@ def create_served_model(
             sanitizes=settings.sanitize_control_tokens,
             moves_system_turns=settings.system_turns == "first",
             cuts_answers=not settings.strict_max_tokens,
+            says_images=images.passes_over,
         ),
         images=ImagePrompts(
             images, model.vision, partial(tokenizer.encode, add_special_tokens=False)

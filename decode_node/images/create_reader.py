@@ -11,8 +11,8 @@ from engine.node.settings.image_settings import takes_images
 
 
 def create_image_reader(settings: DecodeNodeSettings, config: EngineConfig) -> ImageReader:
-    """Returns the reader; where the model sees no images it refuses them. Processes start with the
-    first image."""
+    """Returns the reader; where the model sees no images it refuses them, or passes over them.
+    Processes start with the first image."""
     vision, hosts = config.model.vision, AllowedHosts.of(settings.image_url_hosts)
     images = ReadLimits(
         config.images.max_images,
@@ -20,7 +20,7 @@ def create_image_reader(settings: DecodeNodeSettings, config: EngineConfig) -> I
         _fetcher(hosts, settings.max_image_bytes, settings.image_timeout_s),
     )
     if vision is None or not takes_images(config):
-        return ImageReader(None, images)
+        return ImageReader(None, images, passes_over=settings.unseen_images == "say")
     video = vision.video
     if video is not None:
         video = video.limited(

@@ -57,12 +57,19 @@ class ReadLimits:
 
 
 class ImageReader:
-    """Reads for one model. `pool` None: the model sees no images, or they are turned off."""
+    """Reads for one model. `pool` None: the model sees no images, or they are turned off; then
+    they are refused, unless it `passes_over` them."""
 
     def __init__(
-        self, pool: ImagePool | None, images: ReadLimits, videos: ReadLimits | None = None
+        self,
+        pool: ImagePool | None,
+        images: ReadLimits,
+        videos: ReadLimits | None = None,
+        *,
+        passes_over: bool = False,
     ) -> None:
         self._pool = pool
+        self.passes_over = passes_over and pool is None
         self._limits = images, videos or ReadLimits(0, 0)
         self._room = EncodedRoom()
 
@@ -72,7 +79,7 @@ class ImageReader:
         """Returns the images and videos at all `places`. `options`: how the request wants them
         prepared. Raises `BadRequest`, `Overloaded`, `Unavailable`."""
         how = self._prepared(options)
-        if not places:
+        if not places or self.passes_over:
             return []
         self._check_counts(places)
         assert self._pool is not None

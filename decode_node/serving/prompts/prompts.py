@@ -15,6 +15,7 @@ from decode_node.serving.prompts.chat_prompt import RENDER_S, TOO_COSTLY, ChatPr
 from decode_node.serving.prompts.long_texts import VERY_LONG, LongTexts
 from decode_node.serving.prompts.recent_turns import RecentTurns
 from decode_node.serving.prompts.system_turns import system_first, without_billing_line
+from decode_node.serving.prompts.unseen_images import with_texts
 from edge.http.errors import BadRequest
 from edge.http.event_loop import long_work
 from engine.config import ModelConfig
@@ -30,7 +31,8 @@ class Prompts:
     """Forms prompts for one model. `is_long`: the body is long, and what is done to all of it
     happens beside the event loop. `sanitizes`: control tokens that users and tools write in chats
     are text. `moves_system_turns`: system turns come first, where the API has them later.
-    `cuts_answers`: an answer may get less room than it asks for."""
+    `cuts_answers`: an answer may get less room than it asks for. `says_images`: a text stands where
+    an image was."""
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Prompts:
         sanitizes: bool = False,
         moves_system_turns: bool = True,
         cuts_answers: bool = False,
+        says_images: bool = False,
     ) -> None:
         self._max_tokens = model.max_model_len
         self._vocab_size = model.vocab_size
@@ -49,6 +52,7 @@ class Prompts:
         self._long_texts = LongTexts()
         self._moves_system_turns = moves_system_turns
         self._cuts_answers = cuts_answers
+        self._says_images = says_images
         self._chat_prompt = ChatPrompt(
             tokenizer,
             trusts_templates=trusts_templates,
@@ -81,7 +85,8 @@ class Prompts:
 
     def as_read(self, body: ChatCompletionRequest) -> ChatCompletionRequest:
         """Returns a chat with the turns that its template gets."""
-        messages = without_billing_line(body.messages)
+        messages = with_texts(body.messages) if self._says_images else body.messages
+        messages = without_billing_line(messages)
         if self._moves_system_turns and body.moves_system_turns:
             messages = system_first(messages)
         if messages is body.messages:
