@@ -19,6 +19,10 @@ _PIECE_BYTES = 64 << 10
 _BILLING = re.compile(rb'x-anthropic-billing-header:[^"\\]*')
 _BILLING_WITHIN = 512
 """It stands in the first bytes of a system prompt, also where a gateway has made a chat of it."""
+_ITEM_ID = re.compile(rb'"id":\s?"(?!call_|toolu_)[a-z]{2,6}_[\w-]{8,64}",?')
+"""Codex names each item of an input, in every conversation by other names."""
+_OPENING = 64 << 10
+"""Conversations have no more in common than this, of what holds such names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,12 @@ class PromptText:
 
     def beginning(self, num_bytes: int) -> bytes:
         """Returns the first `num_bytes` of it, without the line by which Claude Code tells what it
-        is: that is another one in each conversation, and no part of what nodes cache."""
-        front = bytes(self.preamble[:num_bytes])
-        whole = front + self.prompt[: num_bytes - len(front)]
+        is, and the names of the first items: they are others in each conversation, and no part of
+        what nodes cache."""
+        front = self.preamble[:num_bytes]
+        prompt = self.prompt[: num_bytes - len(front)]
+        opening = _ITEM_ID.sub(b"", prompt[:_OPENING])
+        whole = b"".join((front, opening, prompt[_OPENING:]))
         line = _BILLING.search(whole, 0, _BILLING_WITHIN)
         return whole if line is None else whole[: line.start()] + whole[line.end() :]
 

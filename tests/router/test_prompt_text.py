@@ -66,6 +66,20 @@ def test_conversations_of_claude_code_share_their_blocks(
     assert chains[0][0] != chains[2][0]
 
 
+def test_conversations_of_codex_share_their_blocks() -> None:
+    """Each item has a name of its own, be it tools or what the developer says."""
+
+    def blocks(name: str, rest: str) -> tuple[int, ...]:
+        tools = {"type": "additional_tools", "id": f"at_01a228{name}-7733", "tools": []}
+        said = {"type": "message", "id": f"msg_01a228{name}-8317", "role": "developer"}
+        body = {"input": [tools, {**said, "content": rest * 2000}]}
+        return read_request_info("/v1/responses", "r", {}, json.dumps(body).encode()).prefix_blocks
+
+    first, second = blocks("cf", "be kind. "), blocks("d1", "be kind. ")
+    assert len(first) > 2 and first == second
+    assert first[0] != blocks("cf", "be brief. ")[0]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_tools_are_part_of_the_prompt(path: str) -> None:
     """An agent's first prompt is tools, for the most part."""
