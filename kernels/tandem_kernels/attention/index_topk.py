@@ -20,13 +20,33 @@ from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import IndexPages
+from tandem_kernels.attention.index_scores_ahead import index_scores_ahead_kernel
 from tandem_kernels.attention.index_select import SelectedRows, select
 from tandem_kernels.attention.query_tiles import request_of_tile
-from tandem_kernels.device import num_programs
+from tandem_kernels.device import has_warpgroup_mma, num_programs
 
 _SCORES_AT_ONCE = 1 << 26
 """Is the size of the buffer: 256 MiB."""
 _TILE, _BLOCK_Q, _PROGRAMS_PER_SM = 64, 4, 4
+_STAGES_AHEAD = 4
+"""Counts tiles of keys that `index_scores_ahead_kernel` has memory for."""
+
+
+@triton.jit
+def _block(
+    table: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Returns the block of each key of a tile, or the one of all."""
+    if BLOCK_SIZE % TILE == 0:
+        found = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        position = start + tl.arange(0, TILE)
+        found = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+    return found
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_reqs"])
@@ -80,7 +100,8 @@ def index_scores_kernel(
     real = (token < last_token) & (head < NUM_HEADS)
     at = (query_start + token).to(tl.int64) * NUM_HEADS + head
     query = tl.load(q + at[:, None] * D + dim[None, :], mask=real[:, None], other=0.0)
-    weight = tl.load(head_weights + at, mask=real, other=0.0)
+    # x + |x| takes half the time of the larger of x and zero, and is twice as much, exactly.
+    weight = tl.load(head_weights + at, mask=real, other=0.0) * 0.5
     own = tl.arange(0, BLOCK_Q)
     to = scores + (local * BLOCK_Q + own).to(tl.int64) * width
     is_token = first_token + own < last_token
@@ -88,7 +109,7 @@ def index_scores_kernel(
     part = tl.cdiv(tl.cdiv(needed, TILE), tl.num_programs(1)) * TILE
     first = tl.program_id(1) * part
     end = tl.minimum(first + part, needed)
-    block = tl.load(table + (first + lane) // BLOCK_SIZE, mask=first + lane < end, other=0)
+    block = _block(table, first, end, BLOCK_SIZE, TILE)
     for start in range(first, end, TILE):
         position = start + lane
         inside = position < end
@@ -99,11 +120,10 @@ def index_scores_kernel(
             place = block.to(tl.int64) * scale_block_stride + position % BLOCK_SIZE
             scale = tl.load(key_scales + place, mask=inside, other=0.0)
         # What is read next is found one tile ahead: its address waits for a load.
-        ahead = position + TILE
-        block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        block = _block(table, start + TILE, end, BLOCK_SIZE, TILE)
         products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-        products = tl.maximum(products, 0.0) * weight[None, :]
-        score = tl.sum(products.reshape(TILE, BLOCK_Q, HEADS), axis=2) * scale[:, None]
+        weighted = (products + tl.abs(products)) * weight[None, :]
+        score = tl.sum(weighted.reshape(TILE, BLOCK_Q, HEADS), axis=2) * scale[:, None]
         written = inside[:, None] & is_token[None, :]
         tl.store(to[None, :] + position[:, None], score, mask=written)
 
@@ -142,6 +162,13 @@ class _Plan:
         return cls(query_len, block_q, num_tiles, at_once, width, splits)
 
 
+def copies_ahead(q: Tensor, pages: IndexPages) -> bool:
+    """Returns whether `index_scores_ahead_kernel` scores: on Hopper, of e4m3 keys of DeepSeek's
+    size."""
+    is_known = pages.scales is not None and q.shape[2] == 128 and q.shape[1] <= 64
+    return is_known and has_warpgroup_mma(q.device)
+
+
 def index_topk(
     q: Tensor,
     head_weights: Tensor,
@@ -156,9 +183,28 @@ def index_topk(
     rows = plan.at_once * plan.block_q
     scores = torch.empty((rows, plan.width), dtype=torch.float32, device=q.device)
     bounds, seq_lens = metadata.query_start_loc, metadata.seq_lens
+    shape = {
+        "NUM_HEADS": q.shape[1],
+        "HEADS": max(16, triton.next_power_of_2(q.shape[1])),
+        "D": q.shape[2],
+        "TOP_K": top_k,
+        "BLOCK_SIZE": pages.keys.shape[1],
+        "TILE": _TILE,
+        "QUERY_LEN": plan.query_len,
+        "BLOCK_Q": plan.block_q,
+        "TOKENS": tokens,
+        "num_warps": 4,
+    }
+    if is_ahead := copies_ahead(q, pages):
+        shape["STAGES"] = _STAGES_AHEAD
+    else:
+        shape["PRECISION"] = "ieee" if pages.scales is None else "tf32"
+        shape["FP8"] = pages.scales is not None
+        shape["num_stages"] = 4 if pages.scales is not None else 1
+    kernel = index_scores_ahead_kernel if is_ahead else index_scores_kernel
     for first in range(0, plan.num_tiles, plan.at_once):
         count = min(plan.at_once, plan.num_tiles - first)
-        index_scores_kernel[(count, plan.splits)](
+        kernel[(count, plan.splits)](
             q,
             head_weights,
             pages.keys,
@@ -173,19 +219,7 @@ def index_topk(
             pages.keys.stride(0),
             0 if pages.scales is None else pages.scales.stride(0),
             metadata.block_tables.stride(0),
-            NUM_HEADS=q.shape[1],
-            HEADS=max(16, triton.next_power_of_2(q.shape[1])),
-            D=q.shape[2],
-            TOP_K=top_k,
-            BLOCK_SIZE=pages.keys.shape[1],
-            TILE=_TILE,
-            QUERY_LEN=plan.query_len,
-            BLOCK_Q=plan.block_q,
-            TOKENS=tokens,
-            PRECISION="ieee" if pages.scales is None else "tf32",
-            FP8=pages.scales is not None,
-            num_warps=4,
-            num_stages=4 if pages.scales is not None else 1,
+            **shape,
         )
         given = bounds, seq_lens, first, count, plan.query_len, plan.block_q, plan.width, tokens
         select(scores, SelectedRows(*given), chosen)

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -218,7 +217,6 @@ def sparse_ahead_kernel(
     none = gl.zeros([TILE, ROWS] if TURNED else [ROWS, TILE], gl.float32, SCORES)
     summed = none
     acc = gl.zeros([LATENT, ROWS] if TURNED else [ROWS, LATENT], gl.float32, SUMS)
-    in_flight = warpgroup_mma_init(acc)
     now = 0
     for start in range(first, end, TILE):
         tile, key = latents.index(now), keys.index(now)
@@ -230,9 +228,6 @@ def sparse_ahead_kernel(
         else:
             scores = warpgroup_mma(query, tile.permute((1, 0)), none, use_acc=False, is_async=True)
             scores = warpgroup_mma(rotated, key.permute((1, 0)), scores, is_async=True)
-        acc = warpgroup_mma_wait(2, deps=(in_flight,))
-        if not TURNED:
-            # Values of the tile in front are multiplied: its memory is free.
             if start + TILE < end:
                 _copy(
                     kv_cache, latents.index(1 - now), keys.index(1 - now), next_l, next_k, dim, rot,
@@ -248,8 +243,13 @@ def sparse_ahead_kernel(
             shares.store(weights.to(kind))
             fence_async_shared()
             acc = acc * shrink[None, :]
-            in_flight = warpgroup_mma(tile.permute((1, 0)), shares, acc, is_async=True)
-            in_flight = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(in_flight,)))
+            acc = warpgroup_mma(tile.permute((1, 0)), shares, acc, is_async=True)
+        else:
+            share = gl.convert_layout(weights.to(kind), gl.DotOperandLayout(0, SUMS, 2))
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+            acc = warpgroup_mma(share, tile, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if TURNED:
             if start + TILE < end:
                 _copy(
                     kv_cache, tile, key, next_l, next_k, dim, rot, block_stride, LATENT, ROPE,
@@ -258,11 +258,7 @@ def sparse_ahead_kernel(
             next_l = _places(places, start + 2 * TILE, end, spare, lane_l)
             next_k = _places(places, start + 2 * TILE, end, spare, lane_k)
         else:
-            share = gl.convert_layout(weights.to(kind), gl.DotOperandLayout(0, SUMS, 2))
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            in_flight = warpgroup_mma(share, tile, acc, is_async=True)
             now = 1 - now
-    acc = warpgroup_mma_wait(0, deps=(in_flight,))
     total = gl.sum(summed, axis=OF_ROW)
     _write(
         out, state, at * NUM_HEADS, first_head, split, peak, total, acc, NUM_HEADS, ROWS, LATENT,
