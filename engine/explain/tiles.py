@@ -91,6 +91,13 @@ def _sparse_latents(q_latent: Tensor, q_rope: Tensor, cache: Tensor, chosen: Ten
     return kernel, _fields(tuning, *_OF_HEADS)
 
 
+def _index(q: Tensor, head_weights: Tensor, pages: Any, *rest: Any) -> tuple[str, str]:
+    from tandem_kernels.attention.index_topk import copies_ahead
+
+    kernel = "index_scores_ahead_kernel" if copies_ahead(q, pages) else "index_scores_kernel"
+    return f"{kernel}, select kernels", ""
+
+
 def _window_rows(q: Tensor, pages: Any, metadata: Any, *rest: Any) -> tuple[str, str]:
     from tandem_kernels.attention.window_rows_attention import AHEAD, window_rows_tuning
     from tandem_kernels.attention.window_rows_shapes import attends_ahead
@@ -218,7 +225,7 @@ _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "window_rows_fp8": _window_rows,
     "block_sparse_attention": _of_blocks,
     "choose_blocks": lambda *_: ("block_scores_kernel, choose_blocks_kernel", ""),
-    "index_topk": lambda *_: ("index_scores_kernel, select kernels", ""),
+    "index_topk": _index,
     "gated_delta_rule": _delta,
     "mamba_scan": _mamba,
     "few_row_gemm": _few_rows,

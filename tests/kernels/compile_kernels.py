@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import triton
-from registers_in_flight import faults_of, multiplies_from_registers
+from registers_in_flight import faults_of, multiplies_from_registers, one_by_one
 from stack_bytes import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from tandem_kernels.attention import (
     attended_rows,
@@ -40,6 +40,7 @@ from tandem_kernels.attention import (
     decode_tuning,
     index_rope_and_cache,
     index_rows,
+    index_scores_ahead,
     index_select,
     index_topk,
     latent_attention,
@@ -217,10 +218,12 @@ BEGIN_LATE = (
 
 
 def check_registers(case: Case, ptx: str, cubin: bytes) -> None:
-    """Products in flight keep the registers that they read."""
-    if multiplies_from_registers(ptx):
-        faults = faults_of(cubin)
-        assert not faults, (case.kernel.__name__, case.label, faults[:3])
+    """Products in flight keep the registers that they read, and kernels that say themselves when
+    products begin do not wait for each."""
+    faults = faults_of(cubin) if multiplies_from_registers(ptx) else []
+    if isinstance(case.kernel, GluonJITFunction):
+        faults += one_by_one(cubin)
+    assert not faults, (case.kernel.__name__, case.label, faults[:3])
 
 
 def check_spills(case: Case, cubin: bytes) -> None:
@@ -1756,7 +1759,24 @@ def sparse_cases(capability: int) -> Iterator[Case]:
 
 
 def sparse_ahead_cases(capability: int) -> Iterator[Case]:
-    """Yields what Hopper runs of attention to chosen tokens."""
+    """Yields what Hopper runs of the indexer, and of attention to chosen tokens."""
+    shapes = ((1, 1, 64), (0, 4, 64), (0, 4, 16)) if capability == 90 else ()
+    for query_len, block_q, block_size in shapes:
+        yield Case(
+            index_scores_ahead.index_scores_ahead_kernel,
+            f"query_len={query_len} block_size={block_size}",
+            {
+                **named("*fp8e4nv", "q", "keys"),
+                **named("*fp32", "head_weights", "key_scales", "scores"),
+                **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
+            },
+            {
+                "NUM_HEADS": 64, "HEADS": 64, "D": 128, "TOP_K": 2048, "BLOCK_SIZE": block_size,
+                "TILE": 64, "QUERY_LEN": query_len, "BLOCK_Q": block_q, "TOKENS": 1,
+                "STAGES": index_topk.STAGES_AHEAD, "num_warps": 4,
+            },
+            {"num_warps": 4},
+        )  # fmt: skip
     for num_heads, splits in ((16, 1), (128, 4)) if capability == 90 else ():
         tuning = sparse_latent_attention.sparse_tuning(num_heads, 2, is_ahead=True)
         yield Case(

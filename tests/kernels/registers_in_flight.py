@@ -8,6 +8,9 @@ now and then, so we read what they made:
     HGMMA ... R24, R64, gdesc[UR8], R24, gsb0     ends a group, which reads R64 to R67
     WARPGROUP.DEPBAR.LE gsb0, 0x3                 all groups but the last three have ended
     LDS R64, [R60+0x9800]                         a fault, if that group is one of the three
+
+An assembler that cannot tell what products in flight still need waits for each, without an error,
+and kernels take twice as long: loops of many products have fewer waits than products.
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(.*?)\s*;")
 _BRANCH = re.compile(r"BRA.*\((\.L_x_\d+)\)")
 _PRODUCT = re.compile(r"HGMMA\.\S+ R\d+, R(\d+), gdesc")
+_ANY_PRODUCT = re.compile(r"[HQI]GMMA\.")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _WRITE = re.compile(r"([A-Z0-9_.]+) R(\d+)\b")
+_FEW = 3
+"""Counts products that may well be waited for one by one."""
 _WRITES_NOTHING = "ST", "RED", "LDGSTS", "BAR", "ATOMS.ARRIVE"
 
 
@@ -63,6 +69,17 @@ def written_in_flight(sass: str) -> list[str]:
     return [fault for body in _loops(sass) for fault in _faults(body)]
 
 
+def one_by_one(cubin: bytes) -> list[str]:
+    """Returns the products of loops in which each is waited for before the next begins."""
+    found = []
+    for body in _loops(_disassembled(cubin)):
+        products = [one for one in body if _ANY_PRODUCT.match(one)]
+        waits = [one for one in body if _WAIT.match(one)]
+        if len(products) > _FEW and len(waits) >= len(products):
+            found += products
+    return found
+
+
 def _loops(sass: str) -> Iterator[list[str]]:
     """Yields the instructions of each loop that multiplies."""
     labels: dict[str, int] = {}
@@ -75,7 +92,7 @@ def _loops(sass: str) -> Iterator[list[str]]:
             branch = _BRANCH.match(instruction[1])
             if branch and branch[1] in labels:
                 body = instructions[labels[branch[1]] :]
-                if any(_PRODUCT.match(one) for one in body):
+                if any(_ANY_PRODUCT.match(one) for one in body):
                     yield body
 
 

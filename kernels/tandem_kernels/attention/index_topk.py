@@ -28,7 +28,7 @@ from tandem_kernels.device import has_warpgroup_mma, num_programs
 _SCORES_AT_ONCE = 1 << 26
 """Is the size of the buffer: 256 MiB."""
 _TILE, _BLOCK_Q, _PROGRAMS_PER_SM = 64, 4, 4
-_STAGES_AHEAD = 4
+STAGES_AHEAD = 4
 """Counts tiles of keys that `index_scores_ahead_kernel` has memory for."""
 
 
@@ -196,7 +196,7 @@ def index_topk(
         "num_warps": 4,
     }
     if is_ahead := copies_ahead(q, pages):
-        shape["STAGES"] = _STAGES_AHEAD
+        shape["STAGES"] = STAGES_AHEAD
     else:
         shape["PRECISION"] = "ieee" if pages.scales is None else "tf32"
         shape["FP8"] = pages.scales is not None

@@ -307,6 +307,7 @@ def test_every_choice_has_a_reason() -> None:
         ("nemotron-3-nano", 64, {"mamba_scan_kernel": "values 64, warps 4"}),
         ("qwen3-next-80b-a3b", 16, {"delta_rule_kernel": "values 32, warps 1"}),
         ("qwen3-next-80b-a3b", 64, {"delta_rule_kernel": "values 64, warps 2"}),
+        ("deepseek-v3.2-6-layers", 1, {"index_scores_ahead_kernel, select kernels": ""}),
     ],
 )
 def test_attention_that_is_sparse_and_states_say_how_they_run(
