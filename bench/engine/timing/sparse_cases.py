@@ -5,7 +5,8 @@ chooses 16 blocks of 128 for each, also as one of two ranks has it.
 
 Floors: of the indexer the bytes of keys and scales, or its products at twice the rate of bfloat16;
 of attention the bytes of 2048 rows a token, or its products. Beside attention to the chosen stand
-the kernels that attend to all: to the same latents in decodes, to expanded keys in prompts.
+the kernels that attend to all: to the same latents in decodes, to expanded keys in prompts, which
+are also attended behind a mask.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from bench.engine.timing.kernel_cases import BF16, Case, randn, scattered
 from tandem_kernels import ops
@@ -74,15 +76,16 @@ def _cases(shape: str, seq_lens: list[int], query_lens: list[int]) -> Iterator[C
         )
         if max(query_lens) == 1:
             dense = partial(ops.latent_attention, q_latent, q_rope, cache, metadata, _SCALE)
+            others: dict[str, list[Callable[[], object]]] = {"dense": [dense]}
         else:
-            dense = _of_expanded(query_lens[0], seq_lens[0], heads)
+            others = _of_expanded(query_lens[0], seq_lens[0], heads, chosen)
         yield Case(
             "sparse attention",
             f"{shape}, {heads} heads",
             [attend],
             rows * (_LATENT + _ROPE) * 2,
             flops,
-            others={"dense": [dense]} if heads < _HEADS or max(query_lens) == 1 else {},
+            others=others,
         )
 
 
@@ -120,12 +123,21 @@ def _positions(seq_lens: list[int], query_lens: list[int]) -> list[int]:
     return [one for n, q in pairs for one in range(n - q + 1, n + 1)]
 
 
-def _of_expanded(num_queries: int, num_keys: int, heads: int) -> Callable[[], object]:
-    """Attends from the last tokens of a prompt to all of it."""
+def _of_expanded(
+    num_queries: int, num_keys: int, heads: int, chosen: Tensor
+) -> dict[str, list[Callable[[], object]]]:
+    """Attends from the last tokens of a prompt to all of it, and to what they chose of it, behind a
+    mask."""
     queries = randn(num_queries, heads, 3 * _ROPE)
     keys, values = randn(num_keys, heads, 3 * _ROPE), randn(num_keys, heads, 2 * _ROPE)
     bounds = (
         torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (num_queries, num_keys)
     )
     batch = RaggedBatch(*bounds, num_queries, num_keys, causal=True)
-    return partial(ops.ragged_attention, queries, keys, values, batch, _SCALE)
+    first = torch.zeros(1, dtype=torch.int32, device="cuda")
+    given = queries, keys, values, batch, _SCALE
+
+    def masked() -> object:
+        return ops.ragged_attention(*given, ops.chosen_bits(chosen, batch, first))
+
+    return {"dense": [partial(ops.ragged_attention, *given)], "masked": [masked]}
