@@ -6,8 +6,8 @@
 # first ones. Where the loop itself changes that accumulator in between, as softmax does that is scaled anew for each
 # tile, ptxas cannot prove its registers free and puts a wait behind each product of the kernel. Results are right, no
 # error and no warning is shown: `ptxas -v` has a line of information, C7514, and Triton does not ask for it. A kernel
-# of ours (576 numbers of a key in 36 products, 4 of values, on an H200) took up to twice its time so. Its loop is
-# quicker where nothing is in flight at its end.
+# of ours (36 products of scores and 4 of values a tile, on an H200 with 3.6.0) takes 3.9 ms so, and 3.3 where nothing
+# is in flight at its loop's end.
 #
 # Seen on 2026-11-29 with Python 3.11:
 #     3.6.0 in flight at the loop's end False: 12 products, 3 waits

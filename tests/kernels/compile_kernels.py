@@ -1713,8 +1713,8 @@ def sparse_cases(capability: int) -> Iterator[Case]:
             {"num_warps": 4, "num_stages": 4 if fp8 else 1},
         )
         types |= named("*i32", "candidates", "found")
-        constants = {**shape, "CANDIDATES": 4096, "BLOCK": 4096}
-        options = {"num_warps": 8}
+        constants = {**shape, "CANDIDATES": 4096, "BLOCK": 2048}
+        options = {"num_warps": 8, "maxnreg": index_select.REGISTERS}
         select = index_select.select_kernel
         yield Case(select, f"query_len={query_len}", types, constants, options)
         constants["PARTS"] = 32

@@ -26,7 +26,10 @@ from torch import Tensor
 from tandem_kernels.attention.query_tiles import row_of_tile
 from tandem_kernels.device import num_programs
 
-_BLOCK, _WARPS = 4096, 8
+_BLOCK, _WARPS = 2048, 8
+REGISTERS = 80
+"""Is the most of a thread: three programs share an SM, since each waits for its own sums (8192 rows
+of 32k scores, H200: two thirds of the time that one program takes with all it wants)."""
 _PROGRAMS_PER_SM = 4
 _FEWEST_PARTS, _MOST_PARTS = 2, 32
 _CANDIDATES_OF_PARTS = 4096
@@ -372,6 +375,7 @@ def select(scores: Tensor, rows: SelectedRows, chosen: Tensor) -> None:
         "BLOCK_Q": rows.block_q,
         "TOKENS": rows.tokens,
         "num_warps": _WARPS,
+        "maxnreg": REGISTERS,
     }
     grid = (rows.num_rows,)
     if parts == 1:

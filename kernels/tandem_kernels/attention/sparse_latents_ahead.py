@@ -7,7 +7,8 @@
 Rows lie anywhere, so nothing but copies of 16 bytes brings them, and what those of a tile take is
 what its products take. Triton's own loop begins copies behind the products, and has no memory for a
 third tile of 64 heads. So this one says itself when they begin: behind the scores' products, once
-the values of the tile in front have been multiplied.
+the values of the tile in front have been multiplied. No product is in flight at the loop's end: the
+assembler would then wait for each (`findings/triton_products_in_flight_at_loop_end.sh`).
 
 TURNED, for 16 heads, context is on the left of both products: a matrix unit takes 64 rows there and
 no fewer. Two programs with one tile each fit an SM, and take half the time of one with two.
