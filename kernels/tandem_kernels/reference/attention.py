@@ -1,22 +1,22 @@
 """Attention over a paged KV cache in plain torch.
 
 Decodes of similar length share one batched call: their pages are gathered, the query heads that
-share a KV head become query rows, and what lies beyond a context is zeroed before it is used
-(a page's unwritten tail may hold NaN, and a masked NaN still poisons a sum). Longer queries run
-one request at a time on exactly the tokens of its context; so does everything with a window. In
-fixed order every query token is by itself.
+share a KV head become query rows, and what they do not see is zeroed before it is used (a page's
+unwritten tail may hold NaN, and a masked NaN still poisons a sum). Longer queries run one request
+at a time on exactly the tokens of its context. In fixed order every query token is by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.kv_pages import PagedKV, apart, sizes_of
+from tandem_kernels.attention.kv_pages import KVPages, PagedKV, apart, sizes_of
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.reference.fp8_cache import dequantise
 
@@ -55,10 +55,12 @@ def paged_attention(
     out = q.new_zeros(*q.shape[:2], sizes.value_dim)
     seq_lens = metadata.seq_lens.tolist()
     window = metadata.window
-    alone = metadata.fixed_order or window is not None or metadata.decode_query_len > 1
-    num_decodes = 0 if alone or softcap or sinks is not None else metadata.num_decodes
-    for requests in _similar_lengths(seq_lens[:num_decodes], sizes.block_size):
-        _decode(out, q, kv_cache, metadata, requests, scale, kv_scales)
+    alone = metadata.fixed_order or metadata.decode_query_len > 1
+    num_decodes = 0 if alone else metadata.num_decodes
+    for requests in _similar_lengths(seq_lens[:num_decodes], window, sizes.block_size):
+        seen = _Seen.of(metadata, requests, seq_lens, sizes.block_size)
+        k, v = _gather(kv_cache, seen.blocks, kv_scales, seen.hidden, seen.first_hidden)
+        out[requests] = _decode(q[requests], k, v, seen.hidden, scale, softcap, sinks)
     if num_decodes < len(seq_lens):
         bounds = metadata.query_start_loc.tolist()
         for r in range(num_decodes, len(seq_lens)):
@@ -72,72 +74,133 @@ def paged_attention(
     return out.to(dtype)
 
 
-def _similar_lengths(seq_lens: list[int], block_size: int) -> Iterator[Tensor | slice]:
-    """Split requests into groups whose longest context is at most twice the shortest."""
-    if seq_lens and min(seq_lens) > 0 and max(seq_lens) <= 2 * min(seq_lens) + block_size:
-        yield slice(0, len(seq_lens))
+def _similar_lengths(
+    seq_lens: list[int], window: int | None, block_size: int
+) -> Iterator[list[int] | slice]:
+    """Splits requests into groups of which the longest sees at most twice what the shortest does.
+    Leaves out padding."""
+    seen = seq_lens if window is None else [min(window, length) for length in seq_lens]
+    if seen and min(seen) > 0 and max(seen) <= 2 * min(seen) + block_size:
+        yield slice(0, len(seen))
         return
     group: list[int] = []
-    order = sorted(range(len(seq_lens)), key=seq_lens.__getitem__)
+    order = sorted(range(len(seen)), key=seen.__getitem__)
     for r in order:
-        if seq_lens[r] == 0:
+        if seen[r] == 0:
             continue
-        if group and seq_lens[r] > 2 * seq_lens[group[0]] + block_size:
-            yield torch.tensor(group)
+        if group and seen[r] > 2 * seen[group[0]] + block_size:
+            yield group
             group = []
         group.append(r)
     if group:
-        yield torch.tensor(group)
+        yield group
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Says what the query tokens of R decodes see, in the tokens of n blocks of each request.
+
+    Attributes:
+        blocks: [R, n], ids.
+        hidden: [R, n * B] bool, tokens that are not seen; None: all are.
+        first_hidden: All tokens before are seen by all.
+    """
+
+    blocks: Tensor
+    hidden: Tensor | None
+    first_hidden: int
+
+    @classmethod
+    def of(
+        cls,
+        metadata: AttentionMetadata,
+        requests: list[int] | slice,
+        seq_lens: list[int],
+        block_size: int,
+    ) -> _Seen:
+        tables = metadata.block_tables[requests]
+        whole = isinstance(requests, slice)
+        ends = seq_lens[: len(tables)] if whole else [seq_lens[r] for r in requests]
+        begins = [0] * len(ends)
+        if metadata.window is not None:
+            begins = [max(0, end - metadata.window) for end in ends]
+            before = [begin // block_size for begin in begins]
+            begins = [
+                begin - first * block_size for begin, first in zip(begins, before, strict=True)
+            ]
+            ends = [end - first * block_size for end, first in zip(ends, before, strict=True)]
+        num_blocks = -(-max(ends) // block_size)
+        device = tables.device
+        if metadata.window is not None and any(before):
+            places = torch.tensor(before, device=device)[:, None]
+            places = places + torch.arange(num_blocks, device=device)
+            blocks = tables.gather(1, places.clamp_(max=tables.shape[1] - 1))
+        else:
+            blocks = tables[:, :num_blocks]
+        if max(begins) == 0 and min(ends) == num_blocks * block_size:
+            return cls(blocks, None, 0)
+        tokens, end = torch.arange(num_blocks * block_size, device=device), _column(ends, device)
+        hidden = tokens >= end
+        # Entries behind a request's last block name its first block instead, which exists.
+        blocks = torch.where(hidden[:, ::block_size], blocks[:, :1], blocks)
+        if max(begins) > 0:
+            hidden |= tokens < _column(begins, device)
+            return cls(blocks, hidden, 0)
+        return cls(blocks, hidden, min(ends))
+
+
+def _column(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)[:, None]
 
 
 def _decode(
-    out: Tensor,
     q: Tensor,
-    kv_cache: PagedKV,
-    metadata: AttentionMetadata,
-    requests: Tensor | slice,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
     scale: float,
-    kv_scales: KVScales | None,
-) -> None:
-    """Attends for one query token of each of `requests`; request r owns query row r."""
-    num_kv_heads, block_size, head_dim, value_dim = sizes_of(kv_cache)
-    seq_lens = metadata.seq_lens[requests]
-    lengths = seq_lens.tolist()
-    num_blocks = -(-max(lengths) // block_size)
-    blocks = metadata.block_tables[requests][:, :num_blocks]
-    mask = None
-    if min(lengths) < num_blocks * block_size:
-        valid = torch.arange(num_blocks * block_size, device=q.device) < seq_lens[:, None]
-        # Entries behind a request's last block name its first block instead, which exists.
-        blocks = torch.where(valid[:, ::block_size], blocks, blocks[:, :1])
-        mask = valid[:, None, None]
-    k, v = _gather(kv_cache, blocks, kv_scales)
-    if mask is not None:
-        for i, length in enumerate(lengths):
-            k[i, :, length:] = 0
-            v[i, :, length:] = 0
-    grouped = q[requests].reshape(len(lengths), num_kv_heads, -1, head_dim)
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attends for one query token [R, Hq, D] of each request over its keys [R, Hkv, L, D]."""
+    grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
+    if softcap or sinks is not None:
+        hides = None if hidden is None else hidden[:, None, None]
+        sink = None if sinks is None else sinks.view(k.shape[1], -1)
+        return _by_scores(grouped, k, v, scale, softcap, hides, sink).flatten(1, 2)
+    mask = None if hidden is None else ~hidden[:, None, None]
     attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-    out[requests] = attended.reshape(len(lengths), -1, value_dim)
+    return attended.flatten(1, 2)
 
 
-def _gather(kv_cache: PagedKV, blocks: Tensor, kv_scales: KVScales | None) -> tuple[Tensor, Tensor]:
+def _gather(
+    kv_cache: PagedKV,
+    blocks: Tensor,
+    kv_scales: KVScales | None,
+    hidden: Tensor | None = None,
+    first_hidden: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Returns the keys and the values of `blocks` [R, n], [R, Hkv, n * B, D] each; of an FP8 cache
-    in float32."""
-    pages = apart(kv_cache)
+    in float32. They are zero where `hidden` [R, n * B] is set, which is nowhere before
+    `first_hidden`."""
+    pages = kv_cache if kv_scales is None else kv_cache.view(torch.uint8)
+    planes = (pages.k, pages.v) if isinstance(pages, KVPages) else (pages.flatten(1, 2),)
+    found = [_gathered(plane, blocks) for plane in planes]
+    if hidden is not None:
+        for plane in found:
+            plane[:, :, first_hidden:].masked_fill_(hidden[:, None, first_hidden:, None], 0)
+    keys, values = found if len(found) == 2 else found[0].chunk(2, dim=1)
     if kv_scales is None:
-        return _gathered(pages.k, blocks), _gathered(pages.v, blocks)
-    pages = pages.view(torch.uint8)
-    pairs = (pages.k, kv_scales.k), (pages.v, kv_scales.v)
-    keys, values = (
-        dequantise(_gathered(plane, blocks), scale[:, None, None]) for plane, scale in pairs
+        return keys, values
+    return (
+        dequantise(keys, kv_scales.k[:, None, None]),
+        dequantise(values, kv_scales.v[:, None, None]),
     )
-    return keys, values
 
 
 def _gathered(plane: Tensor, blocks: Tensor) -> Tensor:
-    """Returns `blocks` [R, n] of a plane [N, Hkv, B, D] as [R, Hkv, n * B, D], copied once, a
-    (block, head) at a time, where blocks lie a whole number of heads apart."""
+    """Returns `blocks` [R, n] of a plane [N, H, B, D] as [R, H, n * B, D], copied once, a (block,
+    head) at a time, where blocks lie a whole number of heads apart."""
     num_requests, num_blocks = blocks.shape
     count, num_heads, block_size, width = plane.shape
     heads_apart, rest = divmod(plane.stride(0), block_size * width)
@@ -192,7 +255,12 @@ def _prefill(
         if window is not None:
             mask = mask.triu_(seq_len - num_tokens - window + 1)
     if softcap or sinks is not None:
-        return _by_scores(q, k, v, scale, softcap, mask, sinks)
+        heads = q.unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)
+        if mask is None:
+            mask = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=q.device).tril_()
+        sink = None if sinks is None else sinks.view(len(k), -1, 1)
+        by_head = _by_scores(heads, k[:, None], v[:, None], scale, softcap, ~mask, sink)
+        return by_head.flatten(0, 1).transpose(0, 1)
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.unsqueeze(0),
@@ -211,23 +279,21 @@ def _by_scores(
     v: Tensor,
     scale: float,
     softcap: float,
-    mask: Tensor | None,
+    hidden: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Computes what `_prefill` does, with bounded scores or sinks, by what the softmax is."""
-    if mask is None:
-        mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_()
-    group = q.shape[1] // k.shape[0]
-    keys, values = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
-    scores = torch.einsum("thd,hld->htl", q.float(), keys) * scale
+    """Attends with bounded scores or sinks, by what the softmax is: `q` [..., T, D] over `k` and
+    `v` [..., L, D] but for what is hidden [..., T, L]; `sinks` [..., T]."""
+    scores = q.float() @ k.float().transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill_(~mask, float("-inf"))
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden, float("-inf"))
     if sinks is not None:
-        sink = sinks.float()[:, None, None].expand(-1, len(q), 1)
+        sink = sinks.float()[..., None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(-1)[..., : mask.shape[1]]
-    return torch.einsum("htl,hld->thd", weights, values).to(q.dtype)
+    weights = scores.softmax(-1)[..., : k.shape[-2]]
+    return (weights @ v.float()).to(q.dtype)
 
 
 def _one_by_one(

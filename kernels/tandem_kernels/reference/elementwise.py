@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem_kernels.attention.kv_pages import PagedKV, apart
+from tandem_kernels.attention.kv_pages import KVPages, PagedKV, sizes_of
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 from tandem_kernels.elementwise.gate_form import GateForm
@@ -41,8 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of `x` [..., H] to unit mean square, then by `weight` [H], which may be more
     exact than `x`."""
     if weight.dtype != x.dtype:
-        return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return torch.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+    return torch.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def fused_add_rms_norm(
@@ -193,12 +193,13 @@ def _formed(v: Tensor, values: ValueForm, eps: float) -> Tensor:
 
 
 def _write_slots(kv_cache: PagedKV, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
-    written = slot_mapping >= 0
-    if not bool(written.all()):
+    if bool((slot_mapping < 0).any()):
+        written = slot_mapping >= 0
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
-    pages = apart(kv_cache)
-    block_size = pages.k.shape[2]
-    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-    offsets = slot_mapping - blocks * block_size
-    pages.k.transpose(1, 2).index_put_((blocks, offsets), k)  # [N, B, Hkv, D]
-    pages.v.transpose(1, 2).index_put_((blocks, offsets), v)
+    block_size = sizes_of(kv_cache).block_size
+    places = slot_mapping // block_size, slot_mapping % block_size
+    if isinstance(kv_cache, KVPages):
+        kv_cache.k.transpose(1, 2).index_put_(places, k)  # [N, B, Hkv, D]
+        kv_cache.v.transpose(1, 2).index_put_(places, v)
+    else:
+        kv_cache.permute(0, 3, 1, 2, 4).index_put_(places, torch.stack((k, v), dim=1))

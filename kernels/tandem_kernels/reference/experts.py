@@ -140,16 +140,22 @@ def fused_experts(
         [T, H] in the dtype of `x`: the sum over k of weight * w2(silu(gate) * up). Not summed:
         [T * k, H], a token's one behind the other; those of no expert are anything.
     """
-    outputs = x.new_zeros((*experts.shape, x.shape[1]), dtype=torch.float32)
-    for expert in sorted(set(experts.flatten().tolist()) - {-1}):
-        token, place = torch.where(experts == expert)
-        rows = torch.split(token, 1) if fixed_order else (token,)
-        up_bias, down_bias = (None if bias is None else bias[expert] for bias in (b13, b2))
-        parts = [
-            _one_expert(x[row], w13[expert], w2[expert], up_bias, down_bias, gate) for row in rows
-        ]
-        outputs[token, place] = torch.cat(parts) * weights[token, place, None]
-    return of_tokens(outputs, summed).to(x.dtype)
+    chosen = experts.flatten()
+    pairs = chosen.argsort(stable=True)
+    numbers, counts = torch.unique_consecutive(chosen[pairs], return_counts=True)
+    rows_of_experts = x[pairs // experts.shape[1]].split(counts.tolist())
+    parts = [x.new_empty((0, x.shape[1]), dtype=torch.float32)]
+    for expert, rows in zip(numbers.tolist(), rows_of_experts, strict=True):
+        if expert < 0:
+            pairs = pairs[len(rows) :]
+            continue
+        biases = (None if bias is None else bias[expert] for bias in (b13, b2))
+        layer = w13[expert], w2[expert], *biases, gate
+        pieces = rows.split(1) if fixed_order else (rows,)
+        parts += [_one_expert(piece, *layer) for piece in pieces]
+    outputs = x.new_zeros((len(chosen), x.shape[1]), dtype=torch.float32)
+    outputs[pairs] = torch.cat(parts) * weights.flatten()[pairs, None]
+    return of_tokens(outputs.view(*experts.shape, -1), summed).to(x.dtype)
 
 
 def of_tokens(outputs: Tensor, summed: bool) -> Tensor:
