@@ -1,22 +1,18 @@
 """The chart's pods as processes: what an operator does to a cluster that serves.
 
-One cluster for all tests of this file, in their order: a release with a router, two prefill nodes
-and a decode node, booted from a kept release's chart alone. They begin with a token alone; on the
-way an upgrade brings the tree's chart and turns TLS on, by certificates that the chart makes.
+One cluster for all tests of this file, in their order, though each also runs alone: a release with
+a router, two prefill nodes and a decode node, booted from a kept release's chart alone. They begin
+with a token alone; on the way an upgrade brings the tree's chart and turns TLS on, by certificates
+that the chart makes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any, TypeAlias
 
 import aiohttp
 import pytest
@@ -25,138 +21,31 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from release import project
-from tests.helm.releases.helm_release import CliRelease, Release
+from tests.helm.releases.helm_release import CliRelease
 from tests.helm.releases.load import Load, body, stream
 from tests.helm.releases.open_connections import component, open_connections
+from tests.helm.releases.serving import (
+    EITHER,
+    NO_TLS,
+    START_S,
+    TLS,
+    Serving,
+    num_open,
+    scraped,
+    values,
+)
 from tests.helm.releases.test_upgrade_from_release import PROCESSES_FROM
 from tests.kubernetes_stand_in.cert_manager import Authority, leaf
 from tests.kubernetes_stand_in.cluster import NAMESPACE, Cluster
-from tests.kubernetes_stand_in.dns_server import may_serve
 from tests.kubernetes_stand_in.network_policies import allows
-from tests.kubernetes_stand_in.pod_files import TOKEN_FOLDER
 from tests.kubernetes_stand_in.resources import Object
 from tests.processes import is_alive
-
-Tls: TypeAlias = dict[str, Any]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 _NUM_REQUESTS = 8
-START_S = 90.0
-LONG_WISHES = [body(i, max_tokens=250) for i in range(4)]
-"""During these answers there is time to do something."""
-
-
 NODES = ("one-host", "other-host")
 NEEDED_WAYS = {("router", "decode"), ("router", "prefill"), ("decode", "prefill")}
-
-NO_TLS: Tls = {"mode": "none"}
-EITHER: Tls = {"mode": "generated", "acceptMissing": True}
-TLS: Tls = {"mode": "generated"}
-
-
-def values(
-    cluster: Cluster, tls: Tls = NO_TLS, discovery: str = "kubernetes", **replicas: int
-) -> dict[str, Any]:
-    """Returns values of small nodes on CPU that are asked often how they are."""
-    often = {"readiness": {"periodSeconds": 1}}
-    drain = {"preStopSeconds": 1, "drainSeconds": 20, "teardownSeconds": 5}
-    return {
-        "model": {
-            "servedName": "demo",
-            "storage": {
-                "type": "hostPath",
-                "path": "demo_checkpoint",
-                "hostPath": {"path": str(Path(__file__).parents[3] / "cli")},
-            },
-        },
-        "tierDefaults": {
-            "gpu": {"enabled": False},
-            "settings": {"maxNumSeqs": 16, "numBlocks": 512},
-            "probes": {"startup": {"budgetSeconds": 90, "periodSeconds": 1}, **often},
-            "drain": drain,
-        },
-        "prefill": {"replicas": replicas.get("prefill", 1)},
-        "decode": {"replicas": replicas.get("decode", 1)},
-        "router": {
-            "replicas": replicas.get("router", 1),
-            "probes": often,
-            "drain": drain,
-            "discovery": {"type": discovery},
-            "settings": {
-                "dnsIntervalS": 0.25,
-                "kubernetesUrl": f"https://127.0.0.1:{cluster.api.tls_port}",
-                "kubernetesCredentials": TOKEN_FOLDER,
-            },
-            "service": {"port": 8000},
-        },
-        "tls": tls,
-    }
-
-
-@dataclass
-class Serving:
-    """An installed release. `expected`: what it answers to requests 0, 1, …, and to long ones."""
-
-    cluster: Cluster
-    release: Release
-    url: str
-    expected: list[str] = field(default_factory=list)
-    long_expected: list[str] = field(default_factory=list)
-
-    async def wait_known(self, **nodes: int) -> None:
-        """Waits until the router uses so many nodes of each tier. While it is not ready, nobody
-        answers.
-        """
-        async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
-            while True:
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with session.get(f"{self.url}/ready") as response:
-                        known = await response.json()
-                    if all(known[f"{tier}_nodes"] == count for tier, count in nodes.items()):
-                        return
-                await asyncio.sleep(0.05)
-
-    async def begin_long_answers(self) -> tuple[Object, list[asyncio.Task[str]]]:
-        """Returns a decode pod, and answers that have begun, some of them there."""
-        if not self.long_expected:
-            calls = (stream(self.url, wish) for wish in LONG_WISHES)
-            self.long_expected = await asyncio.gather(*calls)
-        answers: list[asyncio.Task[str]] = []
-        async with asyncio.timeout(START_S):
-            while True:
-                begun = [asyncio.Event() for _ in LONG_WISHES]
-                answers += [
-                    asyncio.create_task(stream(self.url, wish, event))
-                    for wish, event in zip(LONG_WISHES, begun, strict=True)
-                ]
-                await asyncio.gather(*(event.wait() for event in begun))
-                # Nodes may have given all answers before this process came to look.
-                for pod in self.cluster.pods("decode"):
-                    if await num_open(pod["status"]["podIP"]) > 0:
-                        return pod, answers
-
-    async def check_long(self, answers: list[asyncio.Task[str]]) -> None:
-        """Waits for the answers of `begin_long_answers`, which must be whole."""
-        rounds = len(answers) // len(LONG_WISHES)
-        assert await asyncio.gather(*answers) == self.long_expected * rounds
-
-
-async def num_open(address: str) -> float:
-    """Returns the requests that a decode node is answering."""
-    [count] = await scraped(address, "tandem_open_requests")
-    return count
-
-
-async def scraped(address: str, pattern: str) -> list[float]:
-    """Returns the samples of a node whose names match."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://{address}:8101/metrics") as response,
-    ):
-        text = await response.text()
-    found = re.findall(rf"^(?:{pattern})(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-    return [float(value) for value in found]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -206,11 +95,12 @@ async def test_turning_tls_on_rolls_everything_under_load_and_loses_nothing(
 ) -> None:
     """It begins when a decode pod was just deleted in the middle of its answers, and is the upgrade
     from that release's chart. The new router finds the nodes by DNS, where there is one."""
+    await serving.reach(NO_TLS)
     assert chart_label(serving) == PROCESSES_FROM.stem
     pod, answers = await serving.begin_long_answers()
     serving.cluster.delete_pod(pod)
     async with Load(serving.url, serving.expected) as load:
-        await roll(serving, EITHER)
+        await serving.roll(EITHER)
         await serving.check_long(answers)
         before = await plaintext_connections(serving)
         assert len(before) == 3
@@ -221,8 +111,9 @@ async def test_turning_tls_on_rolls_everything_under_load_and_loses_nothing(
 
 
 async def test_turning_plaintext_off_under_load_loses_nothing(serving: Serving) -> None:
+    await serving.reach(EITHER)
     async with Load(serving.url, serving.expected) as load:
-        await roll(serving, TLS)
+        await serving.roll(TLS)
         await load.answers(10)
     assert not load.faults
     assert not await plaintext_connections(serving)
@@ -237,19 +128,6 @@ def chart_label(serving: Serving) -> str:
     """Returns the chart that the running objects came with."""
     labels = serving.cluster.get("Deployment", "tandem-decode")["metadata"]["labels"]
     return str(labels["helm.sh/chart"])
-
-
-async def roll(serving: Serving, tls: Tls) -> None:
-    """Upgrades, and waits until every pod is a new one."""
-    cluster = serving.cluster
-    before = {name: cluster.uids(name) for name in ("router", "prefill", "decode")}
-    discovery = "dns" if may_serve() else "kubernetes"
-    await serving.release.upgrade(values(cluster, tls, discovery, decode=2), wait_s=0)
-    await cluster.wait(lambda: not before["decode"] & cluster.uids("decode"), START_S)
-    await cluster.wait_ready(START_S, router=1, prefill=1, decode=2)
-    await cluster.wait(
-        lambda: not any(uids & cluster.uids(name) for name, uids in before.items()), START_S
-    )
 
 
 async def plaintext_connections(serving: Serving) -> dict[str, list[float]]:
@@ -270,6 +148,7 @@ async def plaintext_connections(serving: Serving) -> dict[str, list[float]]:
 
 async def test_connections_are_those_that_the_network_policies_allow(serving: Serving) -> None:
     """All that the services open to each other is let through, and strangers are not."""
+    await serving.reach(TLS)
     cluster = serving.cluster
     seen: set[tuple[str, str, int]] = set()
     async with Load(serving.url, serving.expected) as load:
@@ -302,6 +181,7 @@ def max_port(seen: set[tuple[str, str, int]]) -> int:
 async def test_renewed_certificates_are_used_without_a_restart(serving: Serving) -> None:
     """They are written into the Secrets as cert-manager does, and the kubelet turns a link in each
     pod."""
+    await serving.reach(TLS)
     cluster = serving.cluster
     authority = Authority.of(cluster.get("Secret", "tandem-ca"))
     before = {pod["metadata"]["uid"]: pid for pod, pid in cluster.running()}
@@ -351,6 +231,8 @@ async def test_losing_a_host_under_load_loses_nothing_while_it_is_still_listed(
 ) -> None:
     """First nobody knows but who calls its pods; then they count as not ready; at last others are
     made on the host that is left."""
+    await serving.reach(TLS)
+    await serving.spread_decodes()
     cluster = serving.cluster
     (router,) = cluster.pods("router")
     lost = next(node for node in NODES if node != router["spec"]["nodeName"])
@@ -394,7 +276,7 @@ def listed(cluster: Cluster) -> set[str]:
 async def test_losing_a_pod_of_each_tier_under_load_loses_nothing(serving: Serving) -> None:
     """Answers of the lost decode node go on at the other one, which computes prompts itself until
     there is a prefill node again."""
-    await serving.wait_known(prefill=1, decode=2)
+    await serving.reach(TLS)
     pod, answers = await serving.begin_long_answers()
     async with Load(serving.url, serving.expected) as load:
         serving.cluster.lose_pod(serving.cluster.pods("prefill")[0])
