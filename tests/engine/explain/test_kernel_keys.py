@@ -88,8 +88,11 @@ def not_warmed(
     config: EngineConfig, steps: list[Batch], *, has_flash: bool = True
 ) -> dict[Batch, list[KernelKey]]:
     """Returns the kernels that steps need and warming up leaves out. Warms up no further than until
-    it has them all: what follows adds kernels, and takes none away."""
-    batches = [*steps, *warm_up_batches(config)]
+    it has them all, first by the graphs that steps find: what follows adds kernels, and takes none
+    away."""
+    graphs = graphs_of(config, steps)
+    warm_up = sorted(warm_up_batches(config), key=lambda batch: batch not in graphs)
+    batches = [*steps, *warm_up]
     with closing(kernel_keys(config, H200, batches, has_flash=has_flash)) as found:
         needed = dict(zip(steps, found, strict=False))
         wanted = set[KernelKey]().union(*needed.values())
@@ -100,6 +103,13 @@ def not_warmed(
             if wanted <= known:
                 break
     return {step: sorted(keys - known) for step, keys in needed.items() if keys - known}
+
+
+def graphs_of(config: EngineConfig, steps: list[Batch]) -> set[Batch]:
+    """Returns the steps with which the graphs are recorded that these steps find."""
+    launches = recorded_steps(config)
+    found = [launches.find(order_of(step).parts()) for step in steps]
+    return {batch_of_graph(key, config) for key in found if isinstance(key, GraphKey)}
 
 
 @pytest.mark.parametrize(
@@ -125,10 +135,8 @@ def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_fl
     # Of many short prompts no graph holds, an indexer chooses nothing.
     steps = [*(drawn(chance, config) for _ in range(NUM_DRAWN)), Batch(1, 900, (1000,) * 7)]
     assert not_warmed(config, steps, has_flash=has_flash) == {}
-    warm, launches = set(warm_up_batches(config)), recorded_steps(config)
     steps += [Batch(count, 20_000, (64,)) for count in (1, 8, 60, 200)]
-    graphs = [launches.find(order_of(step).parts()) for step in steps]
-    assert {batch_of_graph(key, config) for key in graphs if isinstance(key, GraphKey)} <= warm
+    assert graphs_of(config, steps) <= set(warm_up_batches(config))
 
 
 def test_chunks_beside_long_contexts_are_graphs_where_their_decodes_are_cut() -> None:
