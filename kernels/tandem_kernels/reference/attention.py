@@ -119,8 +119,10 @@ class _Seen:
         block_size: int,
     ) -> _Seen:
         tables = metadata.block_tables[requests]
-        whole = isinstance(requests, slice)
-        ends = seq_lens[: len(tables)] if whole else [seq_lens[r] for r in requests]
+        if isinstance(requests, slice):
+            ends = seq_lens[requests]
+        else:
+            ends = [seq_lens[r] for r in requests]
         begins = [0] * len(ends)
         if metadata.window is not None:
             begins = [max(0, end - metadata.window) for end in ends]
@@ -255,7 +257,7 @@ def _prefill(
         if window is not None:
             mask = mask.triu_(seq_len - num_tokens - window + 1)
     if softcap or sinks is not None:
-        heads = q.unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)
+        heads = q.view(num_tokens, len(k), -1, q.shape[2]).permute(1, 2, 0, 3)
         if mask is None:
             mask = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=q.device).tril_()
         sink = None if sinks is None else sinks.view(len(k), -1, 1)

@@ -143,16 +143,16 @@ def fused_experts(
     chosen = experts.flatten()
     pairs = chosen.argsort(stable=True)
     numbers, counts = torch.unique_consecutive(chosen[pairs], return_counts=True)
-    rows_of_experts = x[pairs // experts.shape[1]].split(counts.tolist())
+    rows_of_experts = torch.split(x[pairs // experts.shape[1]], counts.tolist())
     parts = [x.new_empty((0, x.shape[1]), dtype=torch.float32)]
     for expert, rows in zip(numbers.tolist(), rows_of_experts, strict=True):
         if expert < 0:
             pairs = pairs[len(rows) :]
             continue
-        biases = (None if bias is None else bias[expert] for bias in (b13, b2))
-        layer = w13[expert], w2[expert], *biases, gate
-        pieces = rows.split(1) if fixed_order else (rows,)
-        parts += [_one_expert(piece, *layer) for piece in pieces]
+        up_bias, down_bias = (None if bias is None else bias[expert] for bias in (b13, b2))
+        up, down = w13[expert], w2[expert]
+        pieces = torch.split(rows, 1) if fixed_order else (rows,)
+        parts += [_one_expert(piece, up, down, up_bias, down_bias, gate) for piece in pieces]
     outputs = x.new_zeros((len(chosen), x.shape[1]), dtype=torch.float32)
     outputs[pairs] = torch.cat(parts) * weights.flatten()[pairs, None]
     return of_tokens(outputs.view(*experts.shape, -1), summed).to(x.dtype)
