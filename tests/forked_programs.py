@@ -367,11 +367,12 @@ def _offer_store(program: str) -> None:
     if os.fork() == 0:
         ours.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        die_with_parent(parent)
-        os.setpgid(0, 0)
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
+        # Of a program that has ended already, this would tell those who read what it says.
+        die_with_parent(parent)
+        os.setpgid(0, 0)
         os.closerange(3, theirs.fileno())
         os.closerange(theirs.fileno() + 1, _MAX_FILES)
         _name([STORE, program])
