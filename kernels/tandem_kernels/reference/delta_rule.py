@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
-from tandem_kernels.reference.state_runs import gates_of, state_runs
+from tandem_kernels.reference.state_runs import Lockstep, state_runs
 from tandem_kernels.reference.steady import sigmoid, silu, softplus
 
 L2_EPS = 1e-6
@@ -108,34 +108,20 @@ def gated_delta_rule(
     if not runs:
         return out
     gates = gates if decays is None else torch.cat((gates, decays), dim=1)
-    every = torch.cat([gates_of(run, gates, kept) for run in runs])
-    lines = torch.cat([torch.arange(run.line, run.line + run.count) for run in runs])
-    q, k, v = split_heads(mixed[lines].float(), states)
-    decay, rate = decay_and_rate(every, a_log, dt_bias, decay_floor)
-    rate = rate_scale * rate
-    counts, taken_in, blocks = (
-        torch.tensor([getattr(run, name) for run in runs])
-        for name in ("count", "num_taken_in", "block")
-    )
-    starts = counts.cumsum(0) - counts
-    goes_on = torch.tensor([run.goes_on for run in runs])
-    found = torch.where(goes_on[:, None, None, None], states[blocks], 0.0)
-    stays, read = found.clone(), torch.zeros(v.shape)
-    for i in range(int(counts.max())):
-        active = torch.nonzero(counts > i).flatten()
-        token = starts[active] + i
-        state = found[active] * decay[token][..., None]
-        known = (state * k[token][..., None]).sum(-2)
-        change = (v[token] - known) * rate[token][..., None]
-        state = state + k[token][..., None] * change[..., None, :]
-        read[token] = (state * q[token][..., None]).sum(-2)
-        found[active] = state
-        last = taken_in[active] == i + 1
-        stays[active[last]] = state[last]
-    states[blocks] = stays
-    for run, start in zip(runs, starts.tolist(), strict=True):
-        own = read[start + run.num_pending : start + run.count]
-        out[run.start : run.stop] = own.to(mixed.dtype)
+    walk = Lockstep(runs, states)
+    q, k, v = split_heads(mixed[walk.lines].float(), states)
+    decay, rate = decay_and_rate(walk.gates(gates, kept), a_log, dt_bias, decay_floor)
+    tokens = q[..., None], k[..., None], v, decay[..., None], (rate_scale * rate)[..., None]
+    read = []
+    for queries, keys, values, decays, rates in zip(
+        *(torch.split(part, walk.sizes) for part in tokens), strict=True
+    ):
+        state = walk.states() * decays
+        change = (values - (state * keys).sum(-2)) * rates
+        state = state + keys * change[..., None, :]
+        read.append((state * queries).sum(-2))
+        walk.go(state)
+    walk.end(read, out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""State-space layers of Mamba 2 in plain torch, one token after the other.
+"""State-space layers of Mamba 2 in plain torch, one token of each request after the other.
 
 All of it is computed in float32 and rounded once. Source: Dao and Gu, Transformers are SSMs, 2024.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
-from tandem_kernels.reference.state_runs import gates_of, state_runs
+from tandem_kernels.reference.state_runs import Lockstep, state_runs
 from tandem_kernels.reference.steady import sigmoid, silu, softplus
 
 
@@ -46,28 +46,28 @@ def mamba_scan(
     _, num_heads, size, head_dim = states.shape
     inner = num_heads * head_dim
     groups = (mixed.shape[1] - inner) // (2 * size)
-    wide = mixed.float()
-    x = wide[:, :inner].reshape(len(mixed), num_heads, head_dim)
+    out = mixed.new_zeros((len(steps), num_heads, head_dim))
+    runs = state_runs(metadata)
+    if not runs:
+        return out
+    walk = Lockstep(runs, states)
+    wide = mixed[walk.lines].float()
+    x = wide[:, :inner].reshape(len(wide), num_heads, head_dim)
     b, c = (
-        part.reshape(len(mixed), groups, size).repeat_interleave(num_heads // groups, dim=1)
+        part.reshape(len(wide), groups, size).repeat_interleave(num_heads // groups, dim=1)
         for part in wide[:, inner:].chunk(2, dim=1)
     )
-    out = mixed.new_zeros((len(steps), num_heads, head_dim))
-    for run in state_runs(metadata):
-        state = states[run.block] if run.goes_on else torch.zeros_like(states[run.block])
-        stays = state
-        dt = softplus(gates_of(run, steps, kept).float() + dt_bias)
-        decay = torch.exp(-a_log.exp() * dt)
-        for i in range(run.count):
-            t = run.line + i
-            taken = b[t][:, :, None] * (dt[i][:, None] * x[t])[:, None]
-            state = decay[i][:, None, None] * state + taken
-            if i >= run.num_pending:
-                read = (state * c[t][:, :, None]).sum(-2) + skip[:, None] * x[t]
-                out[run.start + i - run.num_pending] = read.to(mixed.dtype)
-            if i + 1 == run.num_taken_in:
-                stays = state
-        states[run.block] = stays
+    dt = softplus(walk.gates(steps, kept).float() + dt_bias)
+    decay = torch.exp(-a_log.exp() * dt)[..., None, None]
+    tokens = decay, b[..., None], (dt[..., None] * x)[:, :, None], c[..., None], skip[:, None] * x
+    read = []
+    for decays, takes, given, reads, past in zip(
+        *(torch.split(part, walk.sizes) for part in tokens), strict=True
+    ):
+        state = decays * walk.states() + takes * given
+        read.append((state * reads).sum(-2) + past)
+        walk.go(state)
+    walk.end(read, out)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,63 @@ def state_runs(metadata: StateMetadata) -> list[StateRun]:
         line = r * (pending.most + stop - start) + pending.most - count
         runs.append(StateRun(block, taken > 0, start, stop, count, count, line, row, first - count))
     return runs
+
+
+class Lockstep:
+    """Goes through the tokens of all runs at once: the first of each, then the second of each, and
+    so on. Runs are sorted by length, so that those that still go on are the leading ones.
+
+    Attributes:
+        lines: [T], of all tokens in that order, among the rows of `causal_conv`.
+        sizes: How many tokens, of as many runs, each step has.
+    """
+
+    def __init__(self, runs: Sequence[StateRun], states: Tensor) -> None:
+        self._runs = sorted(runs, key=lambda run: -run.count)
+        counts = [run.count for run in self._runs]
+        self.sizes = [sum(count > i for count in counts) for i in range(counts[0])]
+        self._places = [(run, i) for i, n in enumerate(self.sizes) for run in self._runs[:n]]
+        self.lines = torch.tensor([run.line + i for run, i in self._places])
+        self._blocks = torch.tensor([run.block for run in self._runs])
+        goes_on = torch.tensor([run.goes_on for run in self._runs])
+        self._states = states
+        found = states[self._blocks]
+        self._now = torch.where(goes_on.view(-1, *[1] * (found.dim() - 1)), found, 0.0)
+        self._stays = self._now.clone()
+        self._num_gone = 0
+
+    def gates(self, gates: Tensor, kept: Tensor | None) -> Tensor:
+        """Returns the gates of all tokens, see `gates_of`."""
+        parts = [gates_of(run, gates, kept) for run in self._runs]
+        first, total = dict[int, int](), 0
+        for run in self._runs:
+            first[id(run)] = total
+            total += run.count
+        return torch.cat(parts)[[first[id(run)] + i for run, i in self._places]]
+
+    def states(self) -> Tensor:
+        """Returns those of the runs that go on, before the step."""
+        return self._now[: self.sizes[self._num_gone]]
+
+    def go(self, states: Tensor) -> None:
+        """Ends a step, with the states behind it."""
+        self._now = states
+        self._num_gone += 1
+        stay = [r for r in range(len(states)) if self._runs[r].num_taken_in == self._num_gone]
+        if stay:
+            self._stays[stay] = states[stay]
+
+    def end(self, read: Sequence[Tensor], out: Tensor) -> None:
+        """Keeps the states, and writes what was read in each step, of tokens that are not
+        pending."""
+        self._states[self._blocks] = self._stays
+        own = [
+            (line, run.start + i - run.num_pending)
+            for line, (run, i) in enumerate(self._places)
+            if i >= run.num_pending
+        ]
+        lines, rows = map(list, zip(*own, strict=True))
+        out[rows] = torch.cat(list(read))[lines].to(out.dtype)
 
 
 def gates_of(run: StateRun, gates: Tensor, kept: Tensor | None) -> Tensor:
