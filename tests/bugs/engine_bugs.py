@@ -94,8 +94,8 @@ ENGINE_BUGS = (
     ),
     Bug(
         "inherited-state", "a sequence begins with what its block's last owner left",
-        "kernels/tandem_kernels/reference/delta_rule.py",
-        "torch.where(goes_on[:, None, None, None], states[blocks], 0.0)", "states[blocks]",
+        "kernels/tandem_kernels/reference/state_runs.py",
+        "torch.where(goes_on.view(-1, *[1] * (found.dim() - 1)), found, 0.0)", "found",
         ("tests/kernels/test_delta_reference.py", "-k", "delta_rule"),
     ),
     Bug(
