@@ -1389,10 +1389,15 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
 def delta_prompt_cases(
     types: dict[str, str], shape: dict[str, Any], is_hopper: bool
 ) -> Iterator[Case]:
-    types = {**types, **named("*fp32", "scratch", "scales", "lasts", "totals"), "scores": "*bf16"}
+    types = {
+        **types,
+        **named("*fp32", "scratch", "scales", "lasts", "totals", "inverses"),
+        "scores": "*bf16",
+    }
     types |= named("*bf16", "solved", "factors")
     chunk = {**shape, "CHUNK": chunk_systems.CHUNK, "PART": chunk_systems.PART, "FLOOR": 0.0}
     chunk |= {"BLOCK_VALUE": 128, "PRECISION": "tf32"}
+    chunk |= {"MIXED_STRIDE": 12_288, "DECAYS_STRIDE": 4096}
     walk = delta_tuning.walk_tuning(2, 128, is_hopper=is_hopper)
     ahead = {"num_warps": walk.num_warps, "num_stages": walk.num_stages}
     by_channel = {"NUM_KEYS": 32, "CHANNELS": kda_chunks.CHANNELS}
@@ -1401,11 +1406,14 @@ def delta_prompt_cases(
         (delta_chunks.delta_factors_kernel, {}, delta_tuning.FACTORS),
         (kda_parts.kda_parts_kernel, by_channel, delta_tuning.CHANNEL_PARTS),
         (kda_systems.kda_system_kernel, by_channel, delta_tuning.CHANNEL_SYSTEM),
-        (kda_chunks.kda_factors_kernel, by_channel, delta_tuning.CHANNEL_FACTORS),
         (chunk_walk.chunk_walk_kernel, {"BY_CHANNEL": False}, ahead),
         (chunk_walk.chunk_walk_kernel, {**by_channel, "BY_CHANNEL": True, "scales": None}, ahead),
     ):
-        constants = {**chunk, "WIDTH": chunk_systems.solver_width(options["num_warps"])}
+        columns = (
+            chunk_systems.PART if kernel is kda_parts.kda_parts_kernel else chunk_systems.CHUNK
+        )
+        width = chunk_systems.solver_width(options["num_warps"], columns)
+        constants = {**chunk, "WIDTH": width}
         constants |= {"VALUES": walk.values, **more}
         known = {name: value for name, value in constants.items() if name in kernel.arg_names}
         decays = "*fp32" if kernel is chunk_walk.chunk_walk_kernel else "*bf16"

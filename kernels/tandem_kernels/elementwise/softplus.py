@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def softplus(x: tl.tensor) -> tl.tensor:
@@ -14,7 +16,7 @@ def softplus(x: tl.tensor) -> tl.tensor:
     forget little would be off by as much again with each token. log(1 + p) is 2 artanh(s) of
     s = p / (2 + p), which is at most 1/3: seven terms of its series have all digits.
     """
-    power = tl.exp(-tl.abs(x))
+    power = tl.exp2(tl.abs(x) * -_LOG2E)
     s = power / (2.0 + power)
     square = s * s
     series = 2.0 / 11 + square * (2.0 / 13)

@@ -23,9 +23,9 @@ PART = 16
 _LEAST = tl.constexpr(-(2**31))
 
 
-def solver_width(num_warps: int) -> int:
+def solver_width(num_warps: int, columns: int = CHUNK) -> int:
     """Returns the columns of all parts, repeated until each thread of a program has one."""
-    return max(CHUNK, 32 * num_warps)
+    return max(columns, 32 * num_warps)
 
 
 @triton.jit
@@ -79,13 +79,17 @@ def _row_of(x: tl.tensor, i: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _part_inverses(
-    system: tl.tensor, CHUNK: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr
+def part_inverses(
+    system: tl.tensor,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the inverses of 1 + each part's own block of A [CHUNK, CHUNK] in memory, side by
-    side: [PART, WIDTH], from column CHUNK on once more."""
+    """Returns the inverses of 1 + the own blocks of A [CHUNK, CHUNK] in memory of COLUMNS // PART
+    parts, side by side: [PART, WIDTH], from column COLUMNS on once more."""
     row = tl.arange(0, PART)[:, None]
-    column = tl.arange(0, WIDTH)[None, :] % CHUNK
+    column = tl.arange(0, WIDTH)[None, :] % COLUMNS
     inverse = tl.where(row == column % PART, 1.0, 0.0)
     own = system + column // PART * (PART * CHUNK + PART) + row * CHUNK
     for j in tl.static_range(PART - 1):
@@ -113,31 +117,30 @@ def solve(
     lane = tl.arange(0, CHUNK)
     part = lane // PART
     whole = scratch + lane[:, None] * CHUNK + lane[None, :]
-    tl.store(whole, system, mask=part[:, None] == part[None, :])
-    tl.debug_barrier()
-    return solve_stored(system, scratch, kind, CHUNK, PART, WIDTH)
-
-
-@triton.jit
-def solve_stored(
-    system: tl.tensor,
-    scratch: tl.tensor,
-    kind: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PART: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> tl.tensor:
-    """Does the same where `scratch` has the parts' own blocks of A, and `system` all others."""
-    tl.static_assert(CHUNK == 4 * PART)
-    lane = tl.arange(0, CHUNK)
-    part, half = lane // PART, lane // (2 * PART)
     is_own = part[:, None] == part[None, :]
-    inverses = _part_inverses(scratch, CHUNK, PART, WIDTH)
+    tl.store(whole, system, mask=is_own)
+    tl.debug_barrier()
+    inverses = part_inverses(scratch, CHUNK, CHUNK, PART, WIDTH)
     inverses = tl.reshape(inverses, [PART, WIDTH // CHUNK, CHUNK])
     is_first = tl.arange(0, WIDTH // CHUNK)[None, :, None] == 0
     inverses = tl.sum(tl.where(is_first, inverses, 0.0), axis=1)
     solution = tl.broadcast_to(inverses[None, :, :], [CHUNK // PART, PART, CHUNK])
     solution = tl.where(is_own, tl.reshape(solution, [CHUNK, CHUNK]), 0.0)
+    return join_parts(solution, system, kind, CHUNK, PART)
+
+
+@triton.jit
+def join_parts(
+    solution: tl.tensor,
+    system: tl.tensor,
+    kind: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+) -> tl.tensor:
+    """Returns T of A: `solution` has the inverses of parts on its diagonal, and zeros elsewhere;
+    `system` has A between parts, and anything on its diagonal."""
+    tl.static_assert(CHUNK == 4 * PART)
+    part, half = tl.arange(0, CHUNK) // PART, tl.arange(0, CHUNK) // (2 * PART)
     is_near = (half[:, None] == half[None, :]) & (part[:, None] > part[None, :])
     rest = _product(solution, tl.where(is_near, system, 0.0), kind)
     solution -= _product(rest, solution, kind)

@@ -10,10 +10,9 @@ tokens on an H200, 240 with all registers, 330 with eight warps."""
 FACTORS: dict[str, int] = {"num_warps": 4}
 """Launch of what multiplies by the solution: 71 us."""
 CHANNEL_PARTS: dict[str, int] = {"num_warps": 1}
-CHANNEL_SYSTEM: dict[str, int] = {"num_warps": 4, "maxnreg": 168}
-CHANNEL_FACTORS: dict[str, int] = {"num_warps": 4, "maxnreg": 128}
-"""The same where each channel decays by itself: 361 us for parts of 16 tokens (537 where two more
-programs share an SM), 251 (270 with all registers, 298 with 128) and 153 (159)."""
+CHANNEL_SYSTEM: dict[str, int] = {"num_warps": 4}
+"""The same where each channel decays by itself: 432 us for parts of 16 tokens (462 where one more
+program shares an SM), and 284 for what is made of them (297 with 168 registers, 384 with 128)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem_kernels.linear_attention.chunk_systems import chunk_of, token_rows
+from tandem_kernels.linear_attention.chunk_systems import chunk_of, part_inverses, token_rows
 from tandem_kernels.linear_attention.delta_gates import L2_EPS, channel_decays, rate_of
+
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -61,17 +63,17 @@ def kda_parts_kernel(
     a_log: tl.tensor,
     dt_bias: tl.tensor,
     query_start_loc: tl.tensor,
-    scratch: tl.tensor,
+    inverses: tl.tensor,
     scores: tl.tensor,
     factors: tl.tensor,
     totals: tl.tensor,
     first_req: tl.tensor,
     num_reqs: tl.tensor,
-    mixed_stride: tl.tensor,
     gates_stride: tl.tensor,
-    decays_stride: tl.tensor,
     scale: tl.tensor,
     rate_scale: tl.tensor,
+    MIXED_STRIDE: tl.constexpr,
+    DECAYS_STRIDE: tl.constexpr,
     NUM_KEYS: tl.constexpr,
     NUM_VALUES: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -79,13 +81,15 @@ def kda_parts_kernel(
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
+    WIDTH: tl.constexpr,
     FLOOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Computes, in program (CHUNK // PART * h + p, i), the blocks of A and P of part p of chunk i
+    """Computes, in program (CHUNK // PART * h + p, i), the blocks of T and P of part p of chunk i
     and value head h; k grown, q grown and k shrunk in its part, side by side, [chunks, Hv, CHUNK,
     3 K], and totals [chunks, Hv, parts, K]."""
     tl.static_assert(PART == 16)  # Two tokens differ in one of four bits first.
+    PER_THREAD: tl.constexpr = (CHANNELS + 31) // 32
     PARTS: tl.constexpr = CHUNK // PART
     tile = tl.program_id(1)
     head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
@@ -96,12 +100,14 @@ def kda_parts_kernel(
     lane = tl.arange(0, PART)
     row, column = lane[:, None], lane[None, :]
     differing = tl.where(row > column, row ^ column, 0)
-    token = first + part * PART + lane
-    inside = token < stop
+    first += part * PART
+    inside = first + lane < stop
+    mixed += first.to(tl.int64) * MIXED_STRIDE
+    decays += first.to(tl.int64) * DECAYS_STRIDE + head * KEY_DIM
     queries = mixed + head // (NUM_VALUES // NUM_KEYS) * KEY_DIM
     keys = queries + NUM_KEYS * KEY_DIM
-    whole = token_rows(queries, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
-    other = token_rows(keys, token, inside, mixed_stride, KEY_DIM, BLOCK_KEY).to(tl.float32)
+    whole = token_rows(queries, lane, inside, MIXED_STRIDE, KEY_DIM, BLOCK_KEY).to(tl.float32)
+    other = token_rows(keys, lane, inside, MIXED_STRIDE, KEY_DIM, BLOCK_KEY).to(tl.float32)
     query_scale = scale * tl.rsqrt(tl.sum(whole * whole, axis=1) + L2_EPS)
     key_scale = tl.rsqrt(tl.sum(other * other, axis=1) + L2_EPS)
     score = tl.where(row == column, tl.sum(whole * other, axis=1)[:, None], 0.0)
@@ -109,27 +115,28 @@ def kda_parts_kernel(
     own = tile.to(tl.int64) * NUM_VALUES + head
     line = own * CHUNK + part * PART + lane
     for place in tl.range(0, KEY_DIM, CHANNELS, num_stages=1):
-        # Said to be neighbours in twos alone, a warp's threads have all tokens of their channels.
-        channel = tl.max_contiguous(place + tl.arange(0, CHANNELS), 2)
+        # Said to be neighbours in these alone, a warp's threads have all tokens of their channels.
+        channel = tl.max_contiguous(place + tl.arange(0, CHANNELS), PER_THREAD)
         real = (channel < KEY_DIM)[None, :]
         decay = channel_decays(
-            decays + head * KEY_DIM, decays_stride, a_log + head, dt_bias + head * KEY_DIM,
-            token, inside, channel, KEY_DIM, FLOOR,
+            decays, DECAYS_STRIDE, a_log + head, dt_bias + head * KEY_DIM,
+            lane, inside, channel, KEY_DIM, FLOOR,
         )  # fmt: skip
         if kind == tl.float32:
             decay = decay.to(tl.float64)
-        total = tl.exp(decay)
+        total = tl.exp2(decay * _LOG2E)
         grown, shrunk = total, tl.full([PART, CHANNELS], 1.0, total.dtype)
-        query = part_rows(queries, token, inside, mixed_stride, channel, KEY_DIM).to(tl.float32)
-        key = part_rows(keys, token, inside, mixed_stride, channel, KEY_DIM).to(tl.float32)
+        query = part_rows(queries, lane, inside, MIXED_STRIDE, channel, KEY_DIM).to(tl.float32)
+        key = part_rows(keys, lane, inside, MIXED_STRIDE, channel, KEY_DIM).to(tl.float32)
         for level in tl.static_range(4):
-            faded = tl.where((row >> level & 1) == 1, grown, shrunk).to(tl.float32)
-            left = (key * faded).to(kind)
+            is_second = (row >> level & 1) == 1
+            left = (key * tl.where(is_second, grown, shrunk).to(tl.float32)).to(kind)
             right = tl.trans(left)
             is_level = differing >> level == 1
             found = tl.dot(left, right, input_precision=PRECISION)
             system += tl.where(is_level, found, 0.0)
-            found = tl.dot((query * faded).to(kind), right, input_precision=PRECISION)
+            left = tl.where(is_second, query * grown.to(tl.float32), 0.0).to(kind)
+            found = tl.dot(left, right, input_precision=PRECISION)
             score += tl.where(is_level, found, 0.0)
             grown, shrunk, total = _joined(grown, shrunk, total, 1 << level)
         query *= query_scale[:, None]
@@ -140,10 +147,17 @@ def kda_parts_kernel(
         tl.store(to + 2 * KEY_DIM, (key * shrunk.to(tl.float32)).to(kind), mask=real)
         to = totals + (own * PARTS + part) * KEY_DIM + tl.arange(0, 1)[:, None] + channel[None, :]
         tl.store(to, total.to(tl.float32), mask=real)
-    rate = tl.load(gates + token.to(tl.int64) * gates_stride + head, mask=inside, other=0.0)
+    gates += (first + lane).to(tl.int64) * gates_stride + head
+    rate = tl.load(gates, mask=inside, other=0.0)
     rate = tl.where(inside, rate_of(rate.to(tl.float32), rate_scale), 0.0)
     to = line[:, None] * CHUNK + part * PART + column
     score *= query_scale[:, None] * key_scale[None, :]
     tl.store(scores + to, score.to(kind))
     system *= (rate * key_scale)[:, None] * key_scale[None, :]
-    tl.store(scratch + to, system)
+    tl.store(inverses + to, system)
+    tl.debug_barrier()
+    own = inverses + (own * CHUNK + part * PART) * CHUNK + part * PART
+    inverse = part_inverses(own, PART, CHUNK, PART, WIDTH)
+    tl.debug_barrier()
+    column = tl.arange(0, WIDTH)[None, :]
+    tl.store(own + row * CHUNK + column, inverse, mask=column < PART)
