@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
+from engine.layers.attention.rows.group_projection import GroupProjection
 from engine.layers.feed_forward.router import Router, RouterOptions
+from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.norm import RMSNorm
-from engine.layers.rows import PairOutputs
+from engine.layers.rows import PairOutputs, QuantisedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.streams.hyper_connection import HyperConnection, HyperHead, HyperStream
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
+from engine.quantization import Fp8Scheme, Quantization, SchemeRule
 from tandem_kernels import ops
 from tandem_kernels.elementwise.gate_form import GateForm
-from tandem_kernels.reference import experts
+from tandem_kernels.reference import experts, fp8
 from tandem_kernels.stream_forms import StreamForm
 
 CONFIG = DeepseekV4Config(
@@ -140,3 +145,26 @@ def test_gates_are_capped_as_theirs() -> None:
     form = GateForm("capped", CONFIG.swiglu_limit)
     torch.testing.assert_close(experts.activated(gates, ups, form), expected)
     torch.testing.assert_close(ops.bounded_gate_and_mul(torch.cat((gates, ups), 1), form), expected)
+
+
+def test_groups_of_the_output_in_fp8(shard: Shard) -> None:
+    """Weights that stay FP8 give what the same numbers written out do; rows that are quantised for
+    them differ by their rounding alone."""
+    scheme = Fp8Scheme(scales="block", block=(128, 128), scale_name="weight_scale_inv")
+    numbers, scales = fp8.to_e4m3(torch.randn(512, 256) * 50), torch.rand(4, 2) / 500
+    stored = {"o.weight": numbers, "o.weight_scale_inv": scales}
+    x, plain = torch.randn(5, 4, 256), fp8.dequantise_weight(numbers, scales)
+    exact = torch.einsum("tgk,gnk->tgn", x, plain.view(4, 128, 256)).flatten(1)
+    quantization = Quantization(method="fp8", rules=(SchemeRule(("o",), scheme),))
+    for kept in (True, False):
+        own = replace(shard, gemms=GemmPolicy(fp8=kept), quantization=quantization, prefix="o")
+        layer = GroupProjection(256, 128, 4, 128, own)
+        for weight in layer.checkpoint_weights("o"):
+            assert weight.fill is not None
+            weight.fill(stored[weight.name], *(stored[one.name] for one in weight.companions))
+        torch.testing.assert_close(layer(x), exact)
+        assert layer.takes_fp8(64) == kept and not layer.takes_fp8(65)
+        if kept:
+            rows = QuantisedRows(*fp8.quantise_fp8(x.flatten(1), 128))
+            found = layer.quantised(rows, torch.float32)
+            assert 0.005 < float((found - exact).norm() / exact.norm()) < 0.05
