@@ -38,6 +38,7 @@ from tandem_kernels.attention import (
     decode_attention,
     decode_merge,
     decode_tuning,
+    index_candidates,
     index_rope_and_cache,
     index_rows,
     index_scores_ahead,
@@ -1784,6 +1785,18 @@ def sparse_ahead_cases(capability: int) -> Iterator[Case]:
                 "STAGES": index_topk.STAGES_AHEAD, "num_warps": 4,
             },
             {"num_warps": 4},
+        )  # fmt: skip
+    for parts, block in ((1, 2048), (32, 64)) if capability == 90 else ():
+        yield Case(
+            index_candidates.gather_candidates_kernel,
+            f"parts={parts} block={block}",
+            {"scores": "*fp32", **named("*i32", "query_start_loc", "seq_lens"),
+             **named("*i32", "candidates", "found")},
+            {
+                "TOP_K": 2048, "CANDIDATES": 4096, "BLOCK": block, "QUERY_LEN": 0, "BLOCK_Q": 4,
+                "TOKENS": 1, "PARTS": parts, "num_warps": 8,
+            },
+            {"num_warps": 8, "maxnreg": index_select.REGISTERS},
         )  # fmt: skip
     for num_heads, splits in ((16, 1), (128, 4)) if capability == 90 else ():
         tuning = sparse_latent_attention.sparse_tuning(num_heads, 2, is_ahead=True)

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).resolve().parent
 PARTS = ["layers", "attention", "sparse", "rows", "experts", "sampling"]
 HOPPER_ALONE = {
+    "gather_candidates_kernel",
     "index_scores_ahead_kernel",
     "few_row_gemm_kernel",
     "few_row_qkv_kernel",

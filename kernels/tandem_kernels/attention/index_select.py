@@ -9,7 +9,8 @@ it is, another walk tries another. So the choice is exact, and depends on nothin
 scores are taken by position, and where more are equal than there is room for, one more walk takes
 the first of them. Lengths are read on the device.
 
-    rows enough for all SMs    a program does all of a row
+    rows enough for all SMs    a program does all of a row; of long ones, on Hopper, two
+                               launches (`index_candidates`)
     few rows, long ones        parts of a row are gathered by programs of their own, and a second
                                launch chooses
 """
@@ -23,8 +24,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.attention.index_candidates import gather_candidates_kernel
+from tandem_kernels.attention.index_numbers import (
+    HIGHEST,
+    LOWEST,
+    STRIDE,
+    floor_by,
+    floor_of,
+    ordered,
+)
 from tandem_kernels.attention.query_tiles import row_of_tile
-from tandem_kernels.device import num_programs
+from tandem_kernels.device import has_warpgroup_mma, num_programs
 
 _BLOCK, _WARPS = 2048, 8
 REGISTERS = 80
@@ -33,61 +43,22 @@ of 32k scores, H200: two thirds of the time that one program takes with all it w
 _PROGRAMS_PER_SM = 4
 _FEWEST_PARTS, _MOST_PARTS = 2, 32
 _CANDIDATES_OF_PARTS = 4096
-_LOWEST = tl.constexpr(-(1 << 31))
-_HIGHEST = tl.constexpr((1 << 31) - 1)
-"""Are the bounds of scores as whole numbers: all are at least the one, and below the other."""
-_RUN = tl.constexpr(8)
-"""Counts scores side by side in a sample: what memory gives at once."""
 _STEP = tl.constexpr(1 << 18)
 """Says by how much a guess that was wrong is changed first: the 32nd part of a doubling."""
-
-
-@triton.jit
-def _ordered(scores: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Loads scores as int32 numbers of the same order, the lowest where not `mask`; both zeros are
-    one, and what is no number is below `_HIGHEST`, too."""
-    bits = tl.load(scores, mask=mask, other=0.0).to(tl.int32, bitcast=True)
-    bits = tl.where(bits == _LOWEST, 0, bits)
-    number = tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _HIGHEST - 1)
-    return tl.where(mask, number, _LOWEST)
-
-
-@triton.jit
-def _floor(
-    numbers: tl.tensor, low: tl.tensor, high: tl.tensor, fewest: tl.tensor, most: tl.tensor
-) -> tl.tensor:
-    """Returns a number that at least `fewest` of `numbers` reach, and no more than `most`: if there
-    is none, the highest that `fewest` do.
-
-    Args:
-        low, high: int64. At least `fewest` reach the one, and fewer the other.
-    """
-    while high - low > 1:
-        middle = (low + high) >> 1
-        count = tl.sum((numbers >= middle.to(tl.int32)).to(tl.int32), axis=0)
-        enough = count >= fewest
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, tl.where(count <= most, middle + 1, high), middle)
-    return low
 
 
 @triton.jit
 def _guess(
     scores: tl.tensor, length: tl.tensor, TOP_K: tl.constexpr, CANDIDATES: tl.constexpr
 ) -> tl.tensor:
-    """Returns a number that more than TOP_K of a row's scores reach, by a sample of CANDIDATES: one
-    and a half times as many where twice as many fit, three times where eight times do. Of a row
-    that has no more, all scores reach it."""
-    low = tl.full([], _LOWEST, tl.int64)
+    """Returns `index_numbers.floor_by` a sample of a row. Of a row that has no more than CANDIDATES
+    all scores reach it."""
+    low = tl.full([], LOWEST, tl.int64)
     if length > CANDIDATES:
         lane = tl.arange(0, CANDIDATES)
-        apart = length // (CANDIDATES // _RUN) // _RUN * _RUN
-        sample = _ordered(scores + lane // _RUN * apart + lane % _RUN, lane >= 0)
-        spare = tl.sqrt(tl.full([], CANDIDATES / TOP_K / 2, tl.float32))
-        share = spare * TOP_K * CANDIDATES / length
-        fewest = tl.maximum((1.4 * share).to(tl.int32), 1)
-        high = tl.max(sample, axis=0).to(tl.int64) + 1
-        low = _floor(sample, low, high, fewest, (1.6 * share).to(tl.int32))
+        apart = length // (CANDIDATES // STRIDE) // STRIDE * STRIDE
+        sample = ordered(scores + lane // STRIDE * apart + lane % STRIDE, lane >= 0)
+        low = floor_by(sample, length, TOP_K, CANDIDATES)
     return low
 
 
@@ -109,7 +80,7 @@ def _gather(
     for start in range(first, end, BLOCK):
         position = start + lane
         inside = position < end
-        number = _ordered(scores + position, inside)
+        number = ordered(scores + position, inside)
         taken = inside & (number >= lowest)
         count = taken.to(tl.int32)
         place = found + tl.cumsum(count, axis=0) - 1
@@ -150,10 +121,10 @@ def _choose(
     """Chooses among candidates, in order of positions, at least TOP_K of which reach `floor`. Those
     that are none have the lowest number."""
     high = tl.max(number, axis=0).to(tl.int64) + 1
-    last = _floor(number, floor, high, TOP_K, TOP_K).to(tl.int32)
+    last = floor_of(number, floor, high, TOP_K, TOP_K).to(tl.int32)
     left = TOP_K - tl.sum((number > last).to(tl.int32), axis=0)
     none = tl.zeros([], tl.int32)
-    _take(out, position, number, number > _LOWEST, last, left, none, none, TOP_K)
+    _take(out, position, number, number > LOWEST, last, left, none, none, TOP_K)
 
 
 @triton.jit
@@ -168,7 +139,7 @@ def _choose_ofrow_of_tile(
     BLOCK: tl.constexpr,
 ) -> None:
     """Chooses of the scores [0, length), beginning with the guess `floor`."""
-    low, high = tl.full([], _LOWEST, tl.int64), tl.full([], _HIGHEST, tl.int64)
+    low, high = tl.full([], LOWEST, tl.int64), tl.full([], HIGHEST, tl.int64)
     step = tl.full([], _STEP, tl.int64)
     above = tl.zeros([], tl.int32)
     found = _gather(scores, candidates, 0, length, floor, CANDIDATES, BLOCK)
@@ -184,7 +155,7 @@ def _choose_ofrow_of_tile(
         tl.debug_barrier()
         lane = tl.arange(0, CANDIDATES)
         position = tl.load(candidates + lane, mask=lane < found, other=0)
-        number = tl.load(candidates + CANDIDATES + lane, mask=lane < found, other=_LOWEST)
+        number = tl.load(candidates + CANDIDATES + lane, mask=lane < found, other=LOWEST)
         _choose(out, position, number, floor, TOP_K)
     else:
         # More are equal to the last one to be chosen than there is room for.
@@ -192,7 +163,7 @@ def _choose_ofrow_of_tile(
         for start in range(0, length, BLOCK):
             position = start + tl.arange(0, BLOCK)
             inside = position < length
-            number = _ordered(scores + position, inside)
+            number = ordered(scores + position, inside)
             num_found, num_equal = _take(
                 out, position, number, inside, floor.to(tl.int32), TOP_K - above,
                 num_found, num_equal, TOP_K,
@@ -318,12 +289,12 @@ def select_part_kernel(
         before = tl.where(behind, total, before)
     own = scores + local.to(tl.int64) * width
     kept = candidates + local.to(tl.int64) * (PARTS * 2 * CANDIDATES)
-    floor = tl.full([], _LOWEST, tl.int64)
     if (total >= TOP_K) & (total <= CANDIDATES):
         inside = lane < total
         place = kept + part * (2 * CANDIDATES) + lane - before
         position = tl.load(place, mask=inside, other=0)
-        number = tl.load(place + CANDIDATES, mask=inside, other=_LOWEST)
+        number = tl.load(place + CANDIDATES, mask=inside, other=LOWEST)
+        floor = tl.min(tl.where(inside, number, HIGHEST), axis=0).to(tl.int64)
         _choose(out, position, number, floor, TOP_K)
     else:
         guess = _guess(own, length, TOP_K, CANDIDATES)
@@ -378,13 +349,14 @@ def select(scores: Tensor, rows: SelectedRows, chosen: Tensor) -> None:
         "maxnreg": REGISTERS,
     }
     grid = (rows.num_rows,)
-    if parts == 1:
+    # Of a short row most scores are candidates: then it is their places that take the time.
+    is_long = rows.width > 2 * num_candidates and has_warpgroup_mma(scores.device)
+    if parts == 1 and not is_long:
         select_kernel[grid](scores, *bounds, chosen, candidates, *place, **shape)
         return
     found = torch.empty((rows.num_rows, parts), dtype=torch.int32, device=scores.device)
-    gather_part_kernel[(*grid, parts)](
-        scores, *bounds, candidates, found, *place, PARTS=parts, **shape
-    )
+    gather = gather_candidates_kernel if is_long else gather_part_kernel
+    gather[(*grid, parts)](scores, *bounds, candidates, found, *place, PARTS=parts, **shape)
     select_part_kernel[grid](
         scores, *bounds, chosen, candidates, found, *place, PARTS=parts, **shape
     )
