@@ -26,7 +26,8 @@ FastPath = Literal[
 """Names what to do without, should one of them be suspected:
 
 few-row-gemm    linear layers and routers of few rows by our own kernel for any size, where
-                `small-m-gemm` does not take their sizes
+                `small-m-gemm` does not take their sizes; and projections of up to four rows with
+                the short convolution behind them
 few-row-qkv     up to four rows of such sizes: norm, queries, keys and values, their rotation and
                 the write into the cache in one launch
 fp8-gemm        FP8 weights of linear layers that stay so; without, they are dequantised as they are

@@ -195,6 +195,10 @@ def _expert_outputs(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(x) if summed else x.new_empty((experts.numel(), x.shape[1]))
 
 
+def _products(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    return x.new_empty((len(x), len(weight)))
+
+
 def _routed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Returns the weights and numbers of what was chosen, [T, k]."""
     logits, top_k = args[1], args[7]
@@ -325,6 +329,7 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "fp4_experts": _expert_outputs,
     "fp4_routed_experts": _routed,
     "causal_conv": _like_first,
+    "few_row_conv": _products,
     "gated_delta_rule": _states_read,
     "mamba_scan": _states_scanned,
 }

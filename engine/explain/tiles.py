@@ -229,6 +229,7 @@ _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "gated_delta_rule": _delta,
     "mamba_scan": _mamba,
     "few_row_gemm": _few_rows,
+    "few_row_conv": lambda *given: ("few_row_conv_kernel", _few_rows(*given)[1]),
     "small_m_gemm": _small_m(gated=False),
     "small_m_gate_up": _small_m(gated=True),
     "fp8_gemm": _fp8,

@@ -49,7 +49,7 @@ class GemmPolicy:
         beside_rows: A shared expert of at most this many rows is computed beside the others, on a
             stream of its own; 0: never.
         few_rows: Linear layers and routers that no kernel above serves compute at most this many
-            rows by our own kernel for any size; 0: never.
+            rows by our own kernel for any size, some with the convolution behind them; 0: never.
         adds_few_rows: And row layers add them to the residual stream themselves.
         few_row_heads: Of layers that no kernel of their own serves either, at most this many rows
             become rotated heads, and keys and values in the cache, in one launch, the norm in front

@@ -123,6 +123,7 @@ from tandem_kernels.linear_attention import (
     delta_chunks,
     delta_rule,
     delta_tuning,
+    few_row_conv,
     gated_group_norm,
     gated_rms_norm,
     kda_chunks,
@@ -1366,6 +1367,10 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
             constants = {**taps, "TILE": tile, "OVERLAP": tile == 1 and capability >= 90}
             constants |= {"ACTIVATES": has_bias, **({} if has_bias else {"bias": None})}
             yield Case(causal_conv.causal_conv_kernel, f"{tile} {has_bias}", kept, constants)
+    few = {"ROWS": 1, "COLS": 8, "DEPTH": 1024, "INNER": 2688, "WIDTH": 4, **overlap}
+    kept = {**types, **named("*bf16", "states", "bias", "taps")}
+    few_rows = few_row_conv.few_row_conv_kernel
+    yield Case(few_rows, "", kept, {**few, "HAS_BIAS": True}, {"num_warps": 2})
     constants = {**taps, "PENDING": 4, "TILE": 8, "bias": None, "ACTIVATES": True, **overlap}
     yield Case(causal_conv.pending_conv_kernel, "4", {**types, "states": "*bf16"}, constants)
     for count, pending in ((1, 0), (256, 0), (1, 4), (256, 4)):

@@ -132,6 +132,40 @@ def causal_conv(
     torch.testing.assert_close(states, expected_states, rtol=0, atol=0, equal_nan=True)
 
 
+def few_row_conv(
+    op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu", *, has_bias: bool
+) -> None:
+    """Checks a projection with its convolution against both by themselves. Rows of padding, and one
+    whose sequence begins, are among them; outputs in front of and behind the channels are none."""
+    inner, first, channels, others = 64, 8, 40, 24
+    blocks = torch.arange(rows, dtype=torch.int32, device=device) + 1
+    seq_lens = torch.tensor([7, 1, 0, 3][:rows], dtype=torch.int32, device=device)
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    metadata = StateMetadata(blocks, starts, seq_lens, rows)
+    x = torch.randn(rows, inner, device=device).to(dtype)
+    weight = torch.randn(first + channels + others, inner, device=device).to(dtype) / 8
+    taps = torch.randn(channels, width, device=device).to(dtype)
+    bias = torch.randn(channels, device=device).to(dtype) if has_bias else None
+    states = in_pages(torch.randn(rows + 2, channels, width - 1, device=device).to(dtype))
+    before = states.cpu().double()
+    found = op(x, weight, taps, states, metadata, first, bias).cpu()
+    expected_states = before.clone()
+    for r, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len == 0:
+            continue
+        expected = x[r].cpu().double() @ weight.cpu().double().t()
+        own = expected[first : first + channels]
+        old = before[r + 1] if seq_len > 1 else torch.zeros_like(before[r + 1])
+        inputs = torch.cat((old, own[:, None]), dim=1)
+        expected_states[r + 1] = inputs[:, 1:]
+        total = (inputs * taps.cpu().double()).sum(1)
+        total += 0 if bias is None else bias.cpu().double()
+        expected[first : first + channels] = total / (1 + (-total).exp())
+        assert relative_error(found[r], expected) < TOLERANCE[dtype]
+    assert relative_error(states.cpu(), expected_states) < STATE_TOLERANCE[dtype]
+    torch.testing.assert_close(states[-1].cpu().double(), before[-1], rtol=0, atol=0)
+
+
 @dataclass
 class Layer:
     """The inputs of one call, and what it must give."""

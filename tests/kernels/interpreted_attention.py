@@ -324,6 +324,12 @@ def test_convolution_of_linear_attention(dtype: torch.dtype) -> None:
     delta_checks.causal_conv(op, short, delta_checks.Sizes(), dtype, activates=False)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 4), (4, 2)])
+def test_projections_with_their_convolution(rows: int, width: int) -> None:
+    op = ops.few_row_conv.kernel
+    delta_checks.few_row_conv(op, rows, width, torch.bfloat16, has_bias=rows > 1)
+
+
 @dtypes
 def test_delta_rule(dtype: torch.dtype) -> None:
     op = ops.gated_delta_rule.kernel

@@ -56,3 +56,8 @@ def test_drafts_change_no_bit_of_a_state(dtype: torch.dtype, most: int) -> None:
         sizes = check.Sizes(kernel=kernel)
         pending_checks.drafts(ops.causal_conv, ops.gated_delta_rule, sizes, dtype, most=most)
     pending_checks.kda_drafts(ops.causal_conv, ops.gated_delta_rule, dtype, most=most)
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(1, 4), (4, 2)])
+def test_projections_with_their_convolution(rows: int, kernel: int) -> None:
+    check.few_row_conv(ops.few_row_conv, rows, kernel, torch.bfloat16, has_bias=rows > 1)

@@ -33,6 +33,13 @@ def _seeded() -> None:
     torch.manual_seed(5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_projections_with_their_convolution(dtype: torch.dtype, kernel: int, rows: int) -> None:
+    check.few_row_conv(ops.few_row_conv, rows, kernel, dtype, "cuda", has_bias=rows > 1)
+
+
 @dtypes
 @batches
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4, 8])

@@ -149,6 +149,11 @@ class LinearMethod(ABC):
         """Adds to `residual` [T, out] in place, if that is the faster way; returns whether."""
         return False
 
+    def plain_weight(self, layer: LinearLayer) -> Tensor | None:
+        """Returns the weight [out, in] of a layer that is no more than that, for a launch that
+        computes more than the layer; None: there is no such weight."""
+        return None
+
     def project_heads(
         self, layer: LinearLayer, x: Rows | UnnormedRows, places: HeadPlaces
     ) -> Tensor | None:
@@ -204,6 +209,9 @@ class Unquantised(LinearMethod):
         )
         yield from bias_weights(layer, part)
 
+    def plain_weight(self, layer: LinearLayer) -> Tensor | None:
+        return layer.weight if layer.bias is None else None
+
 
 def bias_weights(layer: LinearLayer, part: LinearPart) -> Iterator[CheckpointWeight]:
     """Yields the bias of a part, if the layer has one."""
@@ -239,6 +247,9 @@ class Wrapped(LinearMethod):
 
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
         return self.inner.add_to(layer, x, residual)
+
+    def plain_weight(self, layer: LinearLayer) -> Tensor | None:
+        return self.inner.plain_weight(layer)
 
     def project_heads(
         self, layer: LinearLayer, x: Rows | UnnormedRows, places: HeadPlaces

@@ -103,6 +103,10 @@ class WithAdapters(Wrapped):
         self.fixed_order = fixed_order
         self.form = form
 
+    def plain_weight(self, layer: LinearLayer) -> Tensor | None:
+        """Returns none: adapters of this step may add to what it gives."""
+        return None
+
     @property
     def input_form(self) -> RowForm | None:  # type: ignore[override]
         """Returns `inner`'s; adapters read plain rows."""

@@ -25,9 +25,10 @@ from engine.layers.methods.base import ColumnPart, LinearPart
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.states.fused_conv import weight_to_convolve
 from engine.layers.states.state_pages import StateInputs, views_of_pages
 from tandem_kernels import ops
-from tandem_kernels.batch.state_metadata import KeptInputs
+from tandem_kernels.batch.state_metadata import KeptInputs, StateMetadata
 
 DeltaForm = Literal["by_key_head", "split", "apart"]
 """Says how a checkpoint has the projections: two tensors, with all that belongs to a key head
@@ -124,14 +125,7 @@ class DeltaAttention(nn.Module):
         """Attends for the normed `x`: [T, H]; `kv_cache`: [N, bytes of a page] uint8."""
         metadata, kept = inputs.metadata, self.kept
         states, last_inputs = self.views(kv_cache, x.dtype)
-        mixed, gates = self.project(x)
-        mixed = ops.causal_conv(
-            mixed,
-            self.conv_weight,
-            last_inputs,
-            metadata,
-            kept=None if kept is None else kept.convolved,
-        )
+        mixed, gates = self.convolved(x, last_inputs, metadata)
         read = ops.gated_delta_rule(
             mixed,
             gates.rates,
@@ -149,6 +143,15 @@ class DeltaAttention(nn.Module):
             read, gates.output, self.norm_weight, self.eps, self.has_sigmoid
         )
         self.o_proj.add_to(stream, normed, self.norm)
+
+    def convolved(
+        self, x: Tensor, last_inputs: Tensor, metadata: StateMetadata
+    ) -> tuple[Tensor, DeltaGates]:
+        """Returns what `project` does of `x` [T, H], convolved with `last_inputs`, which `views`
+        gives: [T, channels], and rows of pending tokens, and gates."""
+        mixed, gates = self.project(x)
+        kept = None if self.kept is None else self.kept.convolved
+        return ops.causal_conv(mixed, self.conv_weight, last_inputs, metadata, kept=kept), gates
 
     def views(self, kv_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns the states [N, Hv, K, V] float32 and the last inputs [N, channels, kernel - 1] in
@@ -220,7 +223,7 @@ class GatedDeltaNet(DeltaAttention):
         super().__init__(
             hidden_size, sizes, eps, shard, output=output, norm=norm, drafting=drafting
         )
-        self.form = form
+        self.form, self.gemms = form, shard.gemms
         outputs, gates = self._parts()
         self.names: dict[DeltaForm, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "by_key_head": (("in_proj_qkvz",), ("in_proj_ba",)),
@@ -235,6 +238,19 @@ class GatedDeltaNet(DeltaAttention):
         projected = self.in_proj(x)
         output = projected[:, self.channels :]
         return projected[:, : self.channels], DeltaGates(self.gate_proj(x), None, output)
+
+    def convolved(
+        self, x: Tensor, last_inputs: Tensor, metadata: StateMetadata
+    ) -> tuple[Tensor, DeltaGates]:
+        """Does so in one launch with the projection where a step has few rows."""
+        taps = self.conv_weight
+        weight = weight_to_convolve(self.in_proj, x, taps, metadata, self.gemms)
+        if weight is None:
+            return super().convolved(x, last_inputs, metadata)
+        gates = self.gate_proj(x)
+        projected = ops.few_row_conv(x, weight, taps, last_inputs, metadata)
+        output = projected[:, self.channels :]
+        return projected[:, : self.channels], DeltaGates(gates, None, output)
 
     def _parts(self) -> tuple[tuple[ColumnPart, ...], tuple[ColumnPart, ...]]:
         """Returns the outputs of both projections: q, k, v, z, and b, a."""

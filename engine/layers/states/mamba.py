@@ -23,11 +23,12 @@ from engine.layers.methods.base import ColumnPart
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.states.fused_conv import weight_to_convolve
 from engine.layers.states.group_norm import means_over_ranks
 from engine.layers.states.state_pages import StateInputs, views_of_pages
 from kv_transfer.planes import heads_of_rank
 from tandem_kernels import ops
-from tandem_kernels.batch.state_metadata import KeptInputs
+from tandem_kernels.batch.state_metadata import KeptInputs, StateMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class MambaMixer(nn.Module):
         self.eps = eps
         self.norm = norm
         self.group = shard.tp
+        self.gemms = shard.gemms
         self.fixed_order = shard.gemms.deterministic
         self.first_head, self.heads = shard.part(sizes.heads)
         self.groups = heads_of_rank(sizes.groups, shard.tp.rank, shard.tp.size)
@@ -116,18 +118,7 @@ class MambaMixer(nn.Module):
         """Mixes the normed `x`: [T, H]; `kv_cache`: [N, bytes of a page] uint8."""
         metadata, kept = inputs.metadata, self.kept
         states, last_inputs = self.views(kv_cache, x.dtype)
-        projected = self.in_proj(x)
-        if self.input_scales is not None:
-            projected = projected * self.input_scales
-        gate, mixed, steps = projected.split([self.inner, self.channels, self.heads], dim=1)
-        mixed = ops.causal_conv(
-            mixed,
-            self.conv_weight,
-            last_inputs,
-            metadata,
-            self.conv_bias,
-            kept=None if kept is None else kept.convolved,
-        )
+        gate, mixed, steps = self._convolved(x, last_inputs, metadata)
         read = ops.mamba_scan(
             mixed,
             steps,
@@ -140,6 +131,26 @@ class MambaMixer(nn.Module):
             None if kept is None else kept.gates,
         )
         self.o_proj.add_to(stream, self._normed(read.flatten(1), gate), self.norm)
+
+    def _convolved(
+        self, x: Tensor, last_inputs: Tensor, metadata: StateMetadata
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gate, what is convolved, and the steps of `x` [T, H]; few rows are projected
+        and convolved in one launch."""
+        taps, bias, first = self.conv_weight, self.conv_bias, self.inner
+        weight, end = None, first + self.channels
+        if self.input_scales is None:
+            weight = weight_to_convolve(self.in_proj, x, taps, metadata, self.gemms)
+        if weight is not None:
+            given = ops.few_row_conv(x, weight, taps, last_inputs, metadata, first, bias)
+            return given[:, :first], given[:, first:end], given[:, end:]
+        projected = self.in_proj(x)
+        if self.input_scales is not None:
+            projected = projected * self.input_scales
+        kept = None if self.kept is None else self.kept.convolved
+        mixed = projected[:, first:end]
+        mixed = ops.causal_conv(mixed, taps, last_inputs, metadata, bias, kept=kept)
+        return projected[:, :first], mixed, projected[:, end:]
 
     def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
         """Gates and norms what was read, [T, heads * head_dim]."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
+from tandem_kernels.reference.gemm import few_row_gemm
 from tandem_kernels.reference.state_runs import Lockstep, state_runs
 from tandem_kernels.reference.steady import sigmoid, silu, softplus
 
@@ -59,6 +60,33 @@ def causal_conv(
         total = total if bias is None else total + bias.float()
         out[run.line : run.line + run.count] = (silu(total) if activates else total).to(x.dtype)
         states[run.block] = inputs[run.num_taken_in :][: width - 1].t()
+    return out
+
+
+def few_row_conv(
+    x: Tensor,
+    weight: Tensor,
+    taps: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    first: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Projects few rows, of requests of one token each, and convolves some of the outputs.
+
+    Args:
+        x: [T, K].
+        weight: [N, K].
+        taps, states, bias: Of `causal_conv`, of C channels.
+        first: Outputs `first` and on are the channels.
+
+    Returns:
+        [T, N]: channels as `causal_conv` returns them, with their SiLU, and the other outputs. Rows
+        of padding are anything.
+    """
+    out = few_row_gemm(x, weight)
+    channels = out[:, first : first + len(taps)]
+    channels.copy_(causal_conv(channels, taps, states, metadata, bias))
     return out
 
 
