@@ -12,13 +12,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.linear_attention.delta_chunks import delta_chunks
 from tandem_kernels.linear_attention.delta_gates import log_decay, rate_of, unit_length
 from tandem_kernels.linear_attention.delta_tuning import FIXED, DeltaTuning, decode_tuning
 from tandem_kernels.linear_attention.kda_chunks import kda_chunks
-from tandem_kernels.small_launches import in_turn, take_turn
+from tandem_kernels.small_launches import in_turn
 
 
 class _How(TypedDict):
@@ -127,14 +128,14 @@ def delta_rule_kernel(
     """Takes in, in program (r, h, j), all tokens of request first_req + r for columns j * VALUES
     and on of the state of value head h. With up to `PENDING` tokens pending, it takes these in, and
     reads the state as the request's own tokens would leave it."""
-    take_turn(OVERLAP)
     r = tl.program_id(0) + first_req
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + r)
     start = tl.load(query_start_loc + r)
     stop = tl.load(query_start_loc + r + 1)
-    if (seq_len == 0) | (start == stop):
-        return
+    exists = (seq_len > 0) & (start < stop)
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.arange(0, BLOCK_KEY)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_key, in_value = row < KEY_DIM, column < VALUE_DIM
@@ -146,6 +147,10 @@ def delta_rule_kernel(
     decay = decays + start.to(tl.int64) * decays_stride
     WIDTH: tl.constexpr = NUM_VALUES * (1 + KEY_DIM) if BY_CHANNEL else 2 * NUM_VALUES
     if PENDING > 0:
+        if OVERLAP:
+            gdc_wait()
+        if not exists:
+            return
         request_row = tl.load(rows + r).to(tl.int64)
         taken = tl.load(num_taken + request_row)
         state = tl.load(place, mask=real & (taken > 0), other=0.0)
@@ -163,7 +168,12 @@ def delta_rule_kernel(
         if count > 0:
             tl.store(place, state, mask=real)
     else:
-        state = tl.load(place, mask=real & (first > 0), other=0.0)
+        # An earlier step wrote it, so it is on its way before the kernel in front has ended.
+        state = tl.load(place, mask=real & (first > 0) & exists, other=0.0)
+        if OVERLAP:
+            gdc_wait()
+        if not exists:
+            return
         line = mixed + start.to(tl.int64) * mixed_stride
     query_head = head // (NUM_VALUES // NUM_KEYS) * KEY_DIM
     to = out + (start.to(tl.int64) * NUM_VALUES + head) * VALUE_DIM + column

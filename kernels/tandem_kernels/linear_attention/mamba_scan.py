@@ -10,12 +10,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.linear_attention.delta_tuning import FIXED, DeltaTuning
 from tandem_kernels.linear_attention.mamba_chunks import mamba_chunks
 from tandem_kernels.linear_attention.mamba_steps import decay_and_step
-from tandem_kernels.small_launches import in_turn, take_turn
+from tandem_kernels.small_launches import in_turn
 
 _MANY_REQUESTS = 32
 
@@ -80,14 +81,14 @@ def mamba_scan_kernel(
     """Takes in, in program (r, h, j), all tokens of request first_req + r for columns j * VALUES
     and on of the state of head h. With up to `PENDING` tokens pending, it takes these in, and reads
     the state as the request's own tokens would leave it."""
-    take_turn(OVERLAP)
     r = tl.program_id(0) + first_req
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + r)
     start = tl.load(query_start_loc + r)
     stop = tl.load(query_start_loc + r + 1)
-    if (seq_len == 0) | (start == stop):
-        return
+    exists = (seq_len > 0) & (start < stop)
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.arange(0, BLOCK_SIZE)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_row, in_column = row < SIZE, column < HEAD_DIM
@@ -98,6 +99,10 @@ def mamba_scan_kernel(
     values = head * HEAD_DIM + column
     step = steps + start.to(tl.int64) * steps_stride
     if PENDING > 0:
+        if OVERLAP:
+            gdc_wait()
+        if not exists:
+            return
         request_row = tl.load(rows + r).to(tl.int64)
         taken = tl.load(num_taken + request_row)
         state = tl.load(place, mask=real & (taken > 0), other=0.0)
@@ -116,7 +121,12 @@ def mamba_scan_kernel(
         if count > 0:
             tl.store(place, state, mask=real)
     else:
-        state = tl.load(place, mask=real & (first > 0), other=0.0)
+        # An earlier step wrote it, so it is on its way before the kernel in front has ended.
+        state = tl.load(place, mask=real & (first > 0) & exists, other=0.0)
+        if OVERLAP:
+            gdc_wait()
+        if not exists:
+            return
         line = mixed + start.to(tl.int64) * mixed_stride
     queries = NUM_HEADS * HEAD_DIM + (NUM_GROUPS + head // (NUM_HEADS // NUM_GROUPS)) * SIZE + row
     to = out + start.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + values
