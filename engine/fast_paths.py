@@ -36,7 +36,8 @@ fused-gate-up   gate·up of many rows by our own kernel, activation included
 fused-qkv       queries, keys and values of many rows are rotated, and written to the cache, by the
                 kernel of our own that computes them
 fused-router    mixtures of experts of few rows: the norm in the router's launch, the choice of
-                experts in that of their first GEMM, and the second adds to the residual stream
+                experts in that of their first GEMM, and the second adds to the residual stream; or
+                a shared expert in the launches of the others
 int4-gemm       4-bit weights that stay packed; without, they are dequantised as they are loaded
 int8-gemm       INT8 weights that stay so; without, they are dequantised as they are loaded
 late-steps      the next step goes out shortly before the one in front ends, so that a request that

@@ -199,6 +199,11 @@ def _products(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return x.new_empty((len(x), len(weight)))
 
 
+def _beside(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Returns outputs of pairs, [T * k, H], and of the shared expert."""
+    return x.new_empty((args[3].numel(), x.shape[1])), torch.empty_like(x)
+
+
 def _routed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Returns the weights and numbers of what was chosen, [T, k]."""
     logits, top_k = args[1], args[7]
@@ -323,6 +328,7 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "merge_attention": _nothing,
     "add_sinks": _nothing,
     "fused_experts": _expert_outputs,
+    "experts_beside": _beside,
     "fp8_experts": _expert_outputs,
     "int8_experts": _expert_outputs,
     "int4_experts": _expert_outputs,

@@ -113,6 +113,10 @@ RULES: dict[str, tuple[str, str]] = {
     "FlashAttention 3": ("long prompts: faster than our kernel (selection.py)", ""),
     "cuDNN": ("long uncached prompts, without FlashAttention 3 (selection.py)", ""),
     "fused_experts": ("experts in the model's own dtype", ""),
+    "experts_beside": (
+        "rows {rows} <= fused_router_rows {limit}, a shared expert in the same launches",
+        "fused_router_rows",
+    ),
     "fp8_experts": ("experts stay FP8 where instructions convert it", ""),
     "fp4_experts": ("experts stay four-bit floats where halves are multiplied", ""),
     "int4_experts": ("experts stay packed integers where halves are multiplied", ""),

@@ -177,6 +177,12 @@ def _plain_experts(
     return "fused_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
 
 
+def _experts_beside(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor, *rest: Any
+) -> tuple[str, str]:
+    return _plain_experts(x, w13, w2, weights, experts)
+
+
 def _fp8_experts(x: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, weights: Tensor,
                  experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
     shape = ExpertShape(len(w2), w2.shape[2], w2.shape[1], "fp8")
@@ -235,6 +241,7 @@ _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "fp8_gemm": _fp8,
     "fp8_group_gemm": _fp8,
     "fused_experts": _plain_experts,
+    "experts_beside": _experts_beside,
     "fp8_experts": _fp8_experts,
     "fp4_experts": _fp4_experts,
     "fp4_routed_experts": _fp4_routed,

@@ -56,7 +56,7 @@ class GemmPolicy:
             included; 0: never.
         fused_router_rows: Mixtures of experts, whose method can, compute at most this many rows
             with the norm in their router and the choice in their first GEMM, and add to the
-            residual stream themselves; 0: never.
+            residual stream themselves, or with a shared expert in their GEMMs; 0: never.
         shared_residual_rows: From this many rows on, row layers of the first of two ranks do,
             before the ranks' parts are summed; 0: never. Not of more ranks: each rounds the stream
             again.

@@ -994,6 +994,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
         {"num_warps": 8},
     )
     many = capability >= 90
+    types |= named("*bf16", "shared_x", "shared_weight", "shared_out")
     for num_pairs, gated in itertools.product((8, 256, 8192, 65536) if many else (65536,), (1, 0)):
         shape = expert_tuning.ExpertShape(128, 768, 2048)
         gate = {8192: 1, 65536: 4 if many else 0}.get(num_pairs, 0) * gated
@@ -1021,6 +1022,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "GATE": gate,
                 "EVEN": num_pairs != 8192,
                 "PRECISION": "tf32",
+                "SHARED": 16 if num_pairs == 8 else 0,
             },
             tuning.options,
         )

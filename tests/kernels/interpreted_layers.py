@@ -32,6 +32,7 @@ from interpreted_fixtures import (  # noqa: F401
 from triton.runtime import interpreter
 
 from tandem_kernels import ops
+from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.gemm import few_row_gemm, few_row_qkv, fp4_gemm, int4_gemm
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
 from tandem_kernels.gemm.fp4_tuning import Fp4Tuning
@@ -204,6 +205,11 @@ def test_routers_of_ranks_with_some_experts() -> None:
 def test_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     for gate in check.GATES.values() if shape[0] == 2 else (None, check.GATES["clamped"]):
         check.fused_experts(ops.fused_experts.kernel, shape, dtype, gate=gate)
+    if shape[0] == 2:
+        for gate in (None, GateForm("relu_squared")):
+            check.experts_beside(
+                ops.experts_beside.kernel, (*shape[:4], 40, 72), torch.float32, gate=gate
+            )
 
 
 @pytest.mark.usefixtures("rounds_to_e4m3")

@@ -806,6 +806,37 @@ GATES: dict[str, GateForm | None] = {
 """Limits are reached."""
 
 
+def experts_beside(
+    op: Op,
+    shape: tuple[int, int, int, int, int, int],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    gate: GateForm | None = None,
+) -> None:
+    """Checks a shared expert in the launches of the others: those have the bits that they have by
+    themselves. `shape` is (T, k, E, H, I, S)."""
+    num_tokens, top_k, num_experts, hidden, width, shared = shape
+
+    def randn(*size: int) -> Tensor:
+        return (torch.randn(size, device=device) * size[-1] ** -0.5).to(dtype)
+
+    x, parts = torch.randn(num_tokens, hidden, device=device).to(dtype), 1 + has_gate(gate)
+    w13, w2 = randn(num_experts, parts * width, hidden), randn(num_experts, hidden, width)
+    own13, own2 = randn(parts * shared, hidden), randn(hidden, shared)
+    weights = torch.rand(num_tokens, top_k, device=device)
+    chosen = torch.rand(num_tokens, num_experts, device=device).argsort(-1)[:, :top_k].int()
+    chosen[num_tokens // 3] = -1
+    found, beside = op(x, w13, w2, weights, chosen, own13, own2, gate)
+    assert found.dtype == beside.dtype == dtype
+    alone = ops.fused_experts(x, w13, w2, weights, chosen, gate=gate, summed=False)
+    total, expected = ops.sum_pairs(found, chosen), ops.sum_pairs(alone, chosen)
+    assert oracle.relative_error(total, expected) < 2 * ELEMENTWISE[dtype]
+    everywhere = torch.zeros(num_tokens, 1, device=device)
+    one = oracle.experts(x, own13[None], own2[None], everywhere + 1, everywhere.int(), form=gate)
+    assert oracle.relative_error(beside, one) < 2 * ELEMENTWISE[dtype]
+
+
 def fused_experts(
     op: Op,
     shape: tuple[int, int, int, int, int],

@@ -42,6 +42,20 @@ def test_experts(dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int
 
 
 @halves
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("sizes", "gate"),
+    [((8, 256, 2048, 512, 512), None), ((6, 128, 2688, 1856, 3712), "squared")],
+)
+def test_a_shared_expert_beside_others(
+    dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int, int, int], gate: str | None
+) -> None:
+    """Sizes of Qwen3.5-35B-A3B and of Nemotron 3 Nano, of which the second has no whole tiles."""
+    form = None if gate is None else check.GATES[gate]
+    check.experts_beside(ops.experts_beside, (num_tokens, *sizes), dtype, "cuda", gate=form)
+
+
+@halves
 @pytest.mark.parametrize("num_tokens", [1, 16, 70, 2100])
 @pytest.mark.parametrize(
     ("sizes", "gate"),

@@ -158,6 +158,22 @@ class ExpertMethod(ABC):
         """Returns whether outputs of this many (token, expert) pairs are summed by themselves."""
         return True
 
+    def takes_beside(self, layer: ExpertLayer) -> bool:
+        """Returns whether `apply_beside` computes few rows."""
+        return False
+
+    def apply_beside(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        shared: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Does what `apply` does, not summed, [T * k, H], and computes in the same launches an
+        expert of all tokens [T, H], whose plain weights are `shared`."""
+        raise NotImplementedError
+
     def takes_logits(self, layer: ExpertLayer, num_rows: int, top_k: int) -> bool:
         """Returns whether `add_routed` computes this many rows."""
         return False

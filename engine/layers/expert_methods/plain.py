@@ -62,6 +62,19 @@ class PlainExperts(ExpertMethod):
             summed,
         )
 
+    def takes_beside(self, layer: ExpertLayer) -> bool:
+        return not layer.fixed_order and layer.b13 is None and layer.b2 is None
+
+    def apply_beside(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        shared: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        return ops.experts_beside(x, layer.w13, layer.w2, weights, experts, *shared, layer.gate)
+
 
 def target_of(layer: ExpertLayer, part: ExpertPart) -> Tensor:
     """Returns the rows of `w13` [width, H], or the expert of `w2` [H, width], that hold one

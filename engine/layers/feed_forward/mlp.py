@@ -44,6 +44,16 @@ class DenseMLP(nn.Module):
     @abstractmethod
     def _activated(self, x: Rows) -> Rows: ...
 
+    def plain_weights(self, form: GateForm | None) -> tuple[Tensor, Tensor] | None:
+        """Returns the weights of both GEMMs, gate before up, where they are plain and the
+        activation between them is `form`; None: SiLU. Else returns None."""
+        first = self._plain_input(form)
+        second = self.down_proj.method.plain_weight(self.down_proj)
+        return None if first is None or second is None else (first, second)
+
+    @abstractmethod
+    def _plain_input(self, form: GateForm | None) -> Tensor | None: ...
+
     @abstractmethod
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `is_fused` says that gate and up are one tensor."""
@@ -92,6 +102,11 @@ class GatedMLP(DenseMLP):
 
     def _activated(self, x: Rows) -> Rows:
         return self.gate_up_proj.activated(x, self.down_proj.input_form)
+
+    def _plain_input(self, form: GateForm | None) -> Tensor | None:
+        layer = self.gate_up_proj
+        is_other = layer.is_gelu or layer.scales is not None or layer.gate != form
+        return None if is_other else layer.method.plain_weight(layer)
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
         names = ("gate_up_proj",) if is_fused else ("gate_proj", "up_proj")
@@ -154,6 +169,10 @@ class SquaredMLP(DenseMLP):
 
     def _activated(self, x: Rows) -> Rows:
         return ops.relu_squared(self.up_proj(x))
+
+    def _plain_input(self, form: GateForm | None) -> Tensor | None:
+        is_form = form is not None and form.kind == "relu_squared"
+        return self.up_proj.method.plain_weight(self.up_proj) if is_form else None
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
         yield from self.up_proj.checkpoint_weights(f"{prefix}.up_proj")

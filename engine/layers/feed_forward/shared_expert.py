@@ -49,7 +49,15 @@ class SharedExpert(nn.Module):
     def ungated(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Returns what `forward` does, [T, H], in front of its gate, and that as `PairOutputs` has
         it."""
-        return self.mlp.partial(x), None if self.gate is None else (x, self.gate)
+        return self.mlp.partial(x), self.gate_of(x)
+
+    def gate_of(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns its gate for `x` [T, H] as `PairOutputs` has it."""
+        return None if self.gate is None else (x, self.gate)
+
+    def plain_weights(self, form: GateForm | None) -> tuple[Tensor, Tensor] | None:
+        """Returns those of its block; see `DenseMLP`."""
+        return self.mlp.plain_weights(form)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Adds what `forward` returns to `out`, [T, H]; in the GEMM where it can."""

@@ -14,8 +14,9 @@ On one rank, experts whose method can do so compute few rows in three launches: 
 router, the choice with the first GEMM, and the second GEMM adds to the residual stream. Beside a
 shared expert the norm is in the router, too: that expert then begins with the choice, and the
 others, which wait for all launches in front of them, wait less for it. A layer of Qwen3.5-35B-A3B
-takes one row 56 us so, and 63 with a norm by itself (one H200). Sources: Shazeer et al. (arXiv
-1701.06538); DeepSeekMoE (arXiv 2401.06066) for shared experts.
+takes one row 56 us so, and 63 with a norm by itself (one H200). Where all weights are plain, both
+GEMMs compute the shared expert, too, and nothing is on a stream of its own. Sources: Shazeer et al.
+(arXiv 1701.06538); DeepSeekMoE (arXiv 2401.06066) for shared experts.
 """
 
 from __future__ import annotations
@@ -242,7 +243,14 @@ class SparseMLP(nn.Module):
         if len(rows) > min(self.fused_rows, self.beside_rows) or not router.takes_rows(rows):
             return False
         logits, normed = router.normed_logits(rows, norm)
-        self._add_sums(normed, shared, stream, slot_mapping, logits)
+        experts = self.experts
+        weights = shared.plain_weights(experts.gate)
+        if weights is None or not experts.method.takes_beside(experts):
+            self._add_sums(normed, shared, stream, slot_mapping, logits)
+            return True
+        shares, chosen = router.choose_by(logits, slot_mapping)
+        parts, beside = experts.method.apply_beside(experts, normed, shares, chosen, weights)
+        stream.add(PairOutputs(parts, chosen, beside, shared.gate_of(normed)))
         return True
 
     def _adds_itself(self, stream: ResidualStream, norm: RMSNorm, slot_mapping: Tensor) -> bool:

@@ -96,10 +96,12 @@ def tile_of_program(
     num_col_tiles: tl.tensor,
     GROUP: tl.constexpr,
     LAST_APART: tl.constexpr,
+    IN_FRONT: tl.constexpr,
 ) -> tl.tensor:
     """Returns the tile of rows and the tile of outputs of this program. GROUP tiles of rows are
-    computed together, column by column; LAST_APART: the last column behind all others."""
-    program = tl.program_id(0)
+    computed together, column by column; LAST_APART: the last column behind all others. IN_FRONT:
+    as many programs do something else."""
+    program = tl.program_id(0) - IN_FRONT
     columns = num_col_tiles - 1 if LAST_APART else num_col_tiles
     span = GROUP * columns
     first = program // span * GROUP
@@ -133,18 +135,20 @@ def rows_of_program(
     HEIGHT: tl.constexpr = 0,
     FIRST: tl.constexpr = 0,
     LAST_APART: tl.constexpr = False,
+    IN_FRONT: tl.constexpr = 0,
 ) -> tl.tensor:
     """Returns the expert, the pairs [ROWS] and the tile of outputs of this program. A program
     whose pairs are all `num_pairs` has no work. Sorted tiles may be of HEIGHT rows, of which these
-    are FIRST and on; of these, the last tiles of outputs may be LAST_APART. GATED: of the first
-    GEMM. With OVERLAP, what other kernels wrote can be read when this returns.
+    are FIRST and on; of these, the last tiles of outputs may be LAST_APART. IN_FRONT: so many
+    programs do something else. GATED: of the first GEMM. With OVERLAP, what other kernels wrote can
+    be read when this returns.
     """
     if OVERLAP and GATED:
         gdc_wait()
         gdc_launch_dependents()
     if LAST_APART:
         num_row_tiles = num_sorted_tiles(counts, num_experts, EXPERTS, HEIGHT or ROWS)
-    tile, col_tile = tile_of_program(num_row_tiles, num_col_tiles, GROUP, LAST_APART)
+    tile, col_tile = tile_of_program(num_row_tiles, num_col_tiles, GROUP, LAST_APART, IN_FRONT)
     if SORTED:
         expert, pair = sorted_rows(
             order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, HEIGHT or ROWS, FIRST

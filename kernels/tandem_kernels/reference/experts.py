@@ -158,6 +158,31 @@ def fused_experts(
     return of_tokens(outputs.view(*experts.shape, -1), summed).to(x.dtype)
 
 
+def experts_beside(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    shared_w13: Tensor,
+    shared_w2: Tensor,
+    gate: GateForm | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes a shared expert beside those of few tokens.
+
+    Args:
+        shared_w13: [2 S, H], its gate, then its up projection; without a gate [S, H].
+        shared_w2: [H, S].
+
+    Returns:
+        (what `fused_experts` does, not summed, [T * k, H]; what the shared expert makes of each
+        token, [T, H]).
+    """
+    parts = fused_experts(x, w13, w2, weights, experts, gate=gate, summed=False)
+    beside = _one_expert(x, shared_w13, shared_w2, None, None, gate)
+    return parts, beside.to(x.dtype)
+
+
 def of_tokens(outputs: Tensor, summed: bool) -> Tensor:
     """Returns [T, k, H] as operations give it: [T, H] or, not summed, [T * k, H]."""
     return outputs.sum(1) if summed else outputs.flatten(0, 1)

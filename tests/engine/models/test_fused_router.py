@@ -46,7 +46,8 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists which of both ways blocks go."""
     done: list[str] = []
-    for name in ("normed_router", "fp4_routed_experts", "route_tokens"):
+    names = "normed_router", "fp4_routed_experts", "route_tokens", "experts_beside"
+    for name in names:
         op = getattr(ops, name)
 
         def noted(*args: object, op: ops.Op = op, **options: object) -> object:  # type: ignore[type-arg]
@@ -63,9 +64,10 @@ def made(
     place: ParallelPlace | None = None,
     offset: float = 0.0,
     dtype: torch.dtype = torch.bfloat16,
+    is_plain: bool = False,
 ) -> tuple[SparseMLP, RMSNorm]:
     """Makes a block and its norm, the same numbers each time."""
-    rules = (SchemeRule(("Linear",), Mxfp4Scheme()),)
+    rules = () if is_plain else (SchemeRule(("Linear",), Mxfp4Scheme()),)
     quantization = Quantization(method="test", rules=rules, ignored=("shared_experts",))
     place = place or ParallelPlace(range(1))
     shard = Shard(place, dtype, torch.device("cpu"), policy, quantization)
@@ -106,6 +108,35 @@ def test_three_launches_add_what_five_add(rows: int, offset: float, launched: li
     assert launched == ["normed_router", "fp4_routed_experts"]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert not torch.equal(found[0], x[0])
+
+
+BESIDE = ExpertSpec(
+    count=12, top_k=4, intermediate_size=64, renormalise=True, router_bias=True, shared_size=96,
+    names=SHARED_EXPERTS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [replace(BESIDE, shared_gate=True), replace(BESIDE, squared=True, sigmoid=True)],
+    ids=["SiLU", "squares"],
+)
+@torch.inference_mode()
+def test_shared_experts_are_in_the_launches_of_the_others(
+    spec: ExpertSpec, launched: list[str]
+) -> None:
+    """Where all weights are plain. Adapters, and more rows, take launches of their own."""
+    fused = made(spec, changed(FUSED, beside_rows=ROWS), is_plain=True)
+    x, slots = rows_of(ROWS)
+    slots[1:2] = -1
+    expected = added(*made(spec, GemmPolicy(beside_rows=ROWS), is_plain=True), x, slots)
+    launched.clear()
+    found = added(*fused, x, slots)
+    assert launched == ["normed_router", "route_tokens", "experts_beside"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    launched.clear()
+    added(*fused, *rows_of(ROWS + 1))
+    assert launched == ["route_tokens"]
 
 
 @pytest.mark.parametrize("with_choice", [{"scaling": 2.5}, {"renormalise": False}])
