@@ -45,8 +45,8 @@ class DenseMLP(nn.Module):
     def _activated(self, x: Rows) -> Rows: ...
 
     def plain_weights(self, form: GateForm | None) -> tuple[Tensor, Tensor] | None:
-        """Returns the weights of both GEMMs, gate before up, where they are plain and the
-        activation between them is `form`; None: SiLU. Else returns None."""
+        """Returns the weights of both GEMMs, [2 I, H] or [I, H] and [H, I], gate before up, where
+        they are plain and the activation between them is `form`; None: SiLU. Else returns None."""
         first = self._plain_input(form)
         second = self.down_proj.method.plain_weight(self.down_proj)
         return None if first is None or second is None else (first, second)

@@ -56,7 +56,7 @@ class SharedExpert(nn.Module):
         return None if self.gate is None else (x, self.gate)
 
     def plain_weights(self, form: GateForm | None) -> tuple[Tensor, Tensor] | None:
-        """Returns those of its block; see `DenseMLP`."""
+        """Returns those of its block, [2 I, H] or [I, H] and [H, I]; see `DenseMLP`."""
         return self.mlp.plain_weights(form)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:

@@ -104,7 +104,7 @@ class WithAdapters(Wrapped):
         self.form = form
 
     def plain_weight(self, layer: LinearLayer) -> Tensor | None:
-        """Returns none: adapters of this step may add to what it gives."""
+        """Returns no weight [out, in]: adapters of this step may add to what it gives."""
         return None
 
     @property

@@ -242,7 +242,7 @@ class GatedDeltaNet(DeltaAttention):
     def convolved(
         self, x: Tensor, last_inputs: Tensor, metadata: StateMetadata
     ) -> tuple[Tensor, DeltaGates]:
-        """Does so in one launch with the projection where a step has few rows."""
+        """Projects and convolves few rows `x` [T, H] in one launch."""
         taps = self.conv_weight
         weight = weight_to_convolve(self.in_proj, x, taps, metadata, self.gemms)
         if weight is None:

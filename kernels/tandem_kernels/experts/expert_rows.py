@@ -139,7 +139,7 @@ def rows_of_program(
 ) -> tl.tensor:
     """Returns the expert, the pairs [ROWS] and the tile of outputs of this program. A program
     whose pairs are all `num_pairs` has no work. Sorted tiles may be of HEIGHT rows, of which these
-    are FIRST and on; of these, the last tiles of outputs may be LAST_APART. IN_FRONT: so many
+    are FIRST and on; of these, the last tiles of outputs may be LAST_APART. IN_FRONT: as many
     programs do something else. GATED: of the first GEMM. With OVERLAP, what other kernels wrote can
     be read when this returns.
     """

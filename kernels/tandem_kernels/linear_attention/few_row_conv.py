@@ -3,7 +3,7 @@
     rows ─ products ─┬─ channels: convolved with what their request kept, which is replaced ─▶
                      └─ other outputs ─────────────────────────────────────────────────────────▶
 
-A program has whole outputs, so nobody else reads or writes what was kept of its channels. That, and
+A program has whole outputs, so no other reads or writes what was kept of its channels. That, and
 the first weights, are on their way before the kernel in front has ended (PDL).
 """
 

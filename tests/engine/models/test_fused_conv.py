@@ -21,7 +21,7 @@ from tandem_kernels.batch.state_metadata import StateMetadata
 HIDDEN = 64
 DELTA = DeltaSizes(key_heads=2, value_heads=4, key_dim=16, value_dim=16, kernel=4)
 STATE_BYTES, CONV_BYTES = 4 * 16 * 16 * 4, 128 * 3 * 2
-"""Of both layers."""
+"""Both layers have as many."""
 MAMBA = MambaSizes(heads=4, groups=2, head_dim=16, size=16, kernel=4, conv_bias=True)
 
 
@@ -84,7 +84,7 @@ def decodes(*seq_lens: int) -> StateMetadata:
 @pytest.mark.parametrize("is_mamba", [False, True], ids=["delta rule", "mamba"])
 @torch.inference_mode()
 def test_one_launch_does_what_two_do(is_mamba: bool, launched: list[str]) -> None:
-    """Of decodes, one of which begins, and one of which is padding."""
+    """A decode begins, and another is padding."""
     fused, plain = made(is_mamba, few_rows=16), made(is_mamba, few_rows=0)
     batch = decodes(9, 1, 0)
     expected, expected_inputs = added(plain, 3, batch)

@@ -125,7 +125,7 @@ BESIDE = ExpertSpec(
 def test_shared_experts_are_in_the_launches_of_the_others(
     spec: ExpertSpec, launched: list[str]
 ) -> None:
-    """Where all weights are plain. Adapters, and more rows, take launches of their own."""
+    """All weights are plain. More rows take launches of their own."""
     fused = made(spec, changed(FUSED, beside_rows=ROWS), is_plain=True)
     x, slots = rows_of(ROWS)
     slots[1:2] = -1
