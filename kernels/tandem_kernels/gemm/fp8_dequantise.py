@@ -30,11 +30,11 @@ def fp8_dequantise_kernel(
     tl.store(out + at, (tl.load(weight + at).to(tl.float32) * scale).to(out.dtype.element_ty))
 
 
-def fp8_dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def fp8_dequantise(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """See `reference.fp8_linear.fp8_dequantise`."""
     num_outputs, inner = weight.shape
     out = torch.empty((num_outputs, inner), dtype=dtype, device=weight.device)
     fp8_dequantise_kernel[(num_outputs // _ROWS, inner // BLOCK)](
-        weight, scales, out, inner, scales.stride(0), ROWS=_ROWS, BLOCK=BLOCK, num_warps=4
+        weight, w_scales, out, inner, w_scales.stride(0), ROWS=_ROWS, BLOCK=BLOCK, num_warps=4
     )
     return out
