@@ -163,6 +163,8 @@ class LatentBackend(PagedBackend):
         )
 
     def _may_record(self, order: StepOrder) -> bool:
+        if self.shape is None:  # Any step is absorbed, and chunks behind contexts have graphs.
+            return PagedBackend._may_record(self, order)
         is_small = int(order.query_lens.sum()) < self.fewest_of_step
         return is_small or order.num_decodes == len(order.query_lens)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.batch.input_batch import BatchOrder
 from engine.config import DeviceConfig
+from engine.contracts.steps.step_launches import GraphKey
 from engine.layers.attention.backend import PrefillChunk
 from engine.layers.attention.context_passes import PASS_TOKENS, context_ranges
 from engine.layers.attention.latent_backend import LatentBackend
@@ -110,6 +111,19 @@ def test_graphs_are_absorbed_or_of_whole_prompts() -> None:
     assert graph_ok(1, (600, 0)) == graph_ok(0, (600, 7)) == graph_ok(0, (600, 0), (5, 1))
     assert graph_ok(1, (600, 0)) == (False, True)
     assert PROMPT_TOKENS[-1] == BACKEND.fewest_of_step - 1
+
+
+def test_recorded_steps_choose_whatever_they_are_recorded_with() -> None:
+    """Where an indexer chooses, the graph of a step that may lie behind a longer context does, too:
+    in deterministic mode of any step, else of few tokens, and of decodes."""
+    sizes = {"dense_tokens": 2048, "recorded_tokens": 4096, "recorded_context": 131_072}
+    absorbed, both = LatentBackend(fixed_order=True, **sizes), replace(BACKEND, **sizes)
+    for num_tokens in (64, 512, 1024, 2048, 4096):
+        order = BatchOrder.of_graph(GraphKey(8, num_tokens, samples=True))
+        assert absorbed._longest(order) == 131_072
+        assert (both._longest(order) == 131_072) == (num_tokens < both.fewest_of_step)
+    decodes = BatchOrder.of_graph(GraphKey.of_decodes(8, 1, samples=True))
+    assert absorbed._longest(decodes) == both._longest(decodes) == 131_072
 
 
 def _is_long(chunk: PrefillChunk) -> bool:
