@@ -85,7 +85,7 @@ with open("home/config.toml", "w") as file:
 
 
 def codex(*words):
-    command = [PROGRAM, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *words]
+    command = [PROGRAM, "exec", "--skip-git-repo-check", "--sandbox", "read-only", *words]
     environment = {"PATH": os.environ["PATH"], "HOME": os.path.abspath("home"), "CODEX_HOME": os.path.abspath("home")}
     done = subprocess.run(
         command, cwd="work", env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120

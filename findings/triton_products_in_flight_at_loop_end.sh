@@ -89,8 +89,8 @@ for carried in (False, True):
 PYTHON
 for version in 3.6.0 3.9.0; do
     python3 -m venv "$folder/$version"
-    "$folder/$version/bin/python" -m pip --disable-pip-version-check --quiet install "triton==$version" setuptools
-    TRITON_CACHE_DIR="$folder/cache-$version" "$folder/$version/bin/python" "$folder/compile.py"
+    "$folder/$version/bin/python" -m pip --disable-pip-version-check --quiet install "triton==$version" setuptools==80.9.0 || exit 1
+    TRITON_CACHE_DIR="$folder/cache-$version" "$folder/$version/bin/python" "$folder/compile.py" || exit 1
 done 2> "$folder/errors" | tee "$folder/seen" || { cat "$folder/errors"; exit 1; }
 test "$(grep -c "False: 12 products, 3 waits" "$folder/seen")" = 2
 test "$(grep -c "True: 12 products, 12 waits" "$folder/seen")" = 2

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 Sampling = Literal["even_steps", "even_ends", "even_pairs", "seconds", "paced", "count"]
-"""How frames are picked; see `decode_node.images.video_frames`."""
+"""How frames are picked; see `decode_node.images.videos.sampling`."""
 
 
 class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):

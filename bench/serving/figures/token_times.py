@@ -10,7 +10,7 @@
 A delivery that takes longer than the one before makes a gap longer than its step, and the next one
 shorter: it is put down to the part that has grown most. Behind the first token comes a gap of its
 own kind: the prompt's KV joins a batch. How late the event loops of router, nodes and clients were
-all the time stands in `event_loops` (`bench.serving.process_load`).
+all the time stands in `event_loops` (`bench.serving.clusters.processes`).
 """
 
 from __future__ import annotations

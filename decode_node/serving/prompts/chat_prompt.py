@@ -46,7 +46,7 @@ class ChatPrompt:
     Args:
         trusts_templates: Clients may bring templates of their own.
         sanitizes: Control tokens that users and tools write are cut by marks
-            (`control_tokens.py`).
+            (`decode_node.chat_templates.control_tokens`).
         vision: Says how images are written; None: the model sees none.
     """
 
