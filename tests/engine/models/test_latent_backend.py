@@ -114,8 +114,8 @@ def test_graphs_are_absorbed_or_of_whole_prompts() -> None:
 
 
 def test_recorded_steps_choose_whatever_they_are_recorded_with() -> None:
-    """Where an indexer chooses, the graph of a step that may lie behind a longer context does, too:
-    in deterministic mode of any step, else of few tokens, and of decodes."""
+    """The graph of a step that may lie behind a longer context chooses what is attended, too: in
+    deterministic mode of any step, else of few tokens, and of decodes."""
     sizes = {"dense_tokens": 2048, "recorded_tokens": 4096, "recorded_context": 131_072}
     absorbed, both = LatentBackend(fixed_order=True, **sizes), replace(BACKEND, **sizes)
     for num_tokens in (64, 512, 1024, 2048, 4096):
