@@ -172,7 +172,7 @@ STACK_BYTES = 1536
 times as long as it does without."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HEAD_SIZES = {
-    80: ((128, 128),),
+    80: ((64, 64), (128, 128)),
     90: ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512)),
 }
 """Widths of keys and values by capability. Above 64 all up to 128 are padded to 128, as 80 is; 128

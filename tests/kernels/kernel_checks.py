@@ -814,8 +814,8 @@ def experts_beside(
     *,
     gate: GateForm | None = None,
 ) -> None:
-    """Checks a shared expert in the launches of the others: those have the bits that they have by
-    themselves. `shape` is (T, k, E, H, I, S)."""
+    """Checks a shared expert in the launches of the others, against both by themselves. `shape` is
+    (T, k, E, H, I, S)."""
     num_tokens, top_k, num_experts, hidden, width, shared = shape
 
     def randn(*size: int) -> Tensor:

@@ -119,6 +119,7 @@ def _finish(
 ) -> None:
     num_tokens, num_heads, dim = parts.shape[0], parts.shape[1], parts.shape[-1]
     width, splits = min(BLOCK, dim), 1 if state is None else parts.shape[2]
+    assert dim % width == 0, "programs have whole blocks of a head"
     attended_rows_kernel[(num_tokens * num_heads, dim // width)](
         parts,
         state,

@@ -183,3 +183,4 @@ def index_scores_ahead_kernel(
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
         now = gl.where(now == STAGES - 1, 0, now + 1)
+    async_copy.wait_group(0)

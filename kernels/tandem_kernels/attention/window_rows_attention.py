@@ -272,7 +272,7 @@ def _attended_ahead(
     sinks: Tensor,
     rows: SeenRows | None,
 ) -> Tensor:
-    """Does the same where `copies_ahead`."""
+    """Does the same where `attends_ahead`."""
     assert isinstance(pages, Tensor)
     num_tokens, num_heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.device import num_programs
+from tandem_kernels.device import is_gpu, num_programs
 from tandem_kernels.elementwise.mix_many import mix_many_kernel
 from tandem_kernels.elementwise.norm_forms import Norm
 from tandem_kernels.elementwise.rms_norm import normed_row
@@ -267,7 +267,7 @@ def _mixed_in_place(
         MIXES=given is not None,
         HAS_BESIDE=beside is not None,
         PRECISION=precision_of(streams),
-        IN_PAIRS=streams.is_cuda and streams.element_size() == 2,
+        IN_PAIRS=is_gpu(streams.device) and streams.element_size() == 2,
         **_MANY_OPTIONS,
     )
     return streams, products
@@ -288,6 +288,11 @@ def _norm(
     is_head, block = len(weights.fn) == count, triton.next_power_of_2(width)
     # Of many tokens, programs that share an SM hide what each waits for.
     columns_of_warp = 512 if num_tokens <= FEW_ROWS else 1024
+    splits = len(products.squares)
+    parts = triton.next_power_of_2(splits)
+    if num_tokens > FEW_ROWS and 1 < splits <= _MOST_SPLITS:
+        # How many there are depends on the tokens, and each number would compile a kernel.
+        parts = _MOST_SPLITS
     norm_streams_kernel[(num_tokens, 1 if is_head else 2)](
         streams,
         products.logits,
@@ -303,11 +308,11 @@ def _norm(
         form.eps,
         form.norm_eps,
         norm.eps,
-        len(products.squares),
+        splits,
         COUNT=count,
         OUTPUTS=len(weights.fn),
         ITERATIONS=form.iterations,
-        SPLITS=triton.next_power_of_2(len(products.squares)),
+        SPLITS=parts,
         BLOCK=block,
         num_warps=min(max(block // columns_of_warp, 1), 16),
         **in_turn(streams.device, num_tokens),

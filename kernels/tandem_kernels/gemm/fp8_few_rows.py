@@ -137,6 +137,8 @@ def fp8_few_rows(
     """Computes [T, K] x [N, K] into `out` [T, N], as `fp8_gemm.fp8_small_m` does on scales of
     blocks."""
     num_rows, num_outputs = out.shape
+    if num_rows == 0:
+        return out
     overlap = supports_pdl(x.device)
     fp8_few_row_kernel[(num_outputs // tuning.cols,)](
         x,

@@ -155,7 +155,7 @@ def fused_experts(
         parts += [_one_expert(piece, up, down, up_bias, down_bias, gate) for piece in pieces]
     outputs = x.new_zeros((len(chosen), x.shape[1]), dtype=torch.float32)
     outputs[pairs] = torch.cat(parts) * weights.flatten()[pairs, None]
-    return of_tokens(outputs.view(*experts.shape, -1), summed).to(x.dtype)
+    return of_tokens(outputs.view(*experts.shape, x.shape[1]), summed).to(x.dtype)
 
 
 def experts_beside(

@@ -155,6 +155,14 @@ def test_short_contexts_beside_chunks_are_warmed_where_an_indexer_chooses() -> N
     assert not_warmed(config, steps) == {}
 
 
+def test_streams_of_many_tokens_have_few_kernels() -> None:
+    """Parts of their products are as many as fill the device: a kernel takes any number of them."""
+    steps = [Batch(prompts=(length,)) for length in (100, 300, 700, 1500)]
+    found = kernel_keys(config_of("rows"), H200, steps)
+    norms = [{key for key in keys if key.kernel == "norm_streams_kernel"} for keys in found]
+    assert all(norms) and all(some == norms[0] for some in norms)
+
+
 def test_what_was_not_warmed_is_found() -> None:
     """A prompt of 640 tokens has tiles that 16 decodes do not take."""
     few, more = kernel_keys(config_of("dense"), H200, [Batch(16), Batch(prompts=(640,))])
