@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 
 import pytest
 
@@ -124,3 +125,15 @@ def test_what_is_no_pattern_is_refused_by_name(grammar: str, why: str) -> None:
     with pytest.raises(BadRequest, match="cannot be enforced") as error:
         ResponseTools.of([custom(grammar)])
     assert error.value.param == "tools.0.format.definition"
+
+
+def test_a_rule_that_many_parts_name_is_refused_before_it_is_repeated() -> None:
+    """A long rule, a million times in another, would take more memory than there is."""
+    long = '"' + "b" * 50_000 + '"'
+    for by in (" ", "|"):
+        tracemalloc.start()
+        with pytest.raises(NoPattern, match="more than 65536 characters"):
+            lark_pattern(f"start: {by.join(['a'] * 2000)}\na: {long}")
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 10 << 20

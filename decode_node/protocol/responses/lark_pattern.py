@@ -103,6 +103,27 @@ class _Patterns:
         return self._known[name]
 
 
+class _Parts:
+    """Collects the parts of a pattern, as long as they are not too long in all: a rule that many
+    parts name may be as long as a pattern can be."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._length = 0
+
+    def add(self, part: str) -> None:
+        self._found.append(part)
+        self._length += len(part)
+        if self._length > MAX_PATTERN:
+            raise _too_long()
+
+    def joined(self, by: str) -> str:
+        pattern = by.join(self._found)
+        if len(pattern) > MAX_PATTERN:
+            raise _too_long()
+        return pattern
+
+
 class _Body:
     """Reads the right side of one rule."""
 
@@ -137,22 +158,23 @@ class _Body:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise NoPattern("its brackets are nested too deeply")
-        options = [self._sequence()]
+        options = _Parts()
+        options.add(self._sequence())
         while self._takes("|"):
-            options.append(self._sequence())
+            options.add(self._sequence())
         self._depth -= 1
-        return _limited("|".join(options))
+        return options.joined("|")
 
     def _sequence(self) -> str:
-        parts: list[str] = []
+        parts = _Parts()
         while True:
             kind, text = self._tokens[self._at]
             if kind == "end" or (kind == "sign" and text in ")]|"):
-                return _limited("".join(parts))
+                return parts.joined("")
             if self._takes("->"):
                 self._at += 1
                 continue
-            parts.append(self._item())
+            parts.add(self._item())
 
     def _item(self) -> str:
         atom = self._atom()
@@ -217,7 +239,5 @@ def _regex(text: str) -> str:
     return f"(?{flags}:{inner})"
 
 
-def _limited(pattern: str) -> str:
-    if len(pattern) > MAX_PATTERN:
-        raise NoPattern(f"it becomes a regular expression of more than {MAX_PATTERN} characters")
-    return pattern
+def _too_long() -> NoPattern:
+    return NoPattern(f"it becomes a regular expression of more than {MAX_PATTERN} characters")
