@@ -5,7 +5,8 @@ fields ── find_constraint ──▶ Constraint ── express ──▶ an e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import dataclass
 from typing import Any
 
 from decode_node.grammar.grammar_text import Expression, GrammarText, json_schema, regex
@@ -54,8 +55,13 @@ class Constraint:
     white_space: str | None = None
 
     def says_the_same_as(self, other: Constraint) -> bool:
-        """Says whether an answer follows this one exactly if it follows the other."""
-        return self == replace(other, param=self.param)
+        """Says whether an answer follows this one exactly if it follows the other: also with the
+        order of properties, and `1` is not `true`."""
+        given, others = ((one.kind, one.value, one.white_space) for one in (self, other))
+        try:
+            return json.dumps(given) == json.dumps(others)
+        except RecursionError:
+            return False
 
 
 def find_constraint(fields: StructuredFields) -> Constraint | None:
@@ -77,7 +83,7 @@ def find_constraint(fields: StructuredFields) -> Constraint | None:
             _note(found, _constraint(name, kind, value, white_space))
     first = next(iter(found.values()), None)
     for other in found.values():
-        if first is not None and not first.says_the_same_as(other):
+        if first is not None and other is not first and not first.says_the_same_as(other):
             message = f"{first.param} and {other.param} exclude each other; send one"
             raise BadRequest(message, param=other.param)
     return first

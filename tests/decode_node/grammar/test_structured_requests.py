@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from decode_node.grammar.structured_output import Constraint
 from tests.decode_node.grammar.hostile import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS
 from tests.decode_node.http_node import HttpNode, http_node
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TWO = {"a": {"type": "integer"}, "b": {"type": "string"}}
+SWAPPED = dict(reversed(TWO.items()))
+GRAMMAR = 'root ::= "a" b\nb ::= "c"'
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 
 
@@ -45,8 +49,9 @@ def grammars(node: HttpNode) -> list[str]:
         ({"structured_outputs": {"regex": "[ab]+c"}}, "[ab]+c"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, '"yes" | "no"'),
         ({"guided_json": SCHEMA}, '"integer"'),
-        ({"guided_grammar": 'root ::= "a" b\nb ::= "c"'}, "lark_grammar"),
+        ({"guided_grammar": GRAMMAR}, "lark_grammar"),
         ({"guided_json": SCHEMA, "structured_outputs": {"json": json.dumps(SCHEMA)}}, '"integer"'),
+        ({"guided_grammar": GRAMMAR, "structured_outputs": {"grammar": GRAMMAR}}, "lark_grammar"),
         ({"response_format": {"type": "text"}}, ""),
     ],
 )
@@ -79,6 +84,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"guided_regex": "(?=a)"}, "guided_regex", "look-around"),
     ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex", "exclude each other"),
+    (
+        {"guided_grammar": GRAMMAR, "structured_outputs": {"grammar": GRAMMAR + "\n"}},
+        "guided_grammar",
+        "exclude each other",
+    ),
+    (
+        {"guided_json": {"const": 1}, "structured_outputs": {"json": {"const": True}}},
+        "guided_json",
+        "exclude each other",
+    ),
+    (
+        {"guided_json": {"properties": TWO}, "json_schema": {"properties": SWAPPED}},
+        "json_schema",
+        "exclude each other",
+    ),
     ({"guided_json": SCHEMA, "ignore_eos": True}, "ignore_eos", "structured output"),
     ({"guided_grammar": "}{"}, "guided_grammar", "neither Lark"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "--reasoning-parser"),
@@ -145,3 +165,11 @@ async def test_checks_are_counted() -> None:
         return after[name] - before[name]
 
     assert [grown(outcome) for outcome in ("accepted", "known", "refused")] == [1, 1, 1]
+
+
+def test_what_is_nested_too_deeply_to_be_compared_is_not_the_same() -> None:
+    tag: Any = 1
+    for _ in range(5000):
+        tag = {"a": tag}
+    first = Constraint("structural_tag", "structural_tag", tag)
+    assert not first.says_the_same_as(first)
