@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from decode_node.chat_templates.history import history
 from decode_node.protocol.bodies.parse_body import parse_body
 from decode_node.protocol.messages.messages import MessagesRequest
 from decode_node.serving.prompts.system_turns import system_first
+from edge.http.errors import BadRequest
 from tests.decode_node.http_node import http_node
 from tests.decode_node.test_messages_api import ASK, MESSAGES, TOOLS, USER, one_node
 
@@ -260,3 +262,28 @@ async def test_a_thread_is_refused_so_that_clients_send_the_conversation(
             }
         answer = await node.client.post(MESSAGES, json={**ask, "thread": None})
         assert answer.status_code == 200
+
+
+def test_blocks_that_are_said_as_text_cost_what_they_say() -> None:
+    """All text so far was copied for each of them: 8 MB took 6 seconds, and minutes where each
+    repeated the definition of a tool."""
+    long = {**DEFERRED[0], "description": "x" * 1_000_000}
+    reference = {"type": "tool_reference", "tool_name": "mcp_0"}
+    blocks = [reference] * 60_000
+    result = {"type": "tool_result", "tool_use_id": "c", "content": blocks}
+    request = request_of(tools=[SEARCH, long], messages=[USER, user(result)])
+    begun = time.process_time()
+    chat = request.to_chat()
+    assert time.process_time() - begun < 2
+    told = str(chat.messages[-1].content)
+    assert told.count("x" * 1000) == 1000 and len(told) < 3_000_000
+    assert told.startswith("mcp_0 can be called now: {")
+    assert told.endswith("\nmcp_0 can be called.\nmcp_0 can be called.")
+
+
+def test_a_tool_of_a_name_that_is_there_is_refused_at_its_place() -> None:
+    request = request_of(tools=[SEARCH, SEARCH])
+    with pytest.raises(BadRequest) as error, request.named_fields():
+        request.to_chat().tool_use()
+    assert error.value.param == "tools.1.name"
+    assert error.value.message == "tools.1.name: a tool of this name is there already"

@@ -102,9 +102,8 @@ def _read_list(tools: Any) -> tuple[Tool, ...]:
     seen: set[str] = set()
     for i, tool in enumerate(found):
         if tool.name in seen:
-            raise BadRequest(
-                f"tools.{i}: a tool of this name is there already", param=f"tools.{i}.function.name"
-            )
+            place = f"tools.{i}.function.name"
+            raise BadRequest(f"{place}: a tool of this name is there already", param=place)
         seen.add(tool.name)
     return found
 
@@ -113,23 +112,23 @@ def _read_tool(tool: Any, place: str) -> Tool:
     if not isinstance(tool, dict):
         raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
     if tool.get("type") not in (None, "function"):
-        raise BadRequest(
-            f"{place}: only tools of type function are supported", param=f"{place}.type"
-        )
+        place = f"{place}.type"
+        raise BadRequest(f"{place}: only tools of type function are supported", param=place)
     function = tool.get("function")
     if not isinstance(function, dict):
         place = f"{place}.function"
         raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
     parameters = _optional(function, "parameters", dict, f"{place}.function")
     return Tool(
-        name=_name(function.get("name"), f"{place}.function.name"),
+        name=tool_name(function.get("name"), f"{place}.function.name"),
         parameters=_NO_PARAMETERS if parameters is None else parameters,
         strict=bool(_optional(function, "strict", bool, f"{place}.function")),
         raw=tool,
     )
 
 
-def _name(value: Any, place: str) -> str:
+def tool_name(value: Any, place: str) -> str:
+    """Returns the name of a function. Raises `BadRequest` for what is none."""
     if not isinstance(value, str):
         raise BadRequest(f"{place} must be a string", param=place, code="invalid_type")
     if not 0 < len(value) <= MAX_TOOL_NAME or _CONTROL.search(value):

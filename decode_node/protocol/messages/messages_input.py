@@ -80,31 +80,38 @@ class _Pieces:
     place of another block stands on lines of its own."""
 
     def __init__(self) -> None:
-        self.found: list[str | Json] = []
+        self._found: list[list[str] | Json] = []
+        """Lines of a text, or what is none."""
         self._is_own = False
         """The last piece is the client's own words."""
 
     def add(self, block: Json, piece: str | Json) -> None:
         was_own, self._is_own = self._is_own, block.get("type") == "text"
-        last = self.found[-1] if self.found else None
-        if isinstance(last, str) and isinstance(piece, str) and not (was_own and self._is_own):
-            self.found[-1] = f"{last}\n{piece}"
+        last = self._found[-1] if self._found else None
+        if not isinstance(piece, str):
+            self._found.append(piece)
+        elif isinstance(last, list) and not (was_own and self._is_own):
+            last.append(piece)
         else:
-            self.found.append(piece)
+            self._found.append([piece])
 
     def mark_error(self) -> None:
-        first = self.found[0] if self.found else None
-        if isinstance(first, str):
-            self.found[0] = f"Error: {first}"
+        first = self._found[0] if self._found else None
+        if isinstance(first, list):
+            first[0] = f"Error: {first[0]}"
         else:
-            self.found.insert(0, "Error:")
+            self._found.insert(0, ["Error:"])
+
+    def all(self) -> list[str | Json]:
+        """Returns the texts, and what is none."""
+        return ["\n".join(one) if isinstance(one, list) else one for one in self._found]
 
 
 class _Turns:
     """Reads turns. `deferred`: functions that they introduce."""
 
     def __init__(self, deferred: Mapping[str, Json]) -> None:
-        self._deferred = deferred
+        self._deferred = dict(deferred)
 
     def messages(self, role: Any, content: Any, place: str) -> list[Json]:
         where = f"{place}.content"
@@ -122,8 +129,9 @@ class _Turns:
                 results.append(self._result(block, f"{place}.{i}"))
             else:
                 pieces.add(block, self._piece(block, f"{place}.{i}"))
-        messages = [{"role": role, "content": content_of(pieces.found)}]
-        return [*results, *messages] if pieces.found or not results else results
+        found = pieces.all()
+        messages = [{"role": role, "content": content_of(found)}]
+        return [*results, *messages] if found or not results else results
 
     def _result(self, block: Json, place: str) -> Json:
         where = f"{place}.tool_result.content"
@@ -134,7 +142,7 @@ class _Turns:
         if block.get("is_error"):
             pieces.mark_error()
         name = string(block, "tool_use_id", place)
-        return {"role": "tool", "tool_call_id": name, "content": content_of(pieces.found)}
+        return {"role": "tool", "tool_call_id": name, "content": content_of(pieces.all())}
 
     def _of_assistant(self, blocks: list[Json], place: str) -> Json:
         pieces, thoughts, calls = _Pieces(), [], []
@@ -145,19 +153,26 @@ class _Turns:
             elif kind == "thinking":
                 thoughts.append(string(block, "thinking", where))
             elif not is_unreadable(block):
-                pieces.add(block, text_of(block, where, self._deferred))
-        content = content_of(pieces.found) if pieces.found else None
-        message: Json = {"role": "assistant", "content": content}
+                pieces.add(block, self._text(block, where))
+        found = pieces.all()
+        message: Json = {"role": "assistant", "content": content_of(found) if found else None}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls:
             message["tool_calls"] = calls
         return message
 
+    def _text(self, block: Json, place: str) -> str:
+        """Returns what a block says. The first reference to a function has its definition."""
+        text = text_of(block, place, self._deferred)
+        if block.get("type") == "tool_reference":
+            self._deferred.pop(block["tool_name"], None)
+        return text
+
     def _piece(self, block: Json, place: str) -> str | Json:
         """Returns a text, or an image as chats have it."""
         if block.get("type") != "image":
-            return text_of(block, place, self._deferred)
+            return self._text(block, place)
         image = f"{place}.image"
         given, where = block.get("source"), f"{image}.source"
         source: Json = given if isinstance(given, dict) else {}
@@ -186,4 +201,4 @@ def _system(content: str | list[Json]) -> str | list[Json]:
         kept = without_billing(text) if i == 0 else text
         if kept or kept == text:
             pieces.add(block, kept)
-    return content_of(pieces.found)
+    return content_of(pieces.all())
