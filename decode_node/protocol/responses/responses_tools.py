@@ -15,11 +15,11 @@ clients name some in every request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any
 
+from decode_node.protocol.chat.tools import MAX_TOOLS, tool_name
 from decode_node.protocol.responses.client_tools import CLIENT_TOOLS
 from decode_node.protocol.responses.lark_pattern import NoPattern, lark_pattern
 from decode_node.protocol.responses.tool_search import CALL as SEARCH_CALL
@@ -37,11 +37,16 @@ ADDITIONAL = "additional_tools"
 INPUT = "input"
 """The argument of a custom tool's function."""
 _MAX_KIND = 64
+_MAX_LISTED = 2 * MAX_TOOLS
+"""Limit of tools in one list. Some of them may be left out."""
+_MAX_IN_ALL = 64 * MAX_TOOLS
+"""Limit of tools in all lists of a request. Some of them take the places of others."""
 _OF_SERVERS = (
     "web_search", "file_search", "code_interpreter", "image_generation", "mcp", "computer",
     "tool_search", "programmatic_tool_calling",
 )  # fmt: skip
 """Beginnings of the types of tools that a server runs, or that need a screen. Some are dated."""
+_OF_NAMESPACES = ("function", "custom")
 _KINDS = (
     "function, namespace, custom, local_shell, shell, apply_patch and tool_search of the client"
 )
@@ -61,39 +66,57 @@ class CalledTool:
     namespace: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Holds one function as chats have it, where the client wrote it, and how calls are sent."""
+
+    function: Json
+    place: str
+    called: CalledTool
+
+
 @dataclass(slots=True)
 class ResponseTools:
     """The tools of one request.
 
     Attributes:
-        functions: As chats have them.
-        places: Where the client wrote each of them.
         left_out: Types of tools that are not here.
-        called: How calls are sent, by the function's name.
         found: Functions that a search has found, by the number of the item that tells them.
     """
 
-    functions: list[Json] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    called: dict[str, CalledTool] = field(default_factory=dict)
     found: dict[int, list[Json]] = field(default_factory=dict)
+    _taken: dict[str, _Taken] = field(default_factory=dict)
+    """By name; those that came last are at the end."""
+    _hidden: set[str] = field(default_factory=set)
     _first_place: str = ""
+    _num_listed: int = 0
+    _of_list: dict[str, _Taken] = field(default_factory=dict)
+    """Those of the list that is being read."""
+    _is_result: bool = False
+    """That list is the result of a search."""
+    _about: Any = None
+    """What the namespace that is being read says, until a function of it does."""
 
     @classmethod
     def of(cls, tools: list[Json], items: str | list[Json] = "") -> ResponseTools:
         """Reads the fields `tools` and `input`. Raises `BadRequest` for a kind that nothing knows,
-        and where nothing is left."""
+        for lists that are too long, and where nothing is left."""
         found = cls()
-        found._add_all(tools, "tools")
+        found._take_list(tools, "tools")
         for i, item in enumerate([] if isinstance(items, str) else items):
+            place = f"input.{i}.tools"
             if item.get("type") == ADDITIONAL:
-                first = len(found.functions)
-                found._add_all(item.get("tools"), f"input.{i}.tools")
-                found._drop_those_of_before(first)
+                found._take_list(item.get("tools"), place)
             elif item.get("type") == OUTPUT and is_of_client(item):
-                found._take_found(item, i)
-        if found.left_out and not found.functions:
+                found._take_found(item.get("tools"), place, i)
+        found._drop_oldest_found()
+        if len(found._taken) > MAX_TOOLS:
+            raise BadRequest(
+                f"tools and {ADDITIONAL} have {len(found._taken)} functions, more than {MAX_TOOLS}",
+                param="tools",
+            )
+        if found.left_out and not found._taken:
             place = found._first_place
             raise BadRequest(
                 f"{place}: this server runs no tools, and {', '.join(sorted(set(found.left_out)))} "
@@ -103,48 +126,90 @@ class ResponseTools:
         return found
 
     @property
+    def functions(self) -> list[Json]:
+        """Returns the functions as chats have them."""
+        return [one.function for one in self._taken.values()]
+
+    @property
+    def places(self) -> list[str]:
+        """Returns where the client wrote each of them."""
+        return [one.place for one in self._taken.values()]
+
+    @property
     def hidden(self) -> frozenset[str]:
         """Returns the names of functions that stand in the result of a search alone."""
-        found = [id(one) for some in self.found.values() for one in some]
-        return frozenset(
-            one["function"]["name"] for one in self.functions if id(one) in found and _named(one)
-        )
+        return frozenset(self._hidden)
 
     def called_tool(self, function: str) -> CalledTool:
         """Returns how a call of a function is sent."""
-        return self.called.get(function) or CalledTool("function_call", function)
+        taken = self._taken.get(function)
+        return taken.called if taken else CalledTool("function_call", function)
 
-    def _add_all(self, tools: Any, place: str) -> None:
-        for i, tool in enumerate(_tools(tools, place)):
+    def _take_list(self, tools: Any, place: str) -> None:
+        """Adds tools that are shown. They take the places of those of their names before."""
+        for name, one in self._read(tools, place).items():
+            self._taken.pop(name, None)
+            self._taken[name] = one
+            self._hidden.discard(name)
+
+    def _take_found(self, tools: Any, place: str, number: int) -> None:
+        """Adds what a search has found. What was there before stays as it is."""
+        self._is_result = True
+        found = self._read(tools, place)
+        self._is_result = False
+        self.found[number] = [one.function for one in found.values()]
+        for name, one in found.items():
+            if name not in self._taken:
+                self._hidden.add(name)
+            if name in self._hidden:
+                self._taken[name] = self._taken.pop(name, one)
+
+    def _drop_oldest_found(self) -> None:
+        """Leaves out functions beyond the limit that were found longest ago. The results of their
+        searches go on to tell them."""
+        found = [name for name in self._taken if name in self._hidden]
+        for name in found[: max(0, len(self._taken) - MAX_TOOLS)]:
+            del self._taken[name]
+            self._hidden.discard(name)
+
+    def _read(self, tools: Any, place: str) -> dict[str, _Taken]:
+        """Returns the functions of a list, by name."""
+        self._of_list = {}
+        listed = _tools(tools, place)
+        self._check_length(listed, place)
+        for i, tool in enumerate(listed):
             self._first_place = self._first_place or place
             self._add(tool, f"{place}.{i}")
+        return self._of_list
 
-    def _drop_those_of_before(self, first: int) -> None:
-        """Leaves out functions before the number `first` whose names come from it on again."""
-        renewed = {_named(one) for one in self.functions[first:]}
-        self._keep([i >= first or _named(one) not in renewed for i, one in self._numbered()])
-
-    def _take_found(self, item: Json, number: int) -> None:
-        """Adds what a search has found. What was there before stays where it is shown."""
-        first = len(self.functions)
-        known = {_named(one) for one in self.functions}
-        self._add_all(item.get("tools"), f"input.{number}.tools")
-        self.found[number] = self.functions[first:]
-        self._keep([i < first or _named(one) not in known for i, one in self._numbered()])
-
-    def _numbered(self) -> Iterable[tuple[int, Json]]:
-        return enumerate(self.functions)
-
-    def _keep(self, is_kept: list[bool]) -> None:
-        self.functions = list(compress(self.functions, is_kept))
-        self.places = list(compress(self.places, is_kept))
+    def _check_length(self, tools: list[Any], place: str) -> None:
+        """Raises `BadRequest` before anything is done with what are too many tools."""
+        number = sum(_num_tools(tool) for tool in tools)
+        if number > _MAX_LISTED:
+            raise BadRequest(
+                f"{place} has {number} tools, namespaces included, more than {_MAX_LISTED}",
+                param=place,
+            )
+        self._num_listed += number
+        if self._num_listed > _MAX_IN_ALL:
+            raise BadRequest(
+                f"{place}: items have more than {_MAX_IN_ALL} tools in all; leave out older ones",
+                param=place,
+            )
 
     def _add(self, tool: Any, place: str, namespace: str = "") -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None
         add = self._adders().get(kind) if isinstance(kind, str) else None
         if isinstance(kind, str) and _is_of_server(tool):
             self.left_out.append(kind[:_MAX_KIND])
-        elif add is None or (namespace and kind == "namespace"):
+        elif namespace and kind not in _OF_NAMESPACES:
+            where = f"{place}.type"
+            raise BadRequest(
+                f"{where}: tools of a namespace can be {' and '.join(_OF_NAMESPACES)}; send others "
+                "beside it",
+                param=where,
+            )
+        elif add is None:
             raise BadRequest(f"{place}: tools can be {_KINDS}", param=f"{place}.type")
         else:
             add(tool, place, namespace)
@@ -161,12 +226,10 @@ class ResponseTools:
 
     def _add_namespace(self, tool: Json, place: str, _: str) -> None:
         name, tools = _name(tool, place), _tools(tool.get("tools"), f"{place}.tools")
-        first = len(self.functions)
+        self._about = tool.get("description")
         for i, one in enumerate(tools):
             self._add(one, f"{place}.tools.{i}", name)
-        if (about := tool.get("description")) and len(self.functions) > first:
-            function = self.functions[first]["function"]
-            function["description"] = _joined(about, function.get("description"))
+        self._about = None
 
     def _add_function(self, tool: Json, place: str, namespace: str) -> None:
         function = {k: v for k, v in tool.items() if k != "type" and v is not None}
@@ -204,18 +267,26 @@ class ResponseTools:
         self._take(own.function, place, namespace, own.call)
 
     def _take(self, function: Json, place: str, namespace: str, call: str) -> None:
-        name = function.get("name")
-        if isinstance(name, str) and name:
-            function = {**function, "name": flat_name(namespace, name)}
-            self.called[function["name"]] = CalledTool(call, name, namespace)
-        self.functions.append({"type": "function", "function": function})
-        self.places.append(place)
+        own = function.get("name")
+        whole_name = flat_name(namespace, own) if own and isinstance(own, str) else own
+        name = tool_name(whole_name, f"{place}.name")
+        if name in self._of_list:
+            if self._is_result:
+                return
+            where = f"{place}.name"
+            raise BadRequest(f"{where}: a tool of this name is there already", param=where)
+        function = {**function, "name": name}
+        if self._about:
+            function["description"] = _joined(self._about, function.get("description"))
+            self._about = None
+        whole: Json = {"type": "function", "function": function}
+        self._of_list[name] = _Taken(whole, place, CalledTool(call, str(own), namespace))
 
 
-def _named(function: Json) -> str:
-    """Returns the name of a function, if it has one: what is no text is refused later."""
-    name = function["function"].get("name")
-    return name if isinstance(name, str) else ""
+def _num_tools(tool: Any) -> int:
+    """Returns the number of tools that one is, those of a namespace for it."""
+    own = tool.get("tools") if isinstance(tool, dict) else None
+    return max(1, len(own)) if isinstance(own, list) else 1
 
 
 def _is_of_server(tool: Json) -> bool:
