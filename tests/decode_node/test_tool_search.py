@@ -126,6 +126,28 @@ async def test_a_tool_that_is_shown_is_called_as_what_it_is() -> None:
     ]
 
 
+@pytest.mark.parametrize("execution", [{}, {"execution": None}])
+def test_searches_need_not_say_who_runs_them(execution: dict[str, Any]) -> None:
+    asked = {"type": "tool_search_call", "call_id": "c", "arguments": {"query": "q"}, **execution}
+    found = {"type": "tool_search_output", "call_id": "c", "tools": [function("f")], **execution}
+    fields: dict[str, Any] = {"input": [HELLO, asked, found], "tools": [SEARCH]}
+    assert names_of(**fields) == ["tool_search", "f"]
+    assert [one.role for one in chat_of(fields).messages] == ["user", "assistant", "tool"]
+    for call_id in ({}, {"call_id": None}):
+        of_server = [{**one, "call_id": None} | call_id for one in (asked, found)]
+        assert names_of(input=[HELLO, *of_server]) == ["tool_search"]
+
+
+@pytest.mark.parametrize("arguments", ['["a"]', '{"q": NaN}', '{"q": -Infinity}', '{"q": 1e999}'])
+async def test_a_search_whose_arguments_cannot_be_sent_is_a_function_call(arguments: str) -> None:
+    items = await both(call("tool_search", arguments), tools=[SEARCH], input=[HELLO])
+    assert without_ids(items) == [
+        {"type": "function_call", "status": "completed", "name": "tool_search",
+         "arguments": arguments}
+    ]  # fmt: skip
+    assert items[0]["id"].startswith("fc_")
+
+
 @pytest.mark.parametrize("tool", [SEARCH, {"type": "local_shell"}])
 def test_a_namespace_has_functions_and_custom_tools_alone(tool: dict[str, Any]) -> None:
     """The items of others' calls have no namespace."""

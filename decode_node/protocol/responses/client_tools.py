@@ -11,6 +11,7 @@ arguments, and `arguments` is its reverse, for calls in the history.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,8 @@ class ClientTool:
 
     def fields(self, text: str) -> Json | None:
         """Returns the fields of a call with these arguments; None if they are not valid."""
-        try:
-            given = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(given, dict) or not all(
+        given = read_arguments(text)
+        if given is None or not all(
             _is_of(given.get(name), self.parameters["properties"][name])
             for name in self.parameters["required"]
         ):
@@ -79,6 +77,23 @@ class ClientTool:
             return None
         known = self.parameters["properties"]
         return {k: v for k, v in held.items() if k in known and v not in (None, {})}
+
+
+def read_arguments(text: str) -> Json | None:
+    """Returns the object that a text is; None for any other, and for one with numbers that JSON
+    does not have: they could not be sent."""
+    try:
+        given = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return given if isinstance(given, dict) else None
+
+
+def _finite(text: str) -> float:
+    """Returns a number. Raises `ValueError` for `NaN`, `Infinity` and what is as large."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return number
 
 
 def _is_of(value: Any, schema: Json) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from decode_node.protocol.responses.client_tools import read_arguments
+
 Json = dict[str, Any]
 
 TOOL = "tool_search"
@@ -30,7 +32,12 @@ _PARAMETERS: Json = {
 
 def is_of_client(one: Json) -> bool:
     """Says whether a tool, a call or an output is of a search that the client runs."""
-    return one.get("type") in (TOOL, CALL, OUTPUT) and one.get("execution") == "client"
+    kind, execution = one.get("type"), one.get("execution")
+    if kind not in (TOOL, CALL, OUTPUT):
+        return False
+    # Calls and outputs need not say so, but those that a server ran name no call.
+    is_named = kind != TOOL and execution is None and isinstance(one.get("call_id"), str)
+    return execution == "client" or is_named
 
 
 def search_function(tool: Json) -> Json:
@@ -52,11 +59,8 @@ class SearchTool:
 
     def fields(self, text: str) -> Json | None:
         """Returns the fields of a call with these arguments; None if they are no object."""
-        try:
-            given = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        return {"execution": "client", "arguments": given} if isinstance(given, dict) else None
+        given = read_arguments(text)
+        return None if given is None else {"execution": "client", "arguments": given}
 
 
 def found_text(functions: Iterable[Json]) -> str:
