@@ -156,3 +156,11 @@ def test_names_that_are_too_long_to_mean_anything_are_cut() -> None:
     info = read_request_info("/v1/completions", "r", {}, body)
     assert 60_000 < len(info.asked_model) < 70_000
     assert info.is_stream
+
+
+def test_names_of_items_are_left_out_and_those_of_calls_stay() -> None:
+    """A call's name is in the prompt; an item's is another one in each conversation."""
+    kept = b'{"id":"call_0123456789"},{"id": "toolu_0123456789"},{"id":"my own"},{"call_id":"ab"}'
+    for item in (b'"id":"msg_0123456789",', b'"id": "rs_0123456789abcdef"', b'"id":"ctc_01234567"'):
+        text = PromptText.of(msgspec.Raw(b""), msgspec.Raw(b"{" + item + b"}," + kept))
+        assert text.beginning(1000) == b"{}," + kept

@@ -53,3 +53,43 @@ async def test_a_video_is_said_as_one() -> None:
         told = (await node.client.post("/tokenize", json=body)).json()
         text = node.tokenizer.decode(told["tokens"])
     assert "[a video, which this model cannot see]" in text
+
+
+OF_TOOLS: list[tuple[str, str, list[dict[str, Any]]]] = [
+    ("/v1/chat/completions", "messages", [
+        {"role": "assistant", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        ]},
+        {"role": "tool", "tool_call_id": "c",
+         "content": [{"type": "text", "text": SEEN}, OF_CHATS]},
+    ]),
+    ("/v1/responses", "input", [
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c",
+         "output": [{"type": "input_text", "text": SEEN}, OF_RESPONSES]},
+    ]),
+    ("/v1/messages", "messages", [
+        {"role": "assistant",
+         "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c",
+         "content": [{"type": "text", "text": SEEN}, OF_MESSAGES]}]},
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "field", "turns"), OF_TOOLS)
+async def test_a_text_stands_in_the_place_of_an_image_of_a_tool(
+    path: str, field: str, turns: list[dict[str, Any]]
+) -> None:
+    """Agents look at screenshots so."""
+    most = "max_output_tokens" if field == "input" else "max_tokens"
+    body = {field: [{"role": "user", "content": "go"}, *turns], most: 4}
+    async with http_node(unseen_images="say") as node:
+        answer = await node.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        [request] = node.engine.requests.values()
+        assert SAID in node.tokenizer.decode(request.request.spec.prompt_token_ids)
+    async with http_node() as node:
+        refused = await node.client.post(path, json=body)
+        assert refused.status_code == 400
+        assert "this model takes no images here" in refused.text
