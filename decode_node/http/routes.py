@@ -101,7 +101,8 @@ class Api:
             raw = await read_json_body(headers, request.receive, limits, lease, offset)
             is_long = len(raw) > long_work.LONG_BODY
             resume = None if offset is None else read_resume(raw[offset:])
-            body = await long_work.run(is_long, partial(parse_body, raw[:offset], kind))
+            read = partial(_parsed, raw[:offset], kind)
+            body, unknown = await long_work.run(is_long, read)
         trace = request.state.trace
         logger.debug("request %s: trace %s", request.state.request_id, trace.trace_id)
         context = RequestContext(
@@ -120,9 +121,15 @@ class Api:
             load_format=headers.get(names.LOAD_FORMAT, ""),
             kept=KeptResponse.of_header(headers.get(names.RESPONSE, "")),
         )
-        self.ignored.note(body.unknown_fields())
+        self.ignored.note(unknown)
         await long_work.pause()
         return body, context
+
+
+def _parsed(raw: bytes, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+    """Returns a body, and the names in it that are not known. Raises `BadRequest`."""
+    body = parse_body(raw, kind)
+    return body, body.unknown_fields()
 
 
 def client_routes(api: Api) -> list[Route]:

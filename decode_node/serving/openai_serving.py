@@ -49,7 +49,8 @@ class OpenAIServing:
         """Answers a request of the Responses API. Raises `HttpError`."""
         with body.named_fields():
             make = self._response_form(body, context)
-            read = await self._reader.chat(body.to_chat(), context, make)
+            chat = await long_work.run(context.is_long, body.to_chat)
+            read = await self._reader.chat(chat, context, make)
             return await self._answer(read, context)
 
     async def check_response(self, body: ResponsesRequest, context: RequestContext) -> int:
@@ -57,14 +58,15 @@ class OpenAIServing:
         `HttpError` for one that would not."""
         with body.named_fields():
             make = self._response_form(body, context)
-            read = await self._reader.chat(body.to_chat(), context, make)
+            chat = await long_work.run(context.is_long, body.to_chat)
+            read = await self._reader.chat(chat, context, make)
             first, *_ = await self._preparer.choices(read, context)
             return first.request.spec.num_own_prompt_tokens
 
     async def messages(self, body: MessagesRequest, context: RequestContext) -> Response:
         """Answers a request of Anthropic's Messages API. Raises `HttpError`."""
         with body.named_fields():
-            chat = body.to_chat()
+            chat = await long_work.run(context.is_long, body.to_chat)
             if self._served.reading.parsers.reasoning_format is None:
                 # This API has no thinking without a budget, and no thinking is within any.
                 chat.thinking_token_budget = None

@@ -83,7 +83,7 @@ class TokenizerServing:
         """Returns the number of tokens that the prompt of a request would have. Raises
         `HttpError`."""
         with body.named_fields():
-            chat = body.to_chat()
+            chat = await long_work.run(is_long, body.to_chat)
             self._served.check(model or body.model)
             images = await self._images.read(chat)
             _, tokens = await self._prompts.of_chat(chat, chat.tool_use(), is_long=is_long)
