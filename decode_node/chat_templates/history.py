@@ -121,9 +121,7 @@ def _with_system_in_front(messages: list[Message], forms: TemplateForms) -> list
     others = [message for message in messages if message["role"] not in ("system", "developer")]
     if not system:
         return messages
-    whole = dict(system[0])
-    for more in system[1:]:
-        whole["content"] = _both(whole["content"], more["content"])
+    whole = {**system[0], "content": _joined(system)}
     if forms.system == "first":
         return [whole, *others]
     if others and others[0]["role"] == "user":
@@ -233,40 +231,63 @@ def _id(given: str, name: str, index: int, forms: TemplateForms) -> str:
 
 def _users_within_results(messages: list[Message]) -> list[Message]:
     """Puts what a user says next to the result of a tool into the result."""
-    found: list[Message] = []
+    found: list[list[Message]] = []
     for message in messages:
-        if message["role"] == "user" and found and found[-1]["role"] == "tool":
-            content = _both(found[-1]["content"], message["content"])
-            found[-1] = {**found[-1], "content": content}
+        if message["role"] == "user" and found and found[-1][0]["role"] == "tool":
+            found[-1].append(message)
         else:
-            found.append(message)
-    return found
+            found.append([message])
+    return [{**turns[0], "content": _joined(turns)} for turns in found]
 
 
 def _joined_turns(messages: list[Message]) -> list[Message]:
     """Makes one turn of those of one role that follow each other."""
-    found: list[Message] = []
+    found: list[list[Message]] = []
     for message in messages:
-        last = found[-1] if found else None
-        if last is None or last["role"] != message["role"] or message["role"] == "tool":
-            found.append(message)
-            continue
-        joined = {**message, **last, "content": _both(last["content"], message["content"])}
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            joined["tool_calls"] = calls
-        if thoughts := [m["reasoning"] for m in (last, message) if "reasoning" in m]:
-            joined["reasoning"] = _GAP.join(thoughts)
-        found[-1] = joined
+        role = message["role"]
+        if not found or found[-1][0]["role"] != role or role == "tool":
+            found.append([message])
+        else:
+            found[-1].append(message)
+    return [_one_turn(turns) if len(turns) > 1 else turns[0] for turns in found]
+
+
+def _one_turn(turns: Sequence[Message]) -> Message:
+    joined: Message = {}
+    for message in reversed(turns):
+        joined |= message
+    joined["content"] = _joined(turns)
+    if calls := [call for message in turns for call in message.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    if thoughts := [message["reasoning"] for message in turns if "reasoning" in message]:
+        joined["reasoning"] = _GAP.join(thoughts)
+    return joined
+
+
+def _joined(turns: Sequence[Message]) -> str | list[Message]:
+    """Returns the contents of turns as one. Each is copied once, however many there are."""
+    return _both(*(message["content"] for message in turns))
+
+
+def _both(*contents: str | list[Message]) -> str | list[Message]:
+    """Returns contents as one."""
+    given = [one for one in contents if one]
+    if len(given) < 2:
+        return given[0] if given else contents[-1]
+    texts: list[str] = []
+    for one in given:
+        if not isinstance(one, str):
+            break
+        texts.append(one)
+    front = [_GAP.join(texts)] if texts else []
+    if len(texts) == len(given):
+        return front[0]
+    found: list[Message] = []
+    for i, one in enumerate([*front, *given[len(texts) :]]):
+        if i:
+            found.append({"type": "text", "text": _GAP})
+        found += _parts(one)
     return found
-
-
-def _both(first: str | list[Message], second: str | list[Message]) -> str | list[Message]:
-    """Returns two contents as one."""
-    if not first or not second:
-        return first or second
-    if isinstance(first, str) and isinstance(second, str):
-        return first + _GAP + second
-    return [*_parts(first), {"type": "text", "text": _GAP}, *_parts(second)]
 
 
 def _parts(content: str | list[Message]) -> list[Message]:

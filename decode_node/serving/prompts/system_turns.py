@@ -25,8 +25,8 @@ def system_first(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     if said == opening[:1] or not said or any(one.images() for one in said):
         return list(messages)
     whole = said[0]
-    for more in said[1:]:
-        whole = whole.model_copy(update={"content": _both(whole.content, more.content)})
+    if len(said) > 1:
+        whole = whole.model_copy(update={"content": _joined([one.content for one in said])})
     others = [one for one in opening if one.role != _SYSTEM]
     return [whole, *others, *messages[len(opening) :]]
 
@@ -48,12 +48,22 @@ def without_billing_line(messages: Sequence[ChatMessage]) -> Sequence[ChatMessag
     return [first.model_copy(update={"content": rest}), *messages[1:]]
 
 
-def _both(
-    first: str | list[ContentPart] | None, second: str | list[ContentPart] | None
-) -> str | list[ContentPart]:
-    if isinstance(first, list) or isinstance(second, list):
-        return [*_parts(first), TextPart(type="text", text=_GAP), *_parts(second)]
-    return f"{first or ''}{_GAP}{second or ''}"
+def _joined(contents: Sequence[str | list[ContentPart] | None]) -> str | list[ContentPart]:
+    """Returns contents as one, each text copied once, however many there are."""
+    texts: list[str] = []
+    for one in contents:
+        if isinstance(one, list):
+            break
+        texts.append(one or "")
+    else:
+        return _GAP.join(texts)
+    rest = contents[len(texts) :]
+    found: list[ContentPart] = []
+    for i, one in enumerate([_GAP.join(texts), *rest] if texts else rest):
+        if i:
+            found.append(TextPart(type="text", text=_GAP))
+        found += _parts(one)
+    return found
 
 
 def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:

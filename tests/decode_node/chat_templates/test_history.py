@@ -7,6 +7,7 @@ ones.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -333,3 +334,22 @@ def test_calls_are_metadata_where_the_template_knows_no_other() -> None:
         'user\nhi|assistant\nI look|assistantf\n{"n": 2}|observation\n25|'
         'assistantf\n{"n": 1}|observation\n15|'
     )
+
+
+@pytest.mark.parametrize(
+    ("forms", "role"),
+    [
+        (TemplateForms(repeats_roles=False), "user"),
+        (TemplateForms(repeats_roles=False), "assistant"),
+        (TemplateForms(system="first"), "system"),
+        (TemplateForms(user_after_tool=False), "user"),
+    ],
+)
+def test_turns_that_become_one_are_copied_once(forms: TemplateForms, role: str) -> None:
+    """8 MB took 6 seconds, in which no other long body was read."""
+    turn = ChatMessage(role=role, content="\U0001f600" + "x" * 1000, reasoning_content="y" * 1000)
+    front = [ChatMessage(role="tool", content="x", tool_call_id="c")] if role == "user" else []
+    begun = time.process_time()
+    found = history([*front, *[turn] * 4000], forms)
+    assert time.process_time() - begun < 1
+    assert len(found[-1]["content"]) > 4_000_000
