@@ -87,16 +87,16 @@ class ResponseTools:
     left_out: list[str] = field(default_factory=list)
     found: dict[int, list[Json]] = field(default_factory=dict)
     _taken: dict[str, _Taken] = field(default_factory=dict)
-    """By name; those that came last are at the end."""
+    """Holds all of them by name; those that came last are at the end."""
     _hidden: set[str] = field(default_factory=set)
     _first_place: str = ""
     _num_listed: int = 0
     _of_list: dict[str, _Taken] = field(default_factory=dict)
-    """Those of the list that is being read."""
+    """Holds those of the list that is being read."""
     _is_result: bool = False
-    """That list is the result of a search."""
+    """Says whether that list is the result of a search."""
     _about: Any = None
-    """What the namespace that is being read says, until a function of it does."""
+    """Says what the namespace that is being read is for, until a function of it does."""
 
     @classmethod
     def of(cls, tools: list[Json], items: str | list[Json] = "") -> ResponseTools:
