@@ -163,3 +163,13 @@ def test_the_search_can_be_chosen() -> None:
     with pytest.raises(BadRequest) as error:
         chat_of({"input": "a", "tools": [CUSTOM], "tool_choice": choice}).tool_use()
     assert error.value.param == "tool_choice"
+
+
+def test_all_grammars_together_have_a_limit() -> None:
+    """To read one takes a microsecond a character."""
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"' + " " * 100_000}
+    tools = [{**CUSTOM, "name": f"c{i}", "format": form} for i in range(11)]
+    assert len(chat_of({"input": "a", "tools": tools[:10]}).tool_use().tools) == 10
+    error = refused(tools=tools)
+    assert error.param == "tools.10.format.definition"
+    assert error.message.startswith(f"{error.param}: tools have Lark grammars of more than")

@@ -46,6 +46,8 @@ _OF_SERVERS = (
     "tool_search", "programmatic_tool_calling",
 )  # fmt: skip
 """Beginnings of the types of tools that a server runs, or that need a screen. Some are dated."""
+_MAX_LARK = 1 << 20
+"""Limit of characters of Lark grammars in a request: to read them takes a second."""
 _OF_NAMESPACES = ("function", "custom")
 _KINDS = (
     "function, namespace, custom, local_shell, shell, apply_patch and tool_search of the client"
@@ -91,6 +93,7 @@ class ResponseTools:
     _hidden: set[str] = field(default_factory=set)
     _first_place: str = ""
     _num_listed: int = 0
+    _num_lark: int = 0
     _of_list: dict[str, _Taken] = field(default_factory=dict)
     """Holds those of the list that is being read."""
     _is_result: bool = False
@@ -249,7 +252,7 @@ class ResponseTools:
             told = f"The input follows this grammar ({syntax}):\n{definition}"
             function["description"] = _joined(function["description"], told)
             if syntax == "lark":
-                definition = _pattern(definition, f"{place}.format.definition")
+                definition = self._pattern(definition, f"{place}.format.definition")
             text["pattern"], function["strict"] = f"^(?:{definition})$", True
         function["parameters"] = {
             "type": "object",
@@ -258,6 +261,22 @@ class ResponseTools:
             "additionalProperties": False,
         }
         self._take(function, place, namespace, "custom_tool_call")
+
+    def _pattern(self, grammar: str, place: str) -> str:
+        """Returns the regular expression that a Lark grammar is. Raises `BadRequest`."""
+        self._num_lark += len(grammar)
+        if self._num_lark > _MAX_LARK:
+            raise BadRequest(
+                f"{place}: tools have Lark grammars of more than {_MAX_LARK} characters in all; "
+                "send fewer",
+                param=place,
+            )
+        try:
+            return lark_pattern(grammar)
+        except NoPattern as error:
+            raise BadRequest(
+                f"{place}: this grammar cannot be enforced: {error}", param=place
+            ) from None
 
     def _add_search(self, tool: Json, place: str, namespace: str) -> None:
         self._take(search_function(tool), place, namespace, SEARCH_CALL)
@@ -309,16 +328,6 @@ def _grammar(form: Json, place: str) -> tuple[str, str]:
         where = f"{place}.definition"
         raise BadRequest(f"{where} must be a string", param=where, code="invalid_type")
     return syntax, definition
-
-
-def _pattern(grammar: str, place: str) -> str:
-    """Returns the regular expression that a Lark grammar is. Raises `BadRequest`."""
-    try:
-        return lark_pattern(grammar)
-    except NoPattern as error:
-        raise BadRequest(
-            f"{place}: this grammar cannot be enforced: {error}", param=place
-        ) from None
 
 
 def _tools(given: Any, place: str) -> list[Json]:

@@ -346,7 +346,7 @@ def test_calls_are_metadata_where_the_template_knows_no_other() -> None:
     ],
 )
 def test_turns_that_become_one_are_copied_once(forms: TemplateForms, role: str) -> None:
-    """8 MB took 6 seconds, in which no other long body was read."""
+    """Long bodies waited for 6 seconds behind one of 8 MB."""
     turn = ChatMessage(role=role, content="\U0001f600" + "x" * 1000, reasoning_content="y" * 1000)
     front = [ChatMessage(role="tool", content="x", tool_call_id="c")] if role == "user" else []
     begun = time.process_time()
