@@ -237,7 +237,9 @@ def _users_within_results(messages: list[Message]) -> list[Message]:
             found[-1].append(message)
         else:
             found.append([message])
-    return [{**turns[0], "content": _joined(turns)} for turns in found]
+    return [
+        {**turns[0], "content": _joined(turns)} if len(turns) > 1 else turns[0] for turns in found
+    ]
 
 
 def _joined_turns(messages: list[Message]) -> list[Message]:
