@@ -252,7 +252,7 @@ KV_TRANSFER_ORDER = [
 """Contracts first. Rooms of one level never import each other."""
 
 ATTENTION_ORDER = [
-    {"backend", "row_inputs"},
+    {"backend", "by_head", "row_inputs"},
     {"context_passes", "paged", "whole_images"},
     {"latent_backend", "layer", "whole_prompts"},
     {"indexer", "rows", "selection"},

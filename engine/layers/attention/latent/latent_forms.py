@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.layers.attention.by_head import by_head
 from engine.layers.attention.context_passes import ContextPass
 from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
 from engine.layers.attention.layer import AttentionInputs
@@ -84,14 +85,14 @@ class LatentForms:
         """Attends to the cache as it is: [T, H, P + R] -> [T, H, V]."""
         nope = self.kv_b.shape[1] - self.value
         w_uv, w_uk = torch.split(self.kv_b, [self.value, nope], dim=1)
-        q_latent = self._by_head(heads[:, :, :nope], w_uk)
+        q_latent = by_head(heads[:, :, :nope], w_uk, fixed_order=self.fixed_order)
         queries, rest = (q_latent, heads[:, :, nope:], cache), (metadata, self.scale)
         attended = (
             ops.latent_attention(*queries, *rest, self.kv_scales)
             if chosen is None
             else ops.sparse_latent_attention(*queries, chosen, *rest, self.kv_scales)
         )
-        return self._by_head(attended, w_uv.transpose(1, 2))
+        return by_head(attended, w_uv.transpose(1, 2), fixed_order=self.fixed_order)
 
     def expanded(
         self,
@@ -137,16 +138,3 @@ class LatentForms:
             out=made[:, :, :width].transpose(0, 1),
         )
         return made[:, :, self.value :], made[:, :, : self.value]
-
-    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiplies each head by its own weight: [T, H, in] x [H, in, out] -> [T, H, out]."""
-        num_heads, _, width = weight.shape
-        if self.fixed_order:
-            parts = [
-                ops.invariant_gemm(x[:, head].contiguous(), weight[head].t().contiguous())
-                for head in range(num_heads)
-            ]
-            return torch.stack(parts, dim=1)
-        out = x.new_empty(len(x), num_heads, width)
-        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
-        return out

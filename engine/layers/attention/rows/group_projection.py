@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.layers.attention.by_head import by_head
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear
 from engine.layers.methods.base import ColumnPart, LinearMethod, LinearShare
@@ -70,14 +71,8 @@ class GroupProjection(MergedColumnParallelLinear):
         return ops.fp8_group_gemm(x.numbers, x.scales, *of_weight, self.num_groups, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        grouped = x.transpose(0, 1)
         weight: Tensor = self.weight
         if isinstance(self.method, Fp8BlockLinear):
             weight = ops.fp8_dequantise(weight, self.weight_scale, x.dtype)
         weight = weight.view(self.num_groups, -1, self.input_size)
-        if self.fixed_order:
-            parts = [ops.invariant_gemm(*one) for one in zip(grouped, weight, strict=True)]
-            return torch.cat(parts, dim=1)
-        mixed = x.new_empty(len(x), *weight.shape[:2])
-        torch.bmm(grouped, weight.transpose(1, 2), out=mixed.transpose(0, 1))
-        return mixed.flatten(1)
+        return by_head(x, weight.transpose(1, 2), fixed_order=self.fixed_order).flatten(1)
