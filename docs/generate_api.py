@@ -27,6 +27,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
 from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from decode_node.protocol.tokens.generate import GenerateRequest
 from router.app import create_app
 from router.config import RouterSettings
 
@@ -184,6 +185,7 @@ Titles = dict[type[BaseModel], str]
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
+    "/inference/v1/generate": GenerateRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": InputTokensRequest,
     "/v1/messages": MessagesRequest,
@@ -222,6 +224,10 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
   gigabytes.
 - `strict` changes nothing in `response_format`: the answer follows the schema with and without it,
   and what is not in `required` may be left out (OpenAI refuses such schemas).
+- `/inference/v1/generate` names the tokens of log probabilities by `token_id`, as vLLM does since
+  0.33, and by `token`, as it did before: clients of both read it. Images, `derender`, experts and
+  sampling masks are not there. Weights that a trainer makes come as adapters
+  (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the model's own.
 - Responses are kept by the router, in a database ([above](#responses-that-are-kept)), and survive
   it; vLLM keeps them in the memory of one server.
 """

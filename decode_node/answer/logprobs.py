@@ -1,4 +1,4 @@
-"""Log probabilities in the two forms of the API."""
+"""Log probabilities in the forms of the APIs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 import msgspec
+from msgspec import UNSET
 
 from decode_node.protocol.chat.chat_answer import ChatLogprobs, TokenLogprob, TopLogprob
 from decode_node.protocol.completions import CompletionLogprobs
+from decode_node.protocol.tokens.generate import (
+    GenerateLogprob,
+    GenerateLogprobs,
+    GenerateTokenLogprob,
+)
 from decode_node.protocol.usage import PromptLogprob, PromptLogprobList
 from engine.contracts.outputs import TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
 _LOWEST = -9999.0
 """JSON has no infinity; the API's clients know this number."""
+_ID_NAME = "token_id:%d"
 
 
 class TokenTexts(Protocol):
@@ -32,7 +39,7 @@ class TokenNames:
         self._by_id = by_id
 
     def name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._by_id else _text(self.token_bytes(token_id))
+        return _ID_NAME % token_id if self._by_id else _text(self.token_bytes(token_id))
 
 
 def _text(token: bytes) -> str:
@@ -132,6 +139,35 @@ def chat_logprobs(
             others = top
         content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, others))
     return ChatLogprobs(content)
+
+
+def generate_logprobs(
+    tokens: TokenNames, logprobs: list[TokenLogprobs], *, are_named: bool, has_text: bool
+) -> GenerateLogprobs:
+    """Returns log probabilities by token ids, with `has_text` by texts, too. `are_named`: they are
+    of tokens that the client named, whose ranks nothing tells."""
+    content = []
+    for position in logprobs:
+        top = [
+            GenerateLogprob(
+                token_id=id_,
+                token=tokens.name(id_) if has_text else _ID_NAME % id_,
+                logprob=_finite(value),
+                bytes=list(tokens.token_bytes(id_)) if has_text else UNSET,
+                rank=None if are_named and place else rank,
+            )
+            for place, (id_, value, rank) in enumerate(_ranked(position))
+        ]
+        content.append(GenerateTokenLogprob.of(top))
+    return GenerateLogprobs(content)
+
+
+def _ranked(position: TokenLogprobs) -> list[tuple[int, float, int]]:
+    """Returns id, log probability and rank of the answer's token, and then of all others."""
+    chosen = position.token_ids[0]
+    others = zip(position.token_ids[1:], position.logprobs[1:], strict=True)
+    rest = [(id_, value, rank) for rank, (id_, value) in enumerate(others, 1) if id_ != chosen]
+    return [(chosen, position.logprobs[0], position.rank), *rest]
 
 
 def without_markers(

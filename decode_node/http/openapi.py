@@ -26,6 +26,7 @@ from decode_node.protocol.tokenize import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from decode_node.protocol.tokens.generate import GenerateRequest, Generation
 from edge.http.error_forms import AnthropicErrorBody
 from edge.http.errors import ErrorBody
 
@@ -72,6 +73,13 @@ _POSTS = (
         body=ChatCompletionRequest,
         answer=ChatCompletion,
         stream="each `data:` is a ChatChunk, the last one `[DONE]`",
+    ),
+    _Post(
+        path="/inference/v1/generate",
+        name="generate",
+        body=GenerateRequest,
+        answer=Generation,
+        stream="each `data:` is a Generation, the last one `[DONE]`",
     ),
     _Post(
         path="/v1/responses",
@@ -121,8 +129,8 @@ def openapi_document() -> Json:
         "info": {
             "title": "tandem",
             "version": "1",
-            "description": "The APIs of OpenAI and Anthropic; fields from `top_k` on are "
-            "extensions.",
+            "description": "The APIs of OpenAI and Anthropic; fields that they have not are "
+            "vLLM's.",
         },
         "paths": {
             **{post.path: {"post": _operation(post)} for post in _POSTS},

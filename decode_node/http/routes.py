@@ -30,6 +30,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import ModelList
 from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
+from decode_node.protocol.tokens.generate import GenerateRequest
 from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing
 from decode_node.serving.request_context import RequestContext
@@ -150,6 +151,11 @@ def _answers(api: Api) -> list[Route]:
         body, context = await api.read(request, CompletionRequest)
         return await api.serving.completions(body, context)
 
+    async def generate(request: Request) -> Response:
+        """Continues a prompt of token ids, and answers with token ids, as vLLM does."""
+        body, context = await api.read(request, GenerateRequest)
+        return await api.serving.generate(body, context)
+
     async def responses(request: Request) -> Response:
         """Answers a chat in the shape of OpenAI's newer API, and keeps nothing."""
         body, context = await api.read(request, ResponsesRequest)
@@ -178,6 +184,7 @@ def _answers(api: Api) -> list[Route]:
     return [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/inference/v1/generate", generate, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),

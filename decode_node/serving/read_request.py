@@ -27,6 +27,8 @@ from engine.frontend.tokenizer import Tokenizer
 Body: TypeAlias = CompletionRequest | ChatCompletionRequest
 MakeFormat: TypeAlias = Callable[[str, str, Tokenizer, FormatOptions, ChatOptions], ResponseFormat]
 """Makes the form of the answer to what amounts to a chat."""
+MakeTokenFormat: TypeAlias = Callable[[str, str, Tokenizer, FormatOptions], ResponseFormat]
+"""Makes the form of the answer to what amounts to a completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,18 @@ class RequestReader:
         parsers, end_ids = served.reading.parsers, served.config.eos_token_ids
         self._chat_grammar = ChatGrammar(grammars, parsers, end_ids)
 
-    async def completion(self, body: CompletionRequest, context: RequestContext) -> ReadRequest:
-        """Reads a request to complete prompts. Raises `HttpError`."""
+    async def completion(
+        self,
+        body: CompletionRequest,
+        context: RequestContext,
+        make: MakeTokenFormat = CompletionFormat,
+    ) -> ReadRequest:
+        """Reads a request to complete prompts; `make` makes the form of the answer. Raises
+        `HttpError`."""
         model = self._model(body, context, body.num_prompts)
         served = model.served
         tokens, echoes = await served.prompts.of_texts(body, is_long=context.is_long)
-        form = CompletionFormat(*self._format(body, context, model))
+        form = make(*self._format(body, context, model))
         states = [served.reading.state_of_tokens(prompt) for prompt in tokens]
         grammars = {s: await self._grammars.of_fields(body, s) for s in set(states)}
         prompts = [

@@ -180,6 +180,7 @@ def read_request_info(
     led = route(asked)
     form = PROXIED_PATHS[path]
     given = fields.get(form.prompt)
+    options = _read_part(fields.get(form.options, _NOTHING)) if form.options else fields
     has_images = given is not None and may_hold_images(body)
     if given is not None and has_images:
         given = msgspec.Raw(shortened(bytes(given)))
@@ -216,10 +217,10 @@ def read_request_info(
         num_tool_tokens=num_tool_tokens,
         prefix_blocks=blocks,
         tokens_per_block=BLOCK_BYTES * text.num_tokens / max(1, len(text)),
-        max_tokens=next(filter(None, (_count(fields.get(k)) for k in form.max_tokens)), 0),
+        max_tokens=next(filter(None, (_count(options.get(k)) for k in form.max_tokens)), 0),
         num_prompts=num_prompts,
         parts=parts,
-        num_answers=max((1, *(_count(fields.get(k)) for k in form.answers))) * num_prompts,
+        num_answers=max((1, *(_count(options.get(k)) for k in form.answers))) * num_prompts,
         tenant=tenant,
         priority=_priority(headers, tenant),
         ttft_deadline_s=_milliseconds(headers.get(names.TTFT_DEADLINE, "")) / 1000,
@@ -234,6 +235,14 @@ def _read_body(body: bytes) -> _Body:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         fault = json_fault(body, error)
         raise _bad_json(f"the request body is not valid JSON: {fault}") from None
+
+
+def _read_part(raw: msgspec.Raw) -> _Body:
+    """Returns nothing for what is no object."""
+    try:
+        return _decode_body(raw)
+    except _UNREADABLE:
+        return {}
 
 
 def _bad_json(message: str) -> BadRequest:

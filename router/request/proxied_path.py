@@ -19,6 +19,7 @@ class ProxiedPath:
         preamble: Field that stands in front of the prompt, such as a system prompt.
         prompt: Field of the prompt: turns of a conversation.
         takes_text: It may also be text or token ids.
+        options: Field of the object that has the two below; empty: the body has them.
         max_tokens: Fields of the longest answer; of several that are given the first counts.
         answers: Fields of the number of answers to each prompt, of which the largest counts.
     """
@@ -28,12 +29,20 @@ class ProxiedPath:
     preamble: str = ""
     prompt: str = ""
     takes_text: bool = False
+    options: str = ""
     max_tokens: tuple[str, ...] = ("max_tokens",)
     answers: tuple[str, ...] = ()
 
 
 _ALL = (
     ProxiedPath(path="/v1/completions", prompt="prompt", takes_text=True, answers=("n", "best_of")),
+    ProxiedPath(
+        path="/inference/v1/generate",
+        prompt="token_ids",
+        takes_text=True,
+        options="sampling_params",
+        answers=("n",),
+    ),
     ProxiedPath(
         path="/v1/chat/completions",
         prompt="messages",

@@ -18,6 +18,7 @@ from edge.http.errors import BadRequest
 from tests.decode_node.http_node import HttpNode, http_node
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GENERATE = "/inference/v1/generate"
 ASK = {"x-tandem-journal": "1", "x-request-id": "r1"}
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -85,6 +86,15 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "truncate_prompt_tokens": 2,
             "logprob_token_ids": [7, 8],
             **WRITTEN,
+        },
+    ),
+    (
+        GENERATE,
+        {
+            "token_ids": [1, 2, 3],
+            "sampling_params": {"n": 2, "max_tokens": 4, "logprobs": 2},
+            "return_token_ids": True,
+            "output_mode": "text",
         },
     ),
 ]

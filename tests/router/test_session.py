@@ -102,6 +102,7 @@ def _read(body: dict[str, Any], path: str = "/v1/chat/completions", **headers: s
 
 
 SYSTEM = {"role": "system", "content": "You are kind."}
+GENERATE = "/inference/v1/generate"
 HELLO = {"role": "user", "content": "Hello"}
 
 
@@ -193,6 +194,8 @@ def test_prompt_lengths_are_guessed(prompt: Any, tokens: int) -> None:
         ("/v1/messages", {"max_tokens": 5, "max_completion_tokens": 1, "n": 9}, (5, 1)),
         ("/v1/responses", {"max_output_tokens": 5, "max_tokens": 1, "input": ["a"]}, (5, 1)),
         ("/v1/completions", {"max_tokens": True, "n": "x"}, (0, 1)),
+        (GENERATE, {"sampling_params": {"max_tokens": 7, "n": 2}, "max_tokens": 1}, (7, 2)),
+        (GENERATE, {"sampling_params": ["x"], "token_ids": [1, 2]}, (0, 1)),
     ],
 )
 def test_longest_answers_are_those_that_a_node_gives(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Literal, TypeVar
-
-from pydantic import Field
+from typing import Literal, TypeVar
 
 from decode_node.protocol.bodies.bad_words import EncodeAll, spell_bad_words
 from decode_node.protocol.bodies.body import Ignored, Int, Int32, Name, StrictBody
 from decode_node.protocol.bodies.kept_part import KeptPart
+from decode_node.protocol.bodies.sampling_fields import SamplingFields
 from decode_node.protocol.bodies.structured_output import StructuredFields
 from edge.http.errors import BadRequest
 from engine.contracts.errors import CONTEXT_EXCEEDED, prompt_too_long
@@ -31,59 +30,21 @@ class StreamOptions(StrictBody):
     """Chunks are never padded."""
 
 
-class GenerationBody(StructuredFields):
-    """The fields that both APIs share; from `top_k` on, extensions with vLLM's names."""
+class GenerationBody(SamplingFields, StructuredFields):
+    """The fields that both APIs share. Those that OpenAI's API has not are vLLM's."""
 
     model: Name | None = None
     """A name that this server gives its model; any of them, or none."""
-    max_tokens: Int | None = None
-    """The most tokens to generate; what is left of the context where it is not given, or is more
-    (`--strict-max-tokens` refuses more)."""
-    temperature: float | None = None
-    """How freely tokens are drawn: 0 always takes the most likely one; up to 100."""
-    top_p: float | None = None
-    """Sample from the smallest set of tokens whose probability reaches this; 0 to 1."""
-    n: Int | None = None
-    """The number of answers; choice i is drawn with `seed` + i."""
     stream: bool | None = None
     """Send the answer in chunks as it is generated (server-sent events)."""
     stream_options: StreamOptions | None = None
     """Says what a stream tells besides the answer."""
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    """Up to 64 texts that end the answer; it ends before them."""
-    seed: Int | None = None
-    """The same seed gives the same answer; one is drawn where none is given."""
-    presence_penalty: float | None = None
-    """Lowers tokens that the answer has already; -2 to 2."""
-    frequency_penalty: float | None = None
-    """Lowers tokens by how often the answer has them; -2 to 2."""
-    logit_bias: dict[str, float] | None = None
-    """Adds an amount from -100 to 100 to the logits of token ids."""
-
-    top_k: Int | None = None
-    """Sample from the k most likely tokens; 0 or -1 takes all."""
-    min_p: float | None = None
-    """Leave out tokens less likely than this share of the most likely one; 0 to 1."""
-    repetition_penalty: float | None = None
-    """Divides the logits of tokens that prompt or answer have; above 1 they become rarer."""
-    min_tokens: Int | None = None
-    """No end of sequence, stop token or stop text ends the answer before this many tokens."""
-    ignore_eos: bool | None = None
-    """The model's own end of sequence does not end the answer."""
-    stop_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
-    """Up to 256 token ids that end the answer, besides the model's own."""
     priority: Int32 | None = None
     """Smaller runs first, where nodes schedule by priority."""
     cache_salt: Name | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     return_token_ids: bool | None = None
     """Tell the ids of the prompt's and the answer's tokens."""
-    prompt_logprobs: Int | None = None
-    """Log probabilities of the prompt's tokens, with this many of the most likely ones."""
-    allowed_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
-    """The only tokens that the answer may have; up to 4096."""
-    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    """Up to 256 words that the answer must not have."""
 
     use_beam_search: bool | None = None
     """Answer with the best that a beam search finds, `n` of them, in place of drawing tokens."""
@@ -96,12 +57,6 @@ class GenerationBody(StructuredFields):
     where it is not given, when those that grow could not become better at their present length;
     with `never`, nor at any length."""
 
-    include_stop_str_in_output: bool | None = None
-    """The answer ends with the stop text or stop token that ended it."""
-    skip_special_tokens: bool | None = None
-    """Special tokens have no text; on unless it is false."""
-    spaces_between_special_tokens: bool | None = None
-    """Put spaces between special tokens where the tokenizer does; on unless it is false."""
     add_special_tokens: bool | None = None
     """Let the tokenizer put its special tokens around the prompt: around texts unless it is false,
     around chats, whose template writes them, only if it is true."""
@@ -110,9 +65,6 @@ class GenerationBody(StructuredFields):
     truncation_side: Literal["left", "right"] | None = None
     """The side at which `truncate_prompt_tokens` cuts: `left` keeps the last tokens, as where it is
     not given; `right` the first."""
-    logprob_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
-    """Tell the log probabilities of these tokens, and of the answer's own, in place of the most
-    likely ones; up to 128, with `logprobs`."""
     return_tokens_as_token_ids: bool | None = None
     """Write tokens of log probabilities as `token_id:5`."""
     include_metrics: bool | None = None

@@ -53,6 +53,9 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "custom_logit_processor": NotBuilt(_CODE),
     "custom_params": NotBuilt(_CODE),
     "vllm_xargs": NotBuilt(_CODE),
+    "extra_args": NotBuilt(_CODE),
+    "trace_decode_token_ids": NotBuilt("put the tokens into the prompt, and ask prompt_logprobs"),
+    "prompt_logprob_token_ids": NotBuilt("prompt_logprobs tells of the most likely tokens"),
     "repetition_detection": NotBuilt("use repetition_penalty or max_tokens"),
     "no_repeat_ngram_size": NotBuilt("use repetition_penalty"),
     "repeat_penalty": NotBuilt("it is called repetition_penalty here", (1, 1.0)),
@@ -99,10 +102,13 @@ NOT_BUILT: dict[str, NotBuilt] = {
 }
 
 
-def refuse_not_built(body: StrictBody) -> None:
-    """Raises `BadRequest` for the first undeclared field that asks for what is not built."""
+def refuse_not_built(body: StrictBody, place: str = "") -> None:
+    """Raises `BadRequest` for the first undeclared field that asks for what is not built. `place`:
+    what stands in front of its name."""
     for name, value in (body.model_extra or {}).items():
         if (entry := NOT_BUILT.get(name)) and entry.is_asked_by(value):
             raise BadRequest(
-                f"{name} is not supported: {entry.advice}", param=name, code="unsupported_parameter"
+                f"{place}{name} is not supported: {entry.advice}",
+                param=place + name,
+                code="unsupported_parameter",
             )

@@ -23,6 +23,8 @@ _MAX_KEYS = 2048
 """Limit of keys of any object in a body."""
 _MAX_ITEMS = 4096
 """Limit of items of any list in a body but messages, prompts and tokens."""
+_UNLIMITED = ("messages", "prompt", "tokens", "token_ids")
+_SAMPLING = "sampling_params"
 BodyT = TypeVar("BodyT", bound=StrictBody)
 
 
@@ -47,16 +49,17 @@ def validate(content: dict[str, Any], kind: type[BodyT]) -> BodyT:
     except ValidationError as error:
         raise describe(error, content) from None
     refuse_not_built(found)
+    if isinstance(sampling := getattr(found, _SAMPLING, None), StrictBody):
+        refuse_not_built(sampling, f"{_SAMPLING}.")
     return found
 
 
 def _check_sizes(content: dict[str, Any]) -> None:
     """Refuses what would keep the validator busy for seconds, in a look at the lengths alone."""
     objects = [content, *(value for value in content.values() if isinstance(value, dict))]
-    for name, value in content.items():
-        is_list = isinstance(value, list) and name not in ("messages", "prompt", "tokens")
-        if is_list and len(value) > _MAX_ITEMS:
-            raise BadRequest(f"more than {_MAX_ITEMS} items", param=name[:MAX_STRING])
+    _check_lists(content, "", _UNLIMITED)
+    if isinstance(sampling := content.get(_SAMPLING), dict):
+        _check_lists(sampling, f"{_SAMPLING}.")
     messages = content.get("messages")
     if isinstance(messages, list):
         if len(messages) > MAX_MESSAGES:
@@ -71,3 +74,10 @@ def _check_sizes(content: dict[str, Any]) -> None:
         objects += [item for item in (*messages, *parts) if isinstance(item, dict)]
     if any(len(item) > _MAX_KEYS for item in objects):
         raise BadRequest(f"an object has more than {_MAX_KEYS} keys")
+
+
+def _check_lists(content: dict[str, Any], place: str, unlimited: tuple[str, ...] = ()) -> None:
+    for name, value in content.items():
+        is_list = isinstance(value, list) and name not in unlimited
+        if is_list and len(value) > _MAX_ITEMS:
+            raise BadRequest(f"more than {_MAX_ITEMS} items", param=(place + name)[:MAX_STRING])

@@ -1,0 +1,26 @@
+"""Says requests for tokens as completions, whose prompt is one list of ids."""
+
+from __future__ import annotations
+
+from decode_node.protocol.bodies.bad_words import EncodeAll
+from decode_node.protocol.completions import CompletionRequest
+from edge.http.errors import BadRequest
+from engine.contracts.sampling_params import SamplingParams
+from engine.models.config.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+
+
+class CompletionOfAnother(CompletionRequest):
+    """A request of another API as the completion that it amounts to."""
+
+    def check_supported(self) -> None:
+        if self.stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs are not part of a stream; ask for the whole answer"
+            raise BadRequest(message, param="prompt_logprobs")
+        super().check_supported()
+
+    def sampling(
+        self, encode: EncodeAll, defaults: SamplingDefaults = NO_DEFAULTS
+    ) -> SamplingParams:
+        """Returns the same without the model's defaults: who trains on the tokens has to know how
+        they were drawn. Raises `InvalidRequest`."""
+        return super().sampling(encode)

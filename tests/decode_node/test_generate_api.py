@@ -1,0 +1,143 @@
+"""Trainers send token ids and get token ids, in the shapes of vLLM's /inference/v1/generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.contracts.sampling_params import SamplingParams
+from tests.decode_node.http_node import HttpNode, chunks_of, http_node
+
+GENERATE = "/inference/v1/generate"
+IDS = [5, 6, 7]
+SAMPLING = {"max_tokens": 4, "seed": 3, "logprobs": 1}
+BODY: dict[str, Any] = {"model": "tiny", "token_ids": IDS, "sampling_params": SAMPLING}
+
+
+async def post(node: HttpNode, **fields: Any) -> dict[str, Any]:
+    response = await node.client.post(GENERATE, json={**BODY, **fields})
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+async def test_tokens_are_those_of_a_completion() -> None:
+    asked = {"prompt": IDS, **SAMPLING, "n": 2, "return_token_ids": True, "prompt_logprobs": 1}
+    sampling = {**SAMPLING, "n": 2, "prompt_logprobs": 1}
+    async with http_node() as node:
+        theirs = (await node.client.post("/v1/completions", json=asked)).json()
+        found = await post(node, sampling_params=sampling, return_token_ids=True)
+        assert found["output_mode"] == "tokens" and found["request_id"]
+        assert found["prompt_token_ids"] == IDS
+        assert found["usage"] == theirs["usage"]
+        for choice, other in zip(found["choices"], theirs["choices"], strict=True):
+            assert "text" not in choice
+            for name in ("index", "token_ids", "finish_reason", "stop_reason"):
+                assert choice[name] == other[name]
+            content = choice["logprobs"]["content"]
+            assert [one["logprob"] for one in content] == other["logprobs"]["token_logprobs"]
+            assert found["prompt_logprobs"] == other["prompt_logprobs"]
+
+
+async def test_log_probabilities_name_tokens_by_id_in_both_ways_the_own_token_first() -> None:
+    async with http_node() as node:
+        (choice,) = (await post(node))["choices"]
+        content = choice["logprobs"]["content"]
+        assert [one["token_id"] for one in content] == choice["token_ids"]
+        for one in content:
+            first, second = one["top_logprobs"]
+            assert first == {name: one[name] for name in ("token_id", "token", "logprob", "rank")}
+            assert one["token"] == f"token_id:{one['token_id']}"
+            assert (second["token"], second["rank"]) == ("token_id:1", 1)
+        named = {**SAMPLING, "logprob_token_ids": [8, choice["token_ids"][0]]}
+        (choice,) = (await post(node, sampling_params=named))["choices"]
+        ranks = [
+            [top["rank"] for top in one["top_logprobs"]] for one in choice["logprobs"]["content"]
+        ]
+        assert all(own == 1 and set(others) <= {None} for own, *others in ranks)
+
+
+@pytest.mark.parametrize("mode", ["tokens", "text"])
+async def test_a_stream_tells_what_a_whole_answer_tells(mode: str) -> None:
+    fields = {"output_mode": mode, "return_token_ids": True}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    async with http_node() as node:
+        whole = await post(node, **fields)
+        response = await node.client.post(GENERATE, json={**BODY, **fields, **options})
+        *chunks, last = chunks_of(response.text)
+        assert (last["choices"], last["usage"]) == ([], whole["usage"])
+        assert [chunk.get("prompt_token_ids") for chunk in chunks] == [IDS, None, None, None]
+        parts = [chunk["choices"][0] for chunk in chunks]
+        (choice,) = whole["choices"]
+        joined = [one for part in parts for one in part["logprobs"]["content"]]
+        assert choice["logprobs"]["content"] == joined
+        assert choice["token_ids"] == [i for part in parts for i in part["token_ids"]]
+        assert [part["finish_reason"] for part in parts] == [None, None, None, "length"]
+        if mode == "text":
+            assert choice["text"] == "".join(part["text"] for part in parts) != ""
+            texts = [bytes(one["bytes"]).decode("utf-8", "replace") for one in joined]
+            assert texts == [one["token"] for one in joined]
+
+
+async def test_the_token_that_ends_an_answer_is_told() -> None:
+    async with http_node(scripts=["the dog"]) as node:
+        script = node.engine.scripts[0]
+        (choice,) = (await post(node, sampling_params={"logprobs": 0}))["choices"]
+        assert choice["token_ids"] == script
+        assert len(choice["logprobs"]["content"]) == len(script)
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+
+
+async def test_nothing_is_drawn_by_the_models_own_defaults() -> None:
+    """A trainer has to know the distribution that its tokens are from."""
+    seen: list[SamplingParams] = []
+    async with http_node(override_generation_config='{"top_k": 5, "max_new_tokens": 7}') as node:
+        node.engine.on_generate = lambda fake: seen.append(fake.request.spec.sampling)
+        await post(node, sampling_params={})
+        await node.client.post("/v1/completions", json={"prompt": IDS})
+    assert [(one.top_k, one.max_tokens) for one in seen] == [(0, 7), (5, 7)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"token_ids": []}, "token_ids", "must not be empty"),
+        ({"token_ids": [4000]}, "token_ids", "out of range"),
+        ({"token_ids": [1] * 300}, "token_ids", "maximum context length"),
+        ({"token_ids": "text"}, "token_ids", "must be a list"),
+        ({"sampling_params": None}, "sampling_params", "must be an object"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature", "between"),
+        ({"sampling_params": {"n": 0}}, "sampling_params.n", "must be 1 to 64"),
+        ({"sampling_params": {"logprobs": -1}}, "sampling_params.logprobs", "between 0 and 20"),
+        ({"sampling_params": {"extra_args": {"a": 1}}}, "sampling_params.extra_args", "extensions"),
+        ({"sampling_params": {"bad_words": ["a"] * 5000}}, "sampling_params.bad_words", "4096"),
+        (
+            {"sampling_params": {"prompt_logprobs": 1}, "stream": True},
+            "sampling_params.prompt_logprobs",
+            "not part of a stream",
+        ),
+        ({"output_mode": "derender"}, "output_mode", "/v1/chat/completions"),
+        ({"features": {"mm_hashes": {}}}, "features", "/v1/chat/completions"),
+        ({"model": "other"}, "model", "does not exist"),
+    ],
+    ids=range(14),
+)
+async def test_refusals_name_the_field_as_the_client_wrote_it(
+    fields: dict[str, Any], param: str, words: str
+) -> None:
+    async with http_node() as node:
+        response = await node.client.post(GENERATE, json={**BODY, **fields})
+        error = response.json()["error"]
+        assert response.status_code == (404 if param == "model" else 400)
+        assert error["param"] == param and words in error["message"]
+
+
+async def test_what_trainers_send_besides_changes_nothing() -> None:
+    besides = {"features": None, "kv_transfer_params": {"a": 1}, "cache_salt": "weights-3"}
+    sampling = {**SAMPLING, "skip_special_tokens": False, "routed_experts_prompt_start": 2}
+    async with http_node(strict_fields=True) as node:
+        plain = await post(node)
+        assert (await post(node, sampling_params=sampling, **besides))["choices"] == plain[
+            "choices"
+        ]
