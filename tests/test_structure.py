@@ -149,7 +149,7 @@ METHODS_ORDER = [
 PROTOCOL_ORDER = [
     {"bodies", "models", "other_names", "usage"},
     {"chat", "completions"},
-    {"messages", "responses", "tokenize"},
+    {"messages", "responses", "tokenize", "tokens"},
 ]
 
 FRONTEND_ORDER = [
@@ -300,7 +300,7 @@ ANSWER_ORDER = [
     {"call_ids", "choice", "content_logprobs", "event", "journal", "logprobs"},
     {"format", "output_readers"},
     {"answer", "chat_format", "completion_format"},
-    {"messages", "responses", "sse"},
+    {"messages", "responses", "sse", "tokens"},
 ]
 
 PARSERS_ORDER = [

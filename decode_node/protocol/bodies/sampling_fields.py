@@ -1,4 +1,4 @@
-"""The fields that say how tokens are drawn and what is told of them, for all bodies with them."""
+"""The fields that say how tokens are drawn, for all bodies that have them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class GenerateSampling(SamplingFields):
     """The most tokens that the model may think before it answers; -1 for any number."""
 
     detokenize: Ignored = None
-    """Text is told where `output_mode` asks for it."""
+    """The answer has text where `output_mode` asks for it."""
     output_kind: Ignored = None
     """`stream` says it."""
     flat_logprobs: Ignored = None
@@ -47,7 +47,7 @@ class GenerateSampling(SamplingFields):
     skip_reading_prefix_cache: Ignored = None
     """Cached prefixes are read."""
     routed_experts_prompt_start: Ignored = None
-    """Which experts computed a token is not told."""
+    """The answer does not say which experts computed a token."""
 
 
 class GenerateRequest(StrictBody):
@@ -56,14 +56,14 @@ class GenerateRequest(StrictBody):
     token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)]
     """The ids of the prompt's tokens."""
     sampling_params: GenerateSampling
-    """How the answer's tokens are drawn, and what is told of them."""
+    """How the answer's tokens are drawn, and what the answer tells of them."""
     model: Name | None = None
     """A name that this server gives its model; any of them, or none."""
     output_mode: Literal["tokens", "text", "derender"] | None = None
-    """What an answer tells: `tokens`, as where it is not given, or their `text`, too. What parses
-    the text is /v1/chat/completions."""
+    """Answer with `tokens`, as where it is not given, or with their `text`, too. What parses the
+    text is /v1/chat/completions."""
     return_token_ids: bool | None = None
-    """Tell the ids of the prompt's tokens; the answer's are told in any case."""
+    """Tell the ids of the prompt's tokens, too."""
     stream: bool | None = None
     """Send the tokens as they are generated (server-sent events)."""
     stream_options: StreamOptions | None = None
