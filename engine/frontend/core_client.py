@@ -154,9 +154,12 @@ class EngineCoreClient:
         self._report(reason, None, is_alive=not self._is_dead)
 
     def _report(self, reason: str, facts: EngineFacts | None, *, is_alive: bool) -> None:
-        """Begins a report, unless the engine never started: then the reason says it all."""
+        """Begins a report, unless the engine never started: then the reason says it all. A core
+        that has sent its facts waits for the report: it is released where none begins."""
         if self.crash is not None and self._was_ready:
             self.crash.begin(reason, facts, is_alive=is_alive)
+        elif facts is not None:
+            self._release_core()
 
     def _release_core(self) -> None:
         """Lets a dying engine core end, which waits for its report."""

@@ -23,6 +23,7 @@ from msgspec import to_builtins
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import LoadProgress
 from engine.contracts.request_spec import RequestSpec
+from engine.core.core_proc import _REPORT_TIMEOUT_S
 from engine.frontend import crash_reporter
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
@@ -153,6 +154,18 @@ async def test_killed_worker_of_an_idle_engine(tmp_path: Path) -> None:
     report = report_of(llm)
     assert report["engine"]["requests"] == []
     assert all(step["seconds"] > 0 for step in report["steps"])
+
+
+async def test_a_core_that_nothing_reports_on_ends_at_once() -> None:
+    """It waits for no report, so that its node starts again seconds earlier."""
+    llm = await AsyncLLM.start(tiny_config())
+    try:
+        os.kill(llm.ready.worker_pids[0], signal.SIGKILL)
+        await llm.wait_dead()
+        async with asyncio.timeout(_REPORT_TIMEOUT_S - 1):
+            await until(lambda: is_gone(llm.core_pid), "the end of the engine core")
+    finally:
+        await llm.shutdown()
 
 
 def test_killed_core_under_uvloop(tmp_path: Path) -> None:
