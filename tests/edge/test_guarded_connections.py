@@ -131,6 +131,12 @@ POST = (
 )
 
 
+@pytest.fixture(autouse=True)
+def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts connections soon after their last answer, as tests wait for that."""
+    monkeypatch.setattr(guarded_protocol, "_LINGER_S", 0.1)
+
+
 async def test_a_wrong_key_is_refused_before_any_body_is_sent_or_read() -> None:
     async with service() as running:
         reader, writer = await running.connect(POST + b"authorization: Bearer wrong\r\n\r\n")
