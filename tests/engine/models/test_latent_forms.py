@@ -14,26 +14,22 @@ import torch
 from torch import Tensor
 
 from engine.batch.input_batch import BatchOrder
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.layers.attention import selection
 from engine.layers.attention.latent.latent_forms import LatentForms
 from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.attention.whole_prompts import flash_attention
 from engine.layers.attention.whole_prompts.flash_attention import FlashRagged
-from engine.models import recorded_steps
 from engine.models.checkpoint import load_model_config
 from engine.models.registry import spec_of
 from engine.models.specs.latent import LatentSpec
 from engine.parallel.distributed import ParallelGroup
-from engine.worker import model_runner
 from tandem_kernels.reference.ragged import ragged_attention
-from tests.engine.models.engine_rank import MODES, EngineRank, greedy
+from tests.engine.models.engine_rank import MODES, greedy
 from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 from tests.engine.models.rank_process import CHUNK, WHOLE, make_paged_model
-from tests.engine.models.reference_models import expected_logits, reference, reference_greedy
-from tests.engine.models.test_greedy_parity import CLEAR_LEAD, chosen_behind
-from tests.engine.worker.graphs.test_prompt_graphs import GraphsByHand
+from tests.engine.models.reference_models import expected_logits
+from tests.engine.models.test_greedy_parity import chosen_behind
 
 FAMILIES = ["deepseek_v2", "deepseek_v3_yarn"]
 TINY = LatentSpec(q_rank=0, kv_rank=24, nope=16, rope=8, value=12, scale=0.3)
@@ -186,64 +182,6 @@ def test_greedy_tokens_of_an_engine_that_expands(
     assert chosen_behind(checkpoints / family, tuple(map(tuple, tokens))) == tokens
     assert any(arguments[3].causal for arguments in expanded)  # type: ignore[attr-defined]
     assert not all(arguments[3].causal for arguments in expanded)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_graphs_of_whole_prompts(
-    family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs by hand what a graph holds, with nothing of the step known but on the device."""
-    together = [[0], [1], [2], [3], [0, 1, 2]]
-    check_graphs(checkpoints / family, prompts(), together, [16, 40, 80], monkeypatch)
-
-
-def test_graphs_of_prompts_that_choose_nothing(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph of 80 tokens is recorded with a prompt of 77, of which each token attends to 18 that
-    it chooses, and replayed with prompts of 18 and fewer."""
-    few = [prompt[:length] for prompt, length in zip(prompts()[2:], (18, 17, 16), strict=True)]
-    others = [prompt[7:] for prompt in few]
-    asked = [*few, *others]
-    together = [[3, 4], [0, 1, 2]]
-    check_graphs(checkpoints / "deepseek_v32", asked, together, [40, 80], monkeypatch)
-
-
-def check_graphs(
-    checkpoint: Path,
-    asked: list[list[int]],
-    together: list[list[int]],
-    sizes: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Runs prompts `together`, each of which replays a graph of `sizes` if it has tokens enough."""
-    model = reference(checkpoint)
-    monkeypatch.setattr(recorded_steps, "PROMPT_TOKENS", (8,))
-    monkeypatch.setattr(recorded_steps, "LONG_PROMPT_TOKENS", (16, 40, 80))
-    monkeypatch.setattr(recorded_steps, "LONGEST_PROMPT_TOKENS", (80,))
-    monkeypatch.setattr(model_runner, "CudaGraphManager", GraphsByHand)
-    backend = replace(tiny_backend(1000), fewest_of_step=9, recorded_tokens=80)
-    monkeypatch.setattr(selection, "_latent_backend", lambda *choice: backend)
-    config = EngineConfig(
-        engine_id="graphs",
-        epoch=1,
-        model=load_model_config(checkpoint),
-        cache=CacheConfig(block_size=16, num_blocks=160),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
-    )
-    engine = EngineRank(config, 0, "")
-    runner = engine.worker.runner
-    runner.capture_model(lambda fraction: None)
-    graphs = runner._graphs
-    assert isinstance(graphs, GraphsByHand)
-    answers = [reference_greedy(model, prompt, 3) for prompt in asked]
-    assert min(lead for _, lead in answers) > CLEAR_LEAD
-    for numbers in together:
-        # Nobody computes what another has left in the cache.
-        for request, found in engine.run({str(i): asked[i] for i in numbers}, 3).items():
-            assert found.tokens == answers[int(request)][0]
-    engine.close()
-    assert [key.num_tokens for key in graphs.replayed] == sizes
 
 
 def test_flash_way_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
