@@ -33,8 +33,8 @@ class PagedBackend(AttentionBackend):
         fixed_order: See `AttentionMetadata`.
         recorded_tokens: Steps of no more tokens may be recorded.
         dense_tokens: An indexer chooses what is attended of a longer context; None: there is none.
-        recorded_context: The longest context of a recorded step, which chooses whatever the
-            contexts are that it is recorded with; 0: nothing is recorded.
+        recorded_context: The longest context of a recorded step, whatever the contexts are that it
+            is recorded with; 0: nothing is recorded.
     """
 
     kernel: PagedKernel = ops.paged_attention
@@ -49,12 +49,13 @@ class PagedBackend(AttentionBackend):
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
             num_decodes=batch.order.num_decodes,
-            max_query_len=int(batch.order.query_lens.max()),
+            max_query_len=_longest_query(batch.order),
             max_seq_len=self._longest(batch.order),
             fixed_order=self.fixed_order,
             window=batch.window,
             decode_query_len=batch.order.decode_query_len,
             hidden=self._hidden(batch),
+            usual_seq_len=self._usual(batch.order),
         )
 
     def _hidden(self, batch: StepBatch) -> HiddenDecodes | None:
@@ -65,10 +66,17 @@ class PagedBackend(AttentionBackend):
         return HiddenDecodes.of(batch.query_start_loc, batch.seq_lens)
 
     def _longest(self, order: StepOrder) -> int:
-        """Returns the longest context of a step, of one that may be recorded any."""
-        if self.dense_tokens is not None and self.recorded_context and self._may_record(order):
+        """Returns the longest context of a step. Of a recorded one it may be any; so it is of those
+        that may be recorded, where an indexer chooses by it."""
+        chooses = self.dense_tokens is not None and self._may_record(order)
+        if self.recorded_context and (order.is_recorded or chooses):
             return self.recorded_context
         return int(order.seq_lens.max())
+
+    def _usual(self, order: StepOrder) -> int:
+        """Returns `AttentionMetadata.usual_seq_len`: that of the recorded requests."""
+        chooses = self.dense_tokens is not None
+        return int(order.seq_lens.max()) if order.is_recorded and not chooses else 0
 
     def _may_record(self, order: StepOrder) -> bool:
         is_small = int(order.query_lens.sum()) <= self.recorded_tokens
@@ -84,3 +92,10 @@ class PagedBackend(AttentionBackend):
         if spec.kv_scales is not None:
             rare["kv_scales"] = spec.kv_scales
         return self.kernel(queries, kv_cache, metadata, spec.scale, **rare)
+
+
+def _longest_query(order: StepOrder) -> int:
+    """Returns the most query tokens of a request. Of a recorded step with prompts one may have all:
+    padding has none."""
+    is_any = order.is_recorded and order.num_decodes == 0
+    return int(order.query_lens.sum() if is_any else order.query_lens.max())

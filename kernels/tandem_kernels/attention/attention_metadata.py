@@ -51,13 +51,16 @@ class AttentionMetadata:
         seq_lens: [R] int32, context length including this step's tokens. 0 marks a padding row.
         num_decodes: Leading requests that decode.
         max_query_len: Upper bound of the query lengths, known on the host.
-        max_seq_len: Upper bound of `seq_lens`, known on the host.
+        max_seq_len: Upper bound of `seq_lens`, known on the host: of a recorded step, that of all
+            steps it is replayed as.
         fixed_order: What a query token attends to is added up in one order, whatever else is in
             the batch, and however its request's tokens are cut into steps.
         window: Positions that a query token sees at most, its own included; None: all.
         decode_query_len: Query tokens of each decode: its last token, and drafts behind it.
         hidden: Decodes that `num_decodes` does not count; None: there are none, or their contexts
             are short enough to be attended like those of prompts.
+        usual_seq_len: The context that tiles are chosen for; 0: `max_seq_len`, which in a recorded
+            step is longer than most.
     """
 
     block_tables: Tensor
@@ -70,6 +73,7 @@ class AttentionMetadata:
     window: int | None = None
     decode_query_len: int = 1
     hidden: HiddenDecodes | None = None
+    usual_seq_len: int = 0
 
     @property
     def num_decode_tokens(self) -> int:

@@ -364,11 +364,11 @@ def tuning_of(
     """Returns the choice for the requests of a step behind its decodes. A chunk of one token, which
     is rare, has the tiles of two: it needs no kernel of its own."""
     num_tokens, num_q_heads, head_dim = q.shape
-    sizes = sizes_of(kv_cache)
+    sizes, context = sizes_of(kv_cache), metadata.usual_seq_len or metadata.max_seq_len
     return prefill_tuning(
         max(metadata.max_query_len, fewest_tokens) * (num_q_heads // sizes.num_kv_heads),
         (num_tokens - metadata.num_decodes) * num_q_heads,
-        min(metadata.max_seq_len, metadata.window or metadata.max_seq_len),
+        min(context, metadata.window or context),
         head_dim,
         q.dtype,
         sizes.block_size,

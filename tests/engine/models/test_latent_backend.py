@@ -114,14 +114,16 @@ def test_graphs_are_absorbed_or_of_whole_prompts() -> None:
 
 
 def test_recorded_steps_choose_whatever_they_are_recorded_with() -> None:
-    """The graph of a step that may lie behind a longer context chooses what is attended, too: in
-    deterministic mode of any step, else of few tokens, and of decodes."""
+    """The graph of a step that may lie behind a longer context chooses what is attended, too, and a
+    step that may be recorded does as its graph: in deterministic mode any, else of few tokens."""
     sizes = {"dense_tokens": 2048, "recorded_tokens": 4096, "recorded_context": 131_072}
     absorbed, both = LatentBackend(fixed_order=True, **sizes), replace(BACKEND, **sizes)
     for num_tokens in (64, 512, 1024, 2048, 4096):
-        order = BatchOrder.of_graph(GraphKey(8, num_tokens, samples=True))
+        recorded = BatchOrder.of_graph(GraphKey(8, num_tokens, samples=True))
+        order = replace(recorded, is_recorded=False)
         assert absorbed._longest(order) == 131_072
         assert (both._longest(order) == 131_072) == (num_tokens < both.fewest_of_step)
+        assert absorbed._longest(recorded) == both._longest(recorded) == 131_072
     decodes = BatchOrder.of_graph(GraphKey.of_decodes(8, 1, samples=True))
     assert absorbed._longest(decodes) == both._longest(decodes) == 131_072
 
