@@ -123,6 +123,9 @@ class _OneOf(ParallelGroup):
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat([x] * self.size, dim=-1)
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -37,6 +37,12 @@ def test_choice_of_prompts(
     check.index_topk(ops.index_topk.kernel, RAGGED, (3, 16, 12), fp8=False, ties=ties)
 
 
+def test_choice_where_requests_have_no_tokens_and_tokens_no_context() -> None:
+    """As in the runs of a rank that chooses for some tokens of a step."""
+    lengths = [9, 70, 0, 33, 40, 0], [0, 20, 3, 0, 5, 6]
+    check.index_topk(ops.index_topk.kernel, lengths, (3, 16, 12), fp8=False, ties=True)
+
+
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_choice_of_decodes(query_len: int) -> None:
     lengths = [90, 3, 0, 45], [query_len] * 4

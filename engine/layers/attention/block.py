@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.head_sizes import HeadSizes
 from engine.layers.attention.backend import AttentionSpec
-from engine.layers.attention.block_indexer import BlockIndexer, BlockIndexerSizes
+from engine.layers.attention.index.block_indexer import BlockIndexer, BlockIndexerSizes
 from engine.layers.attention.layer import Attention, AttentionInputs
 from engine.layers.linear import GateForm, QKVParallelLinear, RowParallelLinear, repeated
 from engine.layers.methods.base import HeadPlaces

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend, AttentionSpec, WholeImage
+from engine.layers.attention.index.shared_choice import RankShares
 from engine.layers.attention.row_inputs import GroupPlaces
 from engine.layers.attention.whole_images import attend_images
 from tandem_kernels import ops
@@ -25,10 +26,12 @@ class ChosenTokens:
     Attributes:
         chosen: As `tandem_kernels.reference.index.index_topk` returns it; None: everything.
         stays: Indexers behind it, too, keep their keys alone, and take this.
+        shares: For which tokens a rank chooses, which all indexers of the pass have in common.
     """
 
     chosen: Tensor | None = None
     stays: bool = False
+    shares: RankShares = field(default_factory=RankShares)
 
     def keep(self) -> None:
         """Makes the choice stay for the tokens that follow in the same rows. Where it was all that

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
-from engine.layers.attention.block_indexer import BlockIndexerSizes
-from engine.layers.attention.indexer import IndexerSizes
+from engine.layers.attention.index.block_indexer import BlockIndexerSizes
+from engine.layers.attention.index.indexer import IndexerSizes
 from engine.layers.attention.latent.latent_block import LatentAttentionBlock, LatentSizes
 from engine.layers.attention.rows.row_indexer import RowIndexerSizes
 from engine.layers.attention.rows.window_rows_block import WindowRowsBlock, WindowRowsSizes

@@ -12,7 +12,7 @@ from kv_transfer.planes import Plane
 
 class IndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Says how a layer chooses the tokens that it attends to; see
-    `engine.layers.attention.indexer`.
+    `engine.layers.attention.index.indexer`.
 
     Attributes:
         heads, dim: Of its queries; a token has one key, of `dim` numbers.
@@ -39,7 +39,7 @@ class IndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class BlockIndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Says how a layer chooses the blocks that a KV head's group attends to; see
-    `engine.layers.attention.block_indexer`.
+    `engine.layers.attention.index.block_indexer`.
 
     Attributes:
         heads: Queries of a token, one for each KV head; a token has one key.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.layers.attention.indexer import Indexer, IndexerSizes
+from engine.layers.attention.index.indexer import Indexer, IndexerSizes
 from engine.layers.attention.latent.latent_forms import LatentForms
 from engine.layers.attention.latent.latent_input import LatentInputProjection
 from engine.layers.attention.layer import AttentionInputs

@@ -1,7 +1,8 @@
 """Chooses the rows of several tokens that each token attends to, as `indexer` chooses tokens.
 
-Its keys are rows, too, of the same tokens: `row_compressor` makes them. Every rank has it whole:
-all choose alike. Source: DeepSeek-V4, 2026, as transformers 5.24 computes it.
+Its keys are rows, too, of the same tokens: `row_compressor` makes them. Every rank has it whole,
+and chooses for some of the tokens of a long step: all choose alike. Source: DeepSeek-V4, 2026, as
+transformers 5.24 computes it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.layers.attention.index.shared_choice import SharedChoice
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.attention.row_inputs import GroupPlaces
 from engine.layers.float32_sums import float32_sums
@@ -51,6 +53,7 @@ class RowIndexer(nn.Module):
         self.wq_b = ReplicatedLinear(q_rank, sizes.heads * sizes.dim, shard.at("wq_b"))
         self.weights_proj = shard.parameter(sizes.heads, hidden_size)
         self.scale = (sizes.heads * sizes.dim) ** -0.5
+        self.choice = SharedChoice(shard.tp, sizes.top_k, tokens)
 
     def forward(
         self,
@@ -76,7 +79,7 @@ class RowIndexer(nn.Module):
         )
         if metadata.max_seq_len // self.tokens <= sizes.top_k:
             return None
-        return ops.index_topk(queries, weights, pages, metadata, sizes.top_k, self.tokens)
+        return self.choice.choose(queries, weights, pages, metadata, inputs.choice.shares)
 
     def head_weights(self, x: Tensor) -> Tensor:
         """Returns those of tokens [T, hidden], with the scale of scores, [T, H] float32."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from engine.layers.attention.indexer import is_sparse
+from engine.layers.attention.index.indexer import is_sparse
 from engine.layers.attention.layer import AttentionInputs, ChosenBlocks
 from engine.layers.linear import MergedColumnParallelLinear, repeated
 from engine.layers.methods.base import ColumnPart

@@ -4,9 +4,10 @@
     x ───────── weights_proj ─ [H]  ─┐
     q latent ── wq_b ─ rotate ─ [H, D] ─ sum of w * relu(q . k) ─ the highest top_k ─▶ positions
 
-Every rank has it whole: all choose alike. Contexts of up to `top_k` tokens are attended as a whole,
-and nothing is chosen of them; their keys are kept all the same, for they may grow. Source:
-DeepSeek-V3.2, 2025 (arXiv 2512.02556), 2.1.
+Every rank has it whole, and chooses for some of the tokens of a long step (`shared_choice`): all
+choose alike. Contexts of up to `top_k` tokens are attended as a whole, and nothing is chosen of
+them; their keys are kept all the same, for they may grow. Source: DeepSeek-V3.2, 2025 (arXiv
+2512.02556), 2.1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.layers.attention.index.shared_choice import RankShares, SharedChoice
 from engine.layers.attention.latent_backend import LatentMetadata
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.float32_sums import float32_sums
@@ -87,6 +89,7 @@ class Indexer(nn.Module):
         self.k_norm = KeyNorm(dim, shard, order)
         self.weights_proj = shard.parameter(heads, hidden_size)
         self.scale = (heads * dim) ** -0.5
+        self.choice = SharedChoice(shard.tp, sizes.top_k)
 
     def forward(
         self, x: Tensor, q_latent: Tensor, pages: IndexPages, inputs: AttentionInputs
@@ -106,18 +109,18 @@ class Indexer(nn.Module):
             inputs.slot_mapping,
             _NORM_EPS,
         )
-        metadata = inputs.metadata
+        metadata, shares = inputs.metadata, inputs.choice.shares
         if inputs.choice.stays:
             return inputs.choice.chosen
         if not isinstance(metadata, LatentMetadata):
-            return self._chosen(queries, weights, pages, metadata)
+            return self._chosen(queries, weights, pages, metadata, shares)
         parts = (
             (metadata.before, slice(0, metadata.rows.start)),
             (metadata.choosing, metadata.rows),
             (metadata.after, slice(metadata.rows.stop, len(x))),
         )
         found = {
-            rows.start: self._chosen(queries[rows], weights[rows], pages, part)
+            rows.start: self._chosen(queries[rows], weights[rows], pages, part, shares)
             for part, rows in parts
             if part is not None
         }
@@ -130,11 +133,16 @@ class Indexer(nn.Module):
         return whole
 
     def _chosen(
-        self, queries: Tensor, weights: Tensor, pages: IndexPages, metadata: AttentionMetadata
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        pages: IndexPages,
+        metadata: AttentionMetadata,
+        shares: RankShares,
     ) -> Tensor | None:
         if not is_sparse(metadata, self.sizes.top_k):
             return None
-        return ops.index_topk(queries, weights, pages, metadata, self.sizes.top_k)
+        return self.choice.choose(queries, weights, pages, metadata, shares)
 
     def _head_weights(self, x: Tensor) -> Tensor:
         """Returns [T, H] float32, with the scale of scores."""
