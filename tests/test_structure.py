@@ -252,11 +252,11 @@ KV_TRANSFER_ORDER = [
 """Contracts first. Rooms of one level never import each other."""
 
 ATTENTION_ORDER = [
-    {"backend", "by_head", "row_inputs"},
+    {"backend", "by_head", "row_inputs", "shared_choice"},
     {"context_passes", "paged", "whole_images"},
     {"latent_backend", "layer", "whole_prompts"},
-    {"indexer", "rows", "selection"},
-    {"block_indexer", "latent"},
+    {"index", "rows", "selection"},
+    {"latent"},
     {"block"},
 ]
 

@@ -24,9 +24,7 @@ def reason(launch: Launch, policy: GemmPolicy) -> str:
     if rule is None:
         return ""
     text, field = rule
-    if not field:
-        return text
-    limit = getattr(policy, field)
+    limit = getattr(policy, field) if field else None
     return text.format(rows=launch.num_rows, limit=limit)
 
 
@@ -102,7 +100,10 @@ RULES: dict[str, tuple[str, str]] = {
     "fp8_product": ("FP8 weights; what reads the product applies the scales", ""),
     "invariant_gemm": ("deterministic: a row does not depend on the others", ""),
     "latent_attention": ("latents as they lie in the cache: absorbed", ""),
-    "index_topk": ("scores of all keys an indexer sees, of which the highest are chosen", ""),
+    "index_topk": (
+        "scores of all keys that {rows} tokens see, of which the highest are chosen",
+        "",
+    ),
     "sparse_latent_attention": ("the chosen tokens' latents, in parts where programs are few", ""),
     "window_rows_attention": ("a window's tokens and rows of several, by one softmax", ""),
     "window_rows_fp8": ("the same, quantised for the output's first projection", ""),

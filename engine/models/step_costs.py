@@ -244,12 +244,13 @@ class _Costs:
 
     def _index(self, group: KVGroup) -> Iterator[AttentionCost]:
         """Yields the choice of what is attended, in every context: of tokens every rank makes the
-        whole, of blocks that of its own heads."""
+        whole, and ranks share that of prompts; of blocks each makes that of its own heads."""
         found = [self._index_flops(layer, group) for layer in group.layers]
         if any(found):
+            is_of_heads = any(map(self._spec.block_indexer_of, group.layers))
             yield AttentionCost(
                 window=None,
-                flops_of_prompts=sum(found),
+                flops_of_prompts=sum(found) / (1 if is_of_heads else self._ranks),
                 flops_of_decodes=sum(found),
                 kv_bytes=self._row_bytes(group, of_index=True) * sum(map(bool, found)),
             )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend, AttentionSpec, WholeImage
-from engine.layers.attention.index.shared_choice import RankShares
 from engine.layers.attention.row_inputs import GroupPlaces
+from engine.layers.attention.shared_choice import RankShares
 from engine.layers.attention.whole_images import attend_images
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata

@@ -239,6 +239,16 @@ def test_chosen_tokens_of_short_contexts_are_attended_behind_a_mask() -> None:
     assert "sparse_latent_attention" not in operations
 
 
+def test_ranks_choose_for_some_of_the_tokens_of_a_prompt() -> None:
+    config = shape_config("deepseek-v3.2-6-layers", num_layers=1, tensor_parallel_size=8)
+    steps = [Batch(prompts=(8192,)), Batch(8, 8192)]
+    found = [rows_of(step, 0) for step in explain(config, H200, steps)]
+    reasons = [row.why for rows in found for row in rows if row.operation == "index_topk"]
+    assert [
+        f"that {count} tokens see" in why for count, why in zip((1024, 8), reasons, strict=True)
+    ]
+
+
 def test_without_flash_attention_cudnn_attends_long_prompts(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama-3.1-8b")
     steps = [Batch(prompts=(4096,))]

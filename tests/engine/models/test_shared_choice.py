@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.layers.attention.index.shared_choice import RankShare, RankShares, SharedChoice
+from engine.layers.attention.shared_choice import RankShare, RankShares, SharedChoice
 from engine.parallel.distributed import ParallelGroup
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
@@ -67,7 +67,7 @@ def test_ranks_choose_together_what_each_would_alone(batch: str, tokens: int) ->
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_ranks_have_as_much_to_score(size: int) -> None:
-    """Of a prompt from its beginning, whose last token sees most; and each token is of one rank."""
+    """A prompt's last token sees most. Each token is of one rank."""
     count = 4000
     metadata = batch_of([count], [count])
     shares = [RankShare.of(metadata, count, rank, size) for rank in range(size)]

@@ -154,7 +154,7 @@ def test_a_prompt_that_chooses_takes_the_form_of_fewer_products(
     context: int, counted: dict[str, Counted]
 ) -> None:
     """Short contexts are expanded, of long ones each token reads the rows that it chose. All index
-    keys are scored."""
+    keys are scored, by ranks together."""
     one = counted["deepseek_v32"]
     spec, layers = spec_of(one.config.model), one.config.model.num_layers
     assert isinstance(spec, DenseSpec) and spec.latent is not None
@@ -169,6 +169,10 @@ def test_a_prompt_that_chooses_takes_the_form_of_fewer_products(
     expected = one.cost.flops_per_token + 2 * layers * (attended + scored)
     # A whole number of tokens stands for what the chosen rows cost.
     assert one.cost.flops(work) == pytest.approx(expected, abs=layers * heads * expanded)
+    split = cost_of(replace(one.config, parallel=ParallelConfig(tensor_parallel_size=2)))
+    assert split is not None
+    of_prompts = split.flops(work) - split.flops_per_token
+    assert of_prompts == pytest.approx((expected - one.cost.flops_per_token) / 2, rel=0.01)
 
 
 def test_kv_is_counted_by_what_a_token_has(counted: dict[str, Counted]) -> None:

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.layers.attention.index.shared_choice import RankShares, SharedChoice
 from engine.layers.attention.latent_backend import LatentMetadata
 from engine.layers.attention.layer import AttentionInputs
+from engine.layers.attention.shared_choice import RankShares, SharedChoice
 from engine.layers.float32_sums import float32_sums
 from engine.layers.linear import MergedColumnParallelLinear, repeated
 from engine.layers.methods.base import ColumnPart

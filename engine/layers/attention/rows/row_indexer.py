@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.layers.attention.index.shared_choice import SharedChoice
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.attention.row_inputs import GroupPlaces
+from engine.layers.attention.shared_choice import SharedChoice
 from engine.layers.float32_sums import float32_sums
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.rows import Rows

@@ -133,7 +133,8 @@ class SharedChoice:
         metadata: AttentionMetadata,
         shares: RankShares,
     ) -> Tensor:
-        """Returns what `index_topk` does of the same."""
+        """Returns what `index_topk` does of the same, [T, top_k] int32, for queries [T, H, D] and
+        weights [T, H]."""
         num_tokens = len(queries)
         if not self.is_shared(num_tokens, metadata, queries.device):
             return self._chosen(queries, weights, pages, metadata)
