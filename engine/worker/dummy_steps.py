@@ -248,7 +248,7 @@ def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
     kernels do not begin early: the parts of a context depend on the number of decodes, and whether
     kernels begin early on that of their tokens. Where an indexer chooses, short contexts are
     attended as a whole, or behind a mask, in steps alone that no graph holds: beside a chunk, or of
-    many prompts."""
+    many prompts. Few tokens beside a chunk choose in as many parts as their contexts are long."""
     limits = config.scheduler
     longest = min(config.model.max_model_len, limits.max_num_batched_tokens)
     most = min(limits.max_num_seqs - 1, longest - _LONG_PROMPT)
@@ -259,11 +259,16 @@ def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
     lengths = [[*decodes, _LONG_PROMPT] for decodes in counted]
     if (dense := spec_of(config.model).dense_tokens) is not None:
         lengths += [[*decodes, _CHUNK] for decodes in counted]
-        lengths.append([1, _SHORT_PROMPTS[1], _CHUNK])
         for size in (dense, -(-dense // 2)):
             lengths.append(dummy_lengths(_NEVER_RECORDED, -(-_NEVER_RECORDED // size) + 1, size))
+        lengths.append([1, _SHORT_PROMPTS[1], _CHUNK])
     fitting = [one for one in lengths if len(one) <= limits.max_num_seqs and sum(one) <= longest]
-    return [DummyStep(one, _UNFILTERED) for one in fitting]
+    steps = [DummyStep(one, _UNFILTERED) for one in fitting]
+    if dense is not None and lengths[-1] in fitting:
+        most = config.model.max_model_len - _CHUNK
+        cached = [times * dense for times in (1, 2) if times * dense <= most]
+        steps += [DummyStep(lengths[-1], _UNFILTERED, one) for one in cached]
+    return steps
 
 
 def _tokens_of_searched_pairs(config: EngineConfig) -> range:
