@@ -112,6 +112,21 @@ def test_a_shape_without_a_table_takes_the_nearest_and_says_so_once(
     assert "NVIDIA_H200/E128-N384-K2048-bf16.json" in messages[0] and "--tune" in messages[0]
 
 
+def test_few_pairs_take_what_was_measured_for_as_many(tmp_path: Path) -> None:
+    """A token of 32 experts has as many programs as one of 128: each of its pairs is alone."""
+    table = ExpertTable(
+        gate_up=(Range(4 / 128, SMALL), Range(None, LARGE)), down=(Range(None, FP8),)
+    )
+    (tmp_path / "NVIDIA_H200").mkdir()
+    (tmp_path / "NVIDIA_H200" / QWEN3_30B.file_name).write_bytes(table.to_json())
+    few_experts = msgspec.structs.replace(QWEN3_30B, num_experts=32)
+    assert chosen(tmp_path, few_experts, num_pairs=4) == SMALL
+    assert chosen(tmp_path, few_experts, num_pairs=8) == LARGE
+    many_experts = msgspec.structs.replace(QWEN3_30B, num_experts=512)
+    assert chosen(tmp_path, many_experts, num_pairs=8) == LARGE
+    assert chosen(tmp_path, many_experts, num_pairs=512) == LARGE, "a row each"
+
+
 def chosen(
     tables: Path, shape: ExpertShape, gpu: str = "NVIDIA_H200", num_pairs: int = 64
 ) -> ExpertTuning:

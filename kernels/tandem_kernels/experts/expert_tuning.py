@@ -6,7 +6,9 @@
     {"gate_up": [{"up_to": 8, "rows": 16, ...}, ..., {"up_to": null, ...}], "down": [...]}
 
 `up_to` is the mean number of rows that an expert has. A shape that nothing measured takes the table
-of the nearest one, and the log says so once.
+of the nearest one, and the log says so once. Its steps of fewer pairs than experts take what was
+measured for as many pairs: most experts have one row then, and how many programs run depends on the
+pairs, not on the number of experts.
 """
 
 from __future__ import annotations
@@ -205,7 +207,7 @@ def _line(part: Range) -> bytes:
 def expert_tuning(
     shape: ExpertShape, num_pairs: int, gpu: str, *, gated: bool, tables: Path = TABLES
 ) -> ExpertTuning:
-    """Chooses by the mean number of rows that an expert has.
+    """Chooses by the mean number of rows that an expert has, or by pairs where they are few.
 
     Args:
         num_pairs: (token, expert) pairs of the step.
@@ -214,7 +216,10 @@ def expert_tuning(
     """
     if shape.weights == _EXACT_FORMAT:
         return _EXACT
-    return nearest_table(shape, gpu, tables).choose(num_pairs / shape.num_experts, gated=gated)
+    num_experts = shape.num_experts
+    if num_pairs < num_experts:
+        num_experts = nearest_shape(shape, gpu, tables)[1].num_experts
+    return nearest_table(shape, gpu, tables).choose(num_pairs / num_experts, gated=gated)
 
 
 def searched_pairs(weights: str) -> int:
@@ -246,6 +251,7 @@ def nearest_table(shape: ExpertShape, gpu: str, tables: Path) -> ExpertTable:
     return ExpertTable.from_json((tables / measured_gpu / measured.file_name).read_bytes())
 
 
+@cache
 def nearest_shape(shape: ExpertShape, gpu: str, tables: Path) -> tuple[str, ExpertShape]:
     """Returns GPU and shape of the table that `nearest_table` reads."""
     return min(
