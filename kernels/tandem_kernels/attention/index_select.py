@@ -341,7 +341,7 @@ def select(scores: Tensor, rows: SelectedRows, chosen: Tensor) -> None:
     shape = {
         "TOP_K": top_k,
         "CANDIDATES": num_candidates,
-        "BLOCK": min(_BLOCK, triton.next_power_of_2(rows.width)),
+        "BLOCK": _BLOCK,  # of short rows, too: their width would make kernels of its own
         "QUERY_LEN": rows.query_len,
         "BLOCK_Q": rows.block_q,
         "TOKENS": rows.tokens,
