@@ -5,12 +5,15 @@
 
 A cluster has a dozen processes, so two of them at once would take each other's time; most of the
 other tests compute in one process. The longest files come first, so that short ones are left where
-the others have nothing more to do. A file is never cut: its fixtures are made once. Files that
-compare with the same answers of transformers are one piece as well, so that these are made once.
+the others have nothing more to do. The rest comes in an order that mixes folders: files of one
+folder wait, or compute, alike, and where all workers wait at once, processors idle. A file is never
+cut: its fixtures are made once. Files that compare with the same answers of transformers are one
+piece as well, so that these are made once.
 """
 
 from __future__ import annotations
 
+import zlib
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +34,14 @@ LONG = [
     "tests/security/test_floods.py",
     "tests/router/test_faults.py",
     "tests/router/test_fuzz.py",
+    "tests/cli/test_plain_installation.py",
+    "tests/release/test_release.py",
+    "tests/engine/kv_groups/test_grouped_model.py",
+    "tests/engine/core/test_host_memory.py",
+    "tests/engine/lora/test_adapted_engine.py",
+    "tests/engine/worker/test_choices.py",
+    "tests/engine/models/test_sharded_sampling.py",
+    "tests/decode_node/parsers/test_any_tokens.py",
 ]
 """Files of more than ten seconds, or of fewer that would be among the last."""
 
@@ -49,7 +60,7 @@ def turn(file: Path) -> int:
     name = str(file.resolve().relative_to(ROOT))
     if starts_clusters(file):
         return 0
-    return 1 + LONG.index(name) if name in LONG else 1 + len(LONG)
+    return 1 + LONG.index(name) if name in LONG else 1 + len(LONG) + zlib.crc32(name.encode())
 
 
 @cache
