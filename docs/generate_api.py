@@ -28,6 +28,7 @@ from decode_node.protocol.messages.messages import CountTokensRequest, MessagesR
 from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
 from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from decode_node.protocol.tokens.generate import GenerateRequest
+from decode_node.protocol.tokens.sglang import SGLangRequest
 from router.app import create_app
 from router.config import RouterSettings
 
@@ -186,6 +187,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/inference/v1/generate": GenerateRequest,
+    "/generate": SGLangRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": InputTokensRequest,
     "/v1/messages": MessagesRequest,
@@ -228,6 +230,8 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
   0.33, and by `token`, as it did before: clients of both read it. Images, `derender`, experts and
   sampling masks are not there. Weights that a trainer makes come as adapters
   (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the model's own.
+- `/generate` is SGLang's own API. Its streams have no log probabilities, and events that have all of
+  an answer so far come more seldom the longer it is.
 - Responses are kept by the router, in a database ([above](#responses-that-are-kept)), and survive
   it; vLLM keeps them in the memory of one server.
 """

@@ -46,7 +46,8 @@ def _text(token: bytes) -> str:
     return token.decode("utf-8", "replace")
 
 
-def _finite(logprob: float) -> float:
+def finite_logprob(logprob: float) -> float:
+    """Returns what JSON can say."""
     return logprob if math.isfinite(logprob) else _LOWEST
 
 
@@ -58,7 +59,7 @@ def completion_logprobs(
     result = CompletionLogprobs([], [], [], [])
     for position in logprobs:
         texts = [tokens.name(token_id) for token_id in position.token_ids]
-        values = [_finite(value) for value in position.logprobs]
+        values = [finite_logprob(value) for value in position.logprobs]
         result.tokens.append(texts[0])
         result.token_logprobs.append(values[0])
         # The token of the text comes first, which clients rely on; several may have one name.
@@ -117,7 +118,7 @@ def prompt_logprobs(tokenizer: TokenTexts, logprobs: list[TokenLogprobs]) -> Pro
         by_token: dict[str, PromptLogprob] = {}
         for token_id, value, rank in entries:
             decoded = _text(tokenizer.token_bytes(token_id))
-            by_token.setdefault(str(token_id), PromptLogprob(_finite(value), rank, decoded))
+            by_token.setdefault(str(token_id), PromptLogprob(finite_logprob(value), rank, decoded))
         # Encoded one by one: a single call for all would hold the interpreter for a second.
         result.append(cast("dict[str, PromptLogprob]", msgspec.Raw(_encode(by_token))))
     return result
@@ -131,7 +132,7 @@ def chat_logprobs(
     content = []
     for position in logprobs:
         top = [
-            TopLogprob(tokens.name(id_), _finite(value), list(tokens.token_bytes(id_)))
+            TopLogprob(tokens.name(id_), finite_logprob(value), list(tokens.token_bytes(id_)))
             for id_, value in zip(position.token_ids, position.logprobs, strict=True)
         ]
         chosen, others = top[0], top[1:]
@@ -152,7 +153,7 @@ def generate_logprobs(
             GenerateLogprob(
                 token_id=id_,
                 token=tokens.name(id_) if has_text else _ID_NAME % id_,
-                logprob=_finite(value),
+                logprob=finite_logprob(value),
                 bytes=list(tokens.token_bytes(id_)) if has_text else UNSET,
                 rank=None if are_named and place else rank,
             )

@@ -27,6 +27,7 @@ from decode_node.protocol.tokenize import (
     TokenizeRequest,
 )
 from decode_node.protocol.tokens.generate import GenerateRequest, Generation
+from decode_node.protocol.tokens.sglang import SGLangAnswer, SGLangRequest
 from edge.http.error_forms import AnthropicErrorBody
 from edge.http.errors import ErrorBody
 
@@ -80,6 +81,13 @@ _POSTS = (
         body=GenerateRequest,
         answer=Generation,
         stream="each `data:` is a Generation, the last one `[DONE]`",
+    ),
+    _Post(
+        path="/generate",
+        name="generateNatively",
+        body=SGLangRequest,
+        answer=SGLangAnswer,
+        stream="each `data:` is an SGLangAnswer, the last one `[DONE]`",
     ),
     _Post(
         path="/v1/responses",

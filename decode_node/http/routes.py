@@ -31,6 +31,7 @@ from decode_node.protocol.messages.messages import CountTokensRequest, MessagesR
 from decode_node.protocol.models import ModelList
 from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
 from decode_node.protocol.tokens.generate import GenerateRequest
+from decode_node.protocol.tokens.sglang import SGLangRequest
 from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing
 from decode_node.serving.request_context import RequestContext
@@ -156,6 +157,11 @@ def _answers(api: Api) -> list[Route]:
         body, context = await api.read(request, GenerateRequest)
         return await api.serving.generate(body, context)
 
+    async def native(request: Request) -> Response:
+        """Continues texts or token ids, and answers with both, as SGLang does."""
+        body, context = await api.read(request, SGLangRequest)
+        return await api.serving.native(body, context)
+
     async def responses(request: Request) -> Response:
         """Answers a chat in the shape of OpenAI's newer API, and keeps nothing."""
         body, context = await api.read(request, ResponsesRequest)
@@ -185,6 +191,7 @@ def _answers(api: Api) -> list[Route]:
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/generate", native, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),

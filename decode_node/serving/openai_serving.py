@@ -16,11 +16,13 @@ from decode_node.answer.chat_format import ChatFormat
 from decode_node.answer.messages.messages_format import MessagesFormat
 from decode_node.answer.responses.responses_format import ResponsesFormat
 from decode_node.answer.tokens.generate_format import GenerateFormat
+from decode_node.answer.tokens.sglang_format import SGLangFormat
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.messages.messages import MessagesRequest
 from decode_node.protocol.responses.responses import ResponsesRequest
 from decode_node.protocol.tokens.generate import GenerateRequest
+from decode_node.protocol.tokens.sglang import SGLangRequest
 from decode_node.serving.prepare_choices import ChoicePreparer
 from decode_node.serving.read_request import MakeFormat, ReadRequest, RequestReader
 from decode_node.serving.request_context import RequestContext
@@ -29,8 +31,8 @@ from edge.http.event_loop import long_work
 
 
 class OpenAIServing:
-    """Leads from a parsed body to its answer: OpenAI's APIs, Anthropic's Messages, and token ids
-    as vLLM takes them."""
+    """Leads from a parsed body to its answer: OpenAI's APIs, Anthropic's Messages, and tokens
+    as vLLM and SGLang take them."""
 
     def __init__(
         self, reader: RequestReader, preparer: ChoicePreparer, responder: Responder
@@ -48,6 +50,13 @@ class OpenAIServing:
         """Continues a prompt of token ids. Raises `HttpError`."""
         with body.named_fields():
             make = partial(GenerateFormat, has_text=body.has_text)
+            read = await self._reader.completion(body.to_completion(), context, make)
+            return await self._answer(read, context)
+
+    async def native(self, body: SGLangRequest, context: RequestContext) -> Response:
+        """Continues texts or token ids, as SGLang's own API does. Raises `HttpError`."""
+        with body.named_fields():
+            make = partial(SGLangFormat, asked=body)
             read = await self._reader.completion(body.to_completion(), context, make)
             return await self._answer(read, context)
 

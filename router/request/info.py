@@ -55,6 +55,7 @@ class _Message(msgspec.Struct):
 _Body = dict[str, msgspec.Raw]
 Bytes: TypeAlias = bytes | memoryview
 _NOTHING = msgspec.Raw(b"")
+_NULL = msgspec.Raw(b"null")
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[_Message]).decode
@@ -179,7 +180,7 @@ def read_request_info(
     asked = _text(fields.get("model"))
     led = route(asked)
     form = PROXIED_PATHS[path]
-    given = fields.get(form.prompt)
+    given = _first_given(fields, form.prompt)
     options = _read_part(fields.get(form.options, _NOTHING)) if form.options else fields
     has_images = given is not None and may_hold_images(body)
     if given is not None and has_images:
@@ -235,6 +236,11 @@ def _read_body(body: bytes) -> _Body:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         fault = json_fault(body, error)
         raise _bad_json(f"the request body is not valid JSON: {fault}") from None
+
+
+def _first_given(fields: _Body, names: Sequence[str]) -> msgspec.Raw | None:
+    given = (fields.get(name) for name in names)
+    return next((raw for raw in given if raw is not None and raw != _NULL), None)
 
 
 def _read_part(raw: msgspec.Raw) -> _Body:

@@ -17,7 +17,8 @@ class ProxiedPath:
     Attributes:
         generates: Its answer is computed token by token.
         preamble: Field that stands in front of the prompt, such as a system prompt.
-        prompt: Field of the prompt: turns of a conversation.
+        prompt: Fields of the prompt, which is turns of a conversation; the first that is given
+            counts.
         takes_text: It may also be text or token ids.
         options: Field of the object that has the two below; empty: the body has them.
         max_tokens: Fields of the longest answer; of several that are given the first counts.
@@ -27,7 +28,7 @@ class ProxiedPath:
     path: str
     generates: bool = True
     preamble: str = ""
-    prompt: str = ""
+    prompt: tuple[str, ...] = ()
     takes_text: bool = False
     options: str = ""
     max_tokens: tuple[str, ...] = ("max_tokens",)
@@ -35,29 +36,39 @@ class ProxiedPath:
 
 
 _ALL = (
-    ProxiedPath(path="/v1/completions", prompt="prompt", takes_text=True, answers=("n", "best_of")),
+    ProxiedPath(
+        path="/v1/completions", prompt=("prompt",), takes_text=True, answers=("n", "best_of")
+    ),
     ProxiedPath(
         path="/inference/v1/generate",
-        prompt="token_ids",
+        prompt=("token_ids",),
         takes_text=True,
         options="sampling_params",
         answers=("n",),
     ),
     ProxiedPath(
+        path="/generate",
+        prompt=("input_ids", "text"),
+        takes_text=True,
+        options="sampling_params",
+        max_tokens=("max_new_tokens",),
+        answers=("n",),
+    ),
+    ProxiedPath(
         path="/v1/chat/completions",
-        prompt="messages",
+        prompt=("messages",),
         max_tokens=("max_completion_tokens", "max_tokens"),
         answers=("n", "best_of"),
     ),
     ProxiedPath(
         path="/v1/responses",
         preamble="instructions",
-        prompt="input",
+        prompt=("input",),
         takes_text=True,
         max_tokens=("max_output_tokens",),
     ),
     ProxiedPath(path="/v1/responses/input_tokens", generates=False),
-    ProxiedPath(path="/v1/messages", preamble="system", prompt="messages"),
+    ProxiedPath(path="/v1/messages", preamble="system", prompt=("messages",)),
     ProxiedPath(path="/v1/messages/count_tokens", generates=False),
     ProxiedPath(path="/tokenize", generates=False),
     ProxiedPath(path="/detokenize", generates=False),

@@ -97,6 +97,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "output_mode": "text",
         },
     ),
+    ("/generate", {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 4, "n": 2}}),
 ]
 
 
@@ -120,6 +121,18 @@ async def test_wherever_it_is_cut_it_goes_on(
             assert created is None or all(
                 created[1] in found for found in re.findall(r'"created":(\d+)', "".join(rest))
             )
+
+
+async def test_tokens_that_wait_for_others_are_told_by_the_node_that_goes_on() -> None:
+    """Events with all of an answer so far come more seldom the longer it is."""
+    sampling = {"max_new_tokens": 70, "sampling_seed": 5}
+    body = {"input_ids": [1, 2], "sampling_params": sampling, "stream": True}
+    async with http_node() as first, http_node() as second:
+        whole = await ask(first, "/generate", body)
+        assert len(whole) < 70
+        for cut in (1, 64, 65, len(whole) - 2):
+            rest = await ask(second, "/generate", body, whole[:cut])
+            assert [*map(data_of, whole[:cut]), *map(data_of, rest)] == [*map(data_of, whole)]
 
 
 async def test_prompt_logprobs_are_computed_again_and_not_told() -> None:

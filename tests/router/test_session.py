@@ -195,6 +195,8 @@ def test_prompt_lengths_are_guessed(prompt: Any, tokens: int) -> None:
         ("/v1/responses", {"max_output_tokens": 5, "max_tokens": 1, "input": ["a"]}, (5, 1)),
         ("/v1/completions", {"max_tokens": True, "n": "x"}, (0, 1)),
         (GENERATE, {"sampling_params": {"max_tokens": 7, "n": 2}, "max_tokens": 1}, (7, 2)),
+        ("/generate", {"sampling_params": {"max_new_tokens": 7, "n": 2}, "text": "a"}, (7, 2)),
+        ("/generate", {"text": None, "input_ids": [[1, 2], [3]]}, (0, 2)),
         (GENERATE, {"sampling_params": ["x"], "token_ids": [1, 2]}, (0, 1)),
     ],
 )

@@ -99,6 +99,8 @@ NOT_BUILT: dict[str, NotBuilt] = {
     ),
     "compaction": NotBuilt("this server summarises nothing by itself; ask for it in a message"),
     "return_hidden_states": NotBuilt("hidden states are not given out"),
+    "return_entropy": NotBuilt("only log probabilities are given out"),
+    "beam_width": NotBuilt("/v1/completions has it as use_beam_search", (1,)),
 }
 
 

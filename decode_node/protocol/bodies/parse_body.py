@@ -23,7 +23,7 @@ _MAX_KEYS = 2048
 """Limit of keys of any object in a body."""
 _MAX_ITEMS = 4096
 """Limit of items of any list in a body but messages, prompts and tokens."""
-_UNLIMITED = ("messages", "prompt", "tokens", "token_ids")
+_UNLIMITED = ("messages", "prompt", "tokens", "token_ids", "input_ids")
 _SAMPLING = "sampling_params"
 BodyT = TypeVar("BodyT", bound=StrictBody)
 

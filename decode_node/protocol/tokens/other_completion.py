@@ -12,6 +12,10 @@ from engine.models.config.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 class CompletionOfAnother(CompletionRequest):
     """A request of another API as the completion that it amounts to."""
 
+    @property
+    def is_prompt_only(self) -> bool:
+        return self.max_tokens == 0
+
     def check_supported(self) -> None:
         if self.stream and self.prompt_logprobs is not None:
             message = "prompt_logprobs are not part of a stream; ask for the whole answer"

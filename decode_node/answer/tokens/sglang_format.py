@@ -1,0 +1,161 @@
+"""Forms the bodies of /generate, SGLang's own API.
+
+Each event of a stream has all of the answer so far. An event for each token would make an answer of
+n tokens n * n / 2 long, so the longer it is, the more tokens come in one: an answer is sent about
+`_GROWTH` times in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec import UNSET, UnsetType
+
+from decode_node.answer.choice import Choice, ChoiceResult
+from decode_node.answer.event import event
+from decode_node.answer.format import FormatOptions, ResponseFormat
+from decode_node.answer.logprobs import TokenTexts, finite_logprob
+from decode_node.observe.timeline import Timeline
+from decode_node.protocol.tokens.sglang import (
+    FinishReason,
+    LogprobEntry,
+    MetaInfo,
+    SGLangAnswer,
+    SGLangRequest,
+)
+from decode_node.protocol.usage import Usage
+from engine.contracts.outputs import TokenLogprobs
+from engine.frontend.output_processor import RequestOutput
+
+_GROWTH = 64
+
+
+@dataclass(slots=True)
+class _SoFar:
+    """Holds what there is of a choice, and how many tokens it has when the next event is due."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    due_at: int = 1
+
+    def add(self, output: RequestOutput) -> None:
+        self.text += output.text
+        self.token_ids += output.token_ids
+
+    def wait_for_more(self) -> None:
+        num_tokens = len(self.token_ids)
+        self.due_at = num_tokens + 1 + num_tokens // _GROWTH
+
+
+class SGLangFormat(ResponseFormat):
+    """Forms bodies of /generate, with what `asked` wants of them."""
+
+    id_prefix = "generate"
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: TokenTexts,
+        options: FormatOptions,
+        *,
+        asked: SGLangRequest,
+    ) -> None:
+        super().__init__(request_id, model, tokenizer, options)
+        self.id = request_id
+        self._asked = asked
+        self._so_far: dict[int, _SoFar] = {}
+
+    def events(
+        self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
+    ) -> list[bytes]:
+        so_far = self._grown(choice, output)
+        if not output.finished and len(so_far.token_ids) < so_far.due_at:
+            return []
+        so_far.wait_for_more()
+        ids, ended = so_far.token_ids, output.finish_reason
+        info = self._info(choice, len(ids), _finish(ended, output.stop_reason, ids))
+        info.timeline = timeline
+        answer = self._answer(choice, so_far.text, ids, info)
+        if self._asked.is_list:
+            answer.index = choice.index
+        return [event(self._encoder.encode(answer))]
+
+    def resume(self, choice: Choice, output: RequestOutput) -> None:
+        self._grown(choice, output).wait_for_more()
+
+    def usage_events(self, usage: Usage, timeline: Timeline | UnsetType) -> list[bytes]:
+        return []
+
+    def body(
+        self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
+    ) -> bytes:
+        answers = [self._whole(result) for result in results]
+        answers[0].meta_info.timeline = timeline
+        return self._encoder.encode(answers if self._asked.is_list else answers[0])
+
+    def _grown(self, choice: Choice, output: RequestOutput) -> _SoFar:
+        so_far = self._so_far.setdefault(choice.index, _SoFar())
+        so_far.add(output)
+        return so_far
+
+    def _whole(self, result: ChoiceResult) -> SGLangAnswer:
+        choice, ids = result.choice, result.token_ids
+        finish = _finish(result.finish_reason, result.stop_reason, ids)
+        info = self._info(choice, len(ids), finish)
+        if self._asked.return_logprob:
+            self._add_logprobs(info, result)
+        return self._answer(choice, result.text, ids, info)
+
+    def _answer(self, choice: Choice, text: str, ids: list[int], info: MetaInfo) -> SGLangAnswer:
+        tells = self._asked.return_prompt_token_ids
+        prompt = choice.request.spec.own_prompt_token_ids if tells else UNSET
+        return SGLangAnswer(text=text, output_ids=ids, prompt_token_ids=prompt, meta_info=info)
+
+    def _info(self, choice: Choice, num_tokens: int, finish: FinishReason | None) -> MetaInfo:
+        return MetaInfo(
+            id=f"{self.id}_{choice.index}" if self._asked.is_list else self.id,
+            finish_reason=finish,
+            prompt_tokens=choice.record.num_prompt_tokens,
+            completion_tokens=num_tokens,
+            cached_tokens=choice.cached_tokens,
+        )
+
+    def _add_logprobs(self, info: MetaInfo, result: ChoiceResult) -> None:
+        own = [self._entries(position)[0] for position in result.logprobs]
+        others = [self._entries(position)[1:] for position in result.logprobs]
+        info.output_token_logprobs, info.output_token_logprobs_length = own, len(own)
+        if self._options.has_named_logprobs:
+            info.output_token_ids_logprobs = others
+        elif self._asked.top_logprobs_num:
+            info.output_top_logprobs = others
+        if (first := self._asked.first_told) is None:
+            return
+        prompt = result.choice.request.spec.own_prompt_token_ids[first : first + 1]
+        rest = [self._entries(position) for position in result.prompt_logprobs[first:]]
+        info.input_token_logprobs = [(None, id_, self._text(id_)) for id_ in prompt]
+        info.input_token_logprobs += [entries[0] for entries in rest]
+        if self._asked.top_logprobs_num:
+            info.input_top_logprobs = [None for _ in prompt]
+            info.input_top_logprobs += [entries[1:] for entries in rest]
+
+    def _entries(self, position: TokenLogprobs) -> list[LogprobEntry]:
+        pairs = zip(position.logprobs, position.token_ids, strict=True)
+        return [(finite_logprob(value), id_, self._text(id_)) for value, id_ in pairs]
+
+    def _text(self, token_id: int) -> str | None:
+        return self._tokenizer.name(token_id) if self._asked.return_text_in_logprobs else None
+
+
+def _finish(
+    reason: str | None, stop_reason: int | str | None, token_ids: list[int]
+) -> FinishReason | None:
+    """Returns how an answer ended; None while it has not."""
+    if reason is None:
+        return None
+    if reason == "length":
+        return FinishReason(type=reason, length=len(token_ids))
+    if stop_reason is None and token_ids:
+        stop_reason = token_ids[-1]
+    return FinishReason(type=reason, matched=UNSET if stop_reason is None else stop_reason)
