@@ -230,8 +230,8 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
   0.33, and by `token`, as it did before: clients of both read it. Images, `derender`, experts and
   sampling masks are not there. Weights that a trainer makes come as adapters
   (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the model's own.
-- `/generate` is SGLang's own API. Its streams have no log probabilities, and events that have all of
-  an answer so far come more seldom the longer it is.
+- `/generate` is SGLang's own API. Its streams have no log probabilities. Each event has all of an
+  answer so far, so they come more seldom the longer it is.
 - Responses are kept by the router, in a database ([above](#responses-that-are-kept)), and survive
   it; vLLM keeps them in the memory of one server.
 """

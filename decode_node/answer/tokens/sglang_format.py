@@ -130,7 +130,7 @@ class SGLangFormat(ResponseFormat):
             info.output_token_ids_logprobs = others
         elif self._asked.top_logprobs_num:
             info.output_top_logprobs = others
-        if (first := self._asked.first_told) is None:
+        if (first := self._asked.first_described) is None:
             return
         prompt = result.choice.request.spec.own_prompt_token_ids[first : first + 1]
         rest = [self._entries(position) for position in result.prompt_logprobs[first:]]

@@ -168,8 +168,9 @@ class SGLangRequest(StrictBody):
         return several or (isinstance(self._prompt, list) and not _is_token(self._prompt))
 
     @property
-    def first_told(self) -> int | None:
-        """Returns the place of the first token of the prompt to be told of; None: of none."""
+    def first_described(self) -> int | None:
+        """Returns the place of the first token of the prompt that the answer describes; None: it
+        describes none."""
         start = self.logprob_start_len
         return start if self.return_logprob and start is not None and start >= 0 else None
 
@@ -193,7 +194,7 @@ class SGLangRequest(StrictBody):
             priority=self.priority,
             cache_salt=salt or None,
             logprobs=num_top,
-            prompt_logprobs=None if self.first_told is None else num_top,
+            prompt_logprobs=None if self.first_described is None else num_top,
             logprob_token_ids=self.token_ids_logprob if self.return_logprob else None,
             max_tokens=sampling.longest,
             min_tokens=sampling.min_new_tokens,
