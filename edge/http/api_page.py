@@ -138,6 +138,8 @@ def _type(schema: Schema) -> str:
     if "const" in schema or "enum" in schema:
         values = schema.get("enum", [schema.get("const")])
         return " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
+    if "prefixItems" in schema:
+        return f"[{', '.join(_type(item) for item in schema['prefixItems'])}]"
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {}))}"
     return escape(str(schema.get("type", "anything")))
