@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -33,10 +33,10 @@ from tests.engine.sched.factories import VOCAB_SIZE
 _START = 1
 
 
-def kv_of(tokens: list[int]) -> list[int]:
-    """Returns the KV of each position."""
+def kv_of(tokens: Sequence[int], behind: list[int] | None = None) -> list[int]:
+    """Returns the KV of each position, of tokens that may stand behind some whose KV is known."""
     states = []
-    state = _START
+    state = behind[-1] if behind else _START
     for token in tokens:
         state = hash((state, token))
         states.append(state)
@@ -89,6 +89,7 @@ class PagedMemory:
         self.groups = groups
         size = max(group.rows_per_block for group in groups)
         self.slots: list[list[tuple[int, int] | None]] = [[None] * size for _ in range(num_blocks)]
+        self._known_places: list[list[tuple[int, int]]] = [[] for _ in groups]
 
     def write(
         self,
@@ -111,7 +112,7 @@ class PagedMemory:
                     continue
             if (position + 1) % group.compress_ratio:
                 continue
-            logical, offset = _place(group, position)
+            logical, offset = self._places(index, position + 1)[position]
             if table[logical] >= 0:
                 self.slots[table[logical]][offset] = (index, state)
 
@@ -121,10 +122,18 @@ class PagedMemory:
         """
         for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True)):
             first, ratio = group.first_token_seen(seen_by), group.compress_ratio
+            places = self._places(index, num_tokens)
             for position in range(first + ratio - 1, num_tokens, ratio):
-                logical, offset = _place(group, position)
+                logical, offset = places[position]
                 found = self.slots[table[logical]][offset]
                 assert found == (index, states[position]), f"wrong KV at {position} of {index}"
+
+    def _places(self, index: int, count: int) -> list[tuple[int, int]]:
+        """Returns `_place` of `count` positions or more of a group."""
+        known = self._known_places[index]
+        while len(known) < count:
+            known.append(_place(self.groups[index], len(known)))
+        return known
 
 
 def _place(group: KVGroup, position: int) -> tuple[int, int]:
@@ -181,6 +190,8 @@ class WorkerRow:
     sibling_seeds: tuple[int, ...]
     is_garbage: bool = False
     """Its KV was never right: nobody may see its tokens, or find its blocks."""
+    states: list[int] = field(default_factory=list)
+    """The right KV of its first tokens."""
 
 
 class FakeWorker:
@@ -246,7 +257,7 @@ class FakeWorker:
             self.memory.slots[target] = list(self.memory.slots[source])
 
     def _compute(self, row: WorkerRow, count: int) -> None:
-        self._write(row, _kv_of(row, row.tokens[: row.num_computed + count]))
+        self._write(row, _kv_of(row)[: row.num_computed + count])
         row.num_computed += count
 
     def _write(self, row: WorkerRow, states: list[int]) -> None:
@@ -267,7 +278,7 @@ class FakeWorker:
             self._report(index, row, [0], output)
             return
         drafts = self._drafts(row)
-        states = _kv_of(row, row.tokens + drafts)
+        states = _kv_of(row, drafts)
         self._write(row, states)
         found: list[int] = []
         for place in range(self.query_len):
@@ -291,14 +302,16 @@ class FakeWorker:
 
     def _look_up(self, index: int, row: WorkerRow, count: int, output: ModelRunnerOutput) -> None:
         """Ranks of the prompt's tokens among those that `count` tokens just computed predict."""
+        if row.sampling.prompt_logprobs is None:
+            return
         first = row.num_computed - count + 1
         ranks = prompt_ranks(row.tokens[: row.prompt_len])[first - 1 : row.num_computed]
-        if row.sampling.prompt_logprobs is not None and ranks:
+        if ranks:
             part = PromptLogprobs(first, 0, b"", b"", array("i", ranks).tobytes())
             output.prompt_logprobs.append(RowPromptLogprobs(index, row.epoch, part))
 
     def _sample(self, index: int, row: WorkerRow, output: ModelRunnerOutput) -> None:
-        state = _kv_of(row, row.tokens)[row.num_computed - 1]
+        state = _kv_of(row)[row.num_computed - 1]
         num_output = len(row.tokens) - row.prompt_len
         token = next_token(state, num_output, row.sampling, row.eos_token_ids)
         row.tokens.append(token)
@@ -320,18 +333,22 @@ class FakeWorker:
             output.counts.append(len(tokens))
 
 
-def _kv_of(row: WorkerRow, tokens: list[int]) -> list[int]:
-    return (
-        [hash((state, row.is_garbage)) for state in kv_of(tokens)]
-        if row.is_garbage
-        else kv_of(tokens)
-    )
+def _kv_of(row: WorkerRow, drafts: Sequence[int] = ()) -> list[int]:
+    """Returns the KV of the row's tokens and of drafts behind them."""
+    states = _right_kv_of(row)
+    states = states + kv_of(drafts, states)
+    return [hash((state, True)) for state in states] if row.is_garbage else states
+
+
+def _right_kv_of(row: WorkerRow) -> list[int]:
+    row.states += kv_of(row.tokens[len(row.states) :], row.states)
+    return row.states
 
 
 def _continuation(row: WorkerRow, count: int) -> list[int]:
     """Returns the next tokens of the row."""
     tokens = list(row.tokens)
-    state = kv_of(tokens)[-1]
+    state = _right_kv_of(row)[-1]
     for _ in range(count):
         num_output = len(tokens) - row.prompt_len
         tokens.append(next_token(state, num_output, row.sampling, row.eos_token_ids))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -26,7 +27,7 @@ from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.contracts.steps.step_launches import StepLaunches
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.sched.arrivals.arrival import WITH_BLOCKS, ArrivalState, TransferArrival
+from engine.sched.arrivals.arrival import WITH_BLOCKS, ArrivalState, KVSource, TransferArrival
 from engine.sched.prompts.prompt_order import PromptOrder
 from engine.sched.rows.row import RowPhase
 from engine.sched.scheduler import Scheduler
@@ -306,18 +307,17 @@ class StepMachine:
 
     def check_blocks(self) -> None:
         """Checks that every block is either free or has exactly the users that its count says."""
-        scheduler = self.scheduler
-        pool = scheduler._kv_cache.block_pool
+        scheduler, users = self.scheduler, [0] * self.num_blocks
+        kv_cache, pool = scheduler._kv_cache, scheduler._kv_cache.block_pool
         held = [*scheduler._fence.waiting_blocks(), *scheduler._remote.held.blocks()]
-        for request_id in scheduler._kv_cache.request_ids():
-            held += scheduler._kv_cache.held_blocks(request_id)
-        users = Counter([block.block_id for block in held])
-        free = set(pool.free_queue.block_ids())
+        for request_id in kv_cache.request_ids():
+            held += kv_cache.held_blocks(request_id)
+        for block in held:
+            users[block.block_id] += 1
+        assert [block.ref_cnt for block in pool.blocks] == users
+        free = pool.free_queue.block_ids()
         assert len(free) == pool.num_free_blocks
-        assert len(free) + len(users) == self.num_blocks
-        # Together with the counts above: each block is free, or has its users.
-        assert {block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt} == users
-        assert free.isdisjoint(users)
+        assert sorted(free) == [number for number, count in enumerate(users) if count == 0]
         self.check_arrivals()
 
     def check_arrivals(self) -> None:
@@ -334,7 +334,8 @@ class StepMachine:
             assert not scheduler._remote.prefill.lacks_token
             return
         in_state = arrivals._in
-        with_blocks, queued, started, named = set(), set(), [], set()
+        with_blocks, queued, named = set(), set(), set()
+        started: dict[KVSource[Any], int] = {}
         for name, one in found.items():
             assert in_state[one.state].get(name) is one
             if one.state in WITH_BLOCKS:
@@ -342,22 +343,20 @@ class StepMachine:
             if one.request in scheduler._waiting:
                 queued.add(name)
             else:
-                started.append(one.source)
+                started[one.source] = started.get(one.source, 0) + 1
             if isinstance(one, TransferArrival) and one.transfer_id:
                 named.add(one.transfer_id)
         assert sum(map(len, in_state.values())) == len(found)
         early = in_state[ArrivalState.EARLY].keys()
         assert queued == in_state[ArrivalState.QUEUED].keys()
-        assert with_blocks | early == found.keys() & set(scheduler._kv_cache.request_ids())
+        assert with_blocks | early == found.keys() & scheduler._kv_cache.request_ids()
         assert len(with_blocks) == arrivals.num_with_blocks
         ready = {request.request_id for request in arrivals.ready}
         assert ready == in_state[ArrivalState.READY].keys()
         assert arrivals.num_started == len(found) - len(queued) - len(early)
         assert scheduler._remote.prefill.lacks_token == bool(in_state[ArrivalState.HERE])
-        assert {source: count for source, count in arrivals._num_of.items() if count} == dict(
-            Counter(started)
-        )
-        assert set(arrivals._of_transfer) == named
+        assert {source: count for source, count in arrivals._num_of.items() if count} == started
+        assert arrivals._of_transfer.keys() == named
         assert all(found[name].request.row >= 0 for name in early)
 
     def check_bounds(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
@@ -93,7 +94,8 @@ class Traffic:
         weights = list(accumulate(weight for weight, _ in self.moves))
         for _ in range(_MAX_MOVES):
             self.num_moves += 1
-            self.rng.choices(self.moves, cum_weights=weights)[0][1]()
+            place = bisect(weights, self.rng.random() * weights[-1])
+            self.moves[place][1]()
             if self.num_added == _NUM_REQUESTS and not self._has_requests():
                 break
         self._drain()
