@@ -97,7 +97,7 @@ def test_tensors_have_shapes(place: str) -> None:
     """A method without a docstring does what its base class says."""
     missing = []
     for file in sorted((ROOT / place).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in statements(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue
             text = ast.get_docstring(node)
