@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jsonschema
@@ -122,6 +122,13 @@ class Model:
             if i >= end or any(char in '"}])<\n' for char in self.tokenizer.decode([i]))
         ]
         self._closing = np.array(closing)
+        self._tokens = lru_cache(maxsize=1000)(self._tokens_of)
+
+    def _tokens_of(self, mask: bytes) -> tuple[list[int], list[int]]:
+        """Returns the tokens that a mask allows, and those among them that end things."""
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        closing = self._closing[bits[self._closing] > 0]
+        return bits[: self.tokenizer.vocab_size].nonzero()[0].tolist(), closing.tolist()
 
     def grammar(self, use: ToolUse) -> str:
         text = GrammarText()
@@ -145,12 +152,9 @@ class Model:
             if rng.random() < 0.1:
                 closer = self.tokenizer.encode(rng.choice(self._closers), add_special_tokens=False)
                 ids += closer[: matcher.try_consume_tokens(closer)]
-            mask = matcher.compute_bitmask()
-            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-            closing = self._closing[bits[self._closing] > 0]
+            allowed, closing = self._tokens(matcher.compute_bitmask())
             is_end = len(closing) > 0 and rng.random() < 0.5
-            allowed = closing if is_end else bits[: self.tokenizer.vocab_size].nonzero()[0]
-            chosen = int(rng.choice(allowed))
+            chosen = rng.choice(closing if is_end else allowed)
             assert matcher.consume_token(chosen), matcher.get_error()
             if chosen == self.end:
                 return ids
