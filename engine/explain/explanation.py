@@ -1,6 +1,6 @@
 """Explains which kernels compute a step of a model on a device, which need not be present.
 
-1. the model is built of fake tensors, as on that device
+1. the model is built of meta tensors, as on that device
 2. one pass over a batch asks for its kernels, which are recorded (`launches`)
 3. layers that ask for the same are one row of the answer, with tiles and reasons
 """
@@ -11,12 +11,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.batch.input_batch import BatchOrder, InputBatch
 from engine.config import EngineConfig
@@ -39,7 +37,8 @@ from tandem_kernels.device import GpuFacts, as_on
 _TELL_AT_START = ("engine.models.factory", "engine.layers.attention.selection")
 """Loggers that say once what an engine does, which must not be said of an explanation."""
 _NUM_BLOCKS = 8
-_HOST = torch.device("cpu")
+NOWHERE = torch.device("meta")
+"""The device of tensors that have shapes, types and strides, and no numbers."""
 _TELLING = ("attention.", "experts.", "gemm.", "linear_attention.")
 """Rooms of kernels between which a device, a model or a batch chooses."""
 _SMALL = (
@@ -106,13 +105,6 @@ class Explanation:
     names: dict[int, str]
 
 
-@cache
-def _fake_tensors() -> FakeTensorMode:
-    """Returns one for all, since launchers keep tensors of their own from call to call. Made when
-    it is needed: it imports torch's compiler, which takes as long as torch."""
-    return FakeTensorMode()
-
-
 class _OneOf(ParallelGroup):
     """The first of `size` ranks, without the others: for shares of layers and for policies."""
 
@@ -172,7 +164,7 @@ def explain(
     with asked_model(config, gpu, launches, has_flash) as run:
         dtype = getattr(torch, config.model.dtype)
         size = config.parallel.tensor_parallel_size
-        policy = GemmPolicy.choose(config.device, _HOST, size, dtype)
+        policy = GemmPolicy.choose(config.device, NOWHERE, size, dtype)
         return [_explained(config, gpu, policy, run(batch), batch, launches) for batch in batches]
 
 
@@ -180,23 +172,23 @@ def explain(
 def asked_model(
     config: EngineConfig, gpu: GpuFacts | None, launches: Launches, has_flash: bool
 ) -> Iterator[Callable[[Batch], AttentionBackend]]:
-    """Makes the model of fake tensors, as on `gpu`, and gives the pass of a batch through it, which
+    """Makes the model of meta tensors, as on `gpu`, and gives the pass of a batch through it, which
     is written into `launches` and returns who attends."""
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(as_on(gpu))
-        stack.enter_context(_fake_tensors())
+        stack.enter_context(NOWHERE)
         stack.enter_context(torch.inference_mode())
         stack.enter_context(launches.recording(has_flash=has_flash and gpu is not None))
         parallel = config.parallel
         place = ParallelPlace(range(config.model.num_layers), _OneOf(parallel.tensor_parallel_size))
-        model = create_model(config, place, _HOST)
+        model = create_model(config, place, NOWHERE)
         launches.know(model, model.get_submodule("layers").children())
         recorded_tokens = _recorded_tokens(config, gpu)
 
         def run(batch: Batch) -> AttentionBackend:
             launches.by_layer, launches.layer = {}, 0
-            attention = attention_of(config, _HOST, recorded_tokens)
+            attention = attention_of(config, NOWHERE, recorded_tokens)
             _run(config, model, attention, batch, launches, recorded_tokens)
             return attention
 

@@ -1,6 +1,6 @@
 """Finds which compiled kernels steps need, without a GPU.
 
-1. `kernel_keys(config, gpu, batches)` passes batches through the model, of fake tensors
+1. `kernel_keys(config, gpu, batches)` passes batches through the model, of meta tensors
 2. each operation's launcher runs on them; in place of a launch Triton's own key of the compilation
    is kept: types, alignments and constants of the arguments, and options
 
@@ -52,7 +52,7 @@ def kernel_keys(
 def launching_model(
     config: EngineConfig, gpu: GpuFacts, *, has_flash: bool
 ) -> Iterator[Callable[[Batch], object]]:
-    """Makes the model of fake tensors and gives the pass of a batch through it, in which every
+    """Makes the model of meta tensors and gives the pass of a batch through it, in which every
     operation's launcher runs."""
     launches = Launches(on_kernel=_run_launcher)
     with asked_model(config, gpu, launches, has_flash) as run:

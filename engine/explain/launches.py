@@ -1,6 +1,6 @@
-"""Records which kernels a model asks for, without a GPU and without memory: tensors are fake
-(`torch._subclasses.fake_tensor`), so methods, backends and policies choose as they do on the GPU
-that `tandem_kernels.device.as_on` names, and what they would launch is written down instead.
+"""Records which kernels a model asks for, without a GPU and without memory: tensors are of the meta
+device and have no numbers, so methods, backends and policies choose as they do on the GPU that
+`tandem_kernels.device.as_on` names, and what they would launch is written down instead.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class _Library(TorchFunctionMode):
             self._launches.turn(args[0], turned)
             return turned
         if func is Tensor.data_ptr:
-            # Of a fake tensor only the offset is known; memory itself is aligned.
+            # Of a meta tensor only the offset is known; memory itself is aligned.
             return args[0].storage_offset() * args[0].element_size()
         if func in _GEMMS:
             has_sum = func in (torch.addmm, torch.baddbmm, Tensor.addmm_)
@@ -339,4 +339,4 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "gated_delta_rule": _states_read,
     "mamba_scan": _states_scanned,
 }
-"""Shapes of results whose meaning reads numbers, which fake tensors have not."""
+"""Shapes of results whose meaning reads numbers, which meta tensors have not."""

@@ -2,7 +2,7 @@
 
     1. ends at once where another does, or has done, the same (`engine.worker.start.kernel_cache`)
     2. children, forks of this process, run warm-up's steps, each some of them, without a GPU: the
-       model on fake tensors, the runner on the CPU; each tells which kernels they launch
+       model on meta tensors, the runner on the CPU; each tells which kernels they launch
     3. each gets some of these to compile; workers wait until all have ended
 
 A kernel that is not found here is compiled by the worker that needs it, as all are without this

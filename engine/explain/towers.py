@@ -1,4 +1,4 @@
-"""Explains what a vision tower launches for an image: the tower encodes one, of fake tensors.
+"""Explains what a vision tower launches for an image: the tower encodes one, of meta tensors.
 
 1. the tower is built as an engine builds it, whole on each rank
 2. one image of the size that is asked for passes through it, and its launches are recorded
@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.config import EngineConfig
-from engine.explain.explanation import Explanation, KernelChoice, alike
+from engine.explain.explanation import NOWHERE, Explanation, KernelChoice, alike
 from engine.explain.launches import ATTENTION, LIBRARY, Launch, Launches
 from engine.images.vision_spec import VisionSpec
 from engine.models.factory import create_tower
@@ -37,10 +36,9 @@ def explain_tower(config: EngineConfig, num_tokens: int) -> Explanation:
     image = vision.blank_image(most if vision.pixels.fit == "square" else min(num_tokens, most))
     launches = Launches()
     with ExitStack() as stack:
-        # An image is real, and what follows from it is not.
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(NOWHERE)
         stack.enter_context(launches.recording(has_flash=False))
-        tower = create_tower(config, ParallelPlace(range(config.model.num_layers)), "cpu")
+        tower = create_tower(config, ParallelPlace(range(config.model.num_layers)), NOWHERE)
         assert tower is not None
         names = _number(tower, launches)
         tower.encode(image)

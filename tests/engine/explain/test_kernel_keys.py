@@ -1,5 +1,5 @@
 """Tests that warming up compiles every kernel that steps of the scheduler need: the launchers of
-whole models run on fake tensors, and Triton's own keys of what they would launch are compared."""
+whole models run on meta tensors, and Triton's own keys of what they would launch are compared."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NUM_DRAWN = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def launchers_forget() -> Iterator[None]:
-    """Clears what launchers keep for a device: it is made of fake tensors here."""
+    """Clears what launchers keep for a device: it is made of meta tensors here."""
     yield
     for name in [name for name in sys.modules if name.startswith("tandem_kernels")]:
         for kept in vars(sys.modules[name]).values():
