@@ -35,6 +35,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [7]},
+    "/inference/v1/generate": {"token_ids": [7], "sampling_params": {"max_tokens": 2}},
 }
 """Bodies that every node takes."""
 MOST_USED = ("/v1/completions", "/v1/chat/completions")
