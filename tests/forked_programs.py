@@ -52,6 +52,8 @@ PROGRAMS = {
     "tests.bench.check_jobs": "tests.bench.check_jobs",
     "tests.engine.models.engine_rank": "engine.worker.worker",
     "tests.engine.models.rank_process": "engine.worker.worker",
+    "tests.engine.core.engine_parent": "tests.engine.core.tiny_engine",
+    "tests.engine.executor.ray_driver": "tests.engine.core.tiny_engine",
 }
 """A module that is started, itself or by `edge.program`, to what is imported for it."""
 WITHOUT_CHILDREN = {
@@ -74,7 +76,8 @@ READ_AT_USE = (
 tests import."""
 STORE = "programs for"
 """How the command line of a store begins; behind it is who starts programs of it."""
-_CLONE_PARENT = 0x8000
+_CLONE_PARENT, _CLONE_NEWNET = 0x8000, 0x40000000
+_THREAD_NETWORK = Path("/proc/thread-self/ns/net")
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 CAN_FORK = _SYS_CLONE is not None
 _MAX_REQUEST = 1 << 18
@@ -87,7 +90,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class _Start:
-    """One program to start. Its open files follow: standard input, output, error, then `fds`."""
+    """One program to start. Its open files follow: standard input, output, error, then `fds`, and
+    the network that it is to have."""
 
     argv: list[str]
     env: dict[str, str]
@@ -161,12 +165,6 @@ def real_starts() -> Iterator[None]:
         _is_off = before
 
 
-def _network() -> str:
-    """Returns the namespace of this thread's network, which its forks have and others do not."""
-    return str(Path("/proc/thread-self/ns/net").readlink())
-
-
-_own_network = _network()
 _original: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 ARGUMENTS = inspect.signature(_original)
 
@@ -175,8 +173,7 @@ def _execute_child(self: Any, *given: Any) -> None:
     asked = ARGUMENTS.bind(self, *given).arguments
     env = os.environ if asked["env"] is None else asked["env"]
     is_ours = _is_ours(asked)
-    is_known = not _is_off and _network() == _own_network and is_ours
-    store = _own_store() if is_known else None
+    store = _own_store() if is_ours and not _is_off else None
     if store is None or not store.has(env):
         if _binds and is_ours and threading.current_thread() is threading.main_thread():
             asked["args"] = bound(_unbound(asked["args"])[0])
@@ -200,7 +197,9 @@ def start_from(store: Store, popen: Any, asked: dict[str, Any]) -> None:
         dies_with_parent or _binds,
         sorted(asked["pass_fds"]),
     )
-    popen.pid = store.start(wanted, [*streams, *wanted.fds])
+    # The store has the network of the thread that started it, which may be another's.
+    with _THREAD_NETWORK.open() as network:
+        popen.pid = store.start(wanted, [*streams, *wanted.fds, network.fileno()])
     popen._child_created = True
     ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     popen._close_pipe_fds(*(asked[end] for end in ends))
@@ -313,6 +312,7 @@ def _become(wanted: _Start, files: list[int], run: Callable[[list[str]], object]
     """Makes of this fork what Python would be at the start of a process, and runs its command."""
     code: object = 1
     try:
+        _enter_network(files.pop())
         _place(files, [0, 1, 2, *wanted.fds])
         if wanted.new_session:
             os.setsid()
@@ -331,6 +331,14 @@ def _become(wanted: _Start, files: list[int], run: Callable[[list[str]], object]
     from edge.program import leave
 
     leave(code)
+
+
+def _enter_network(descriptor: int) -> None:
+    """Only root may, who alone can have made another one."""
+    is_there = os.path.samestat(os.fstat(descriptor), _THREAD_NETWORK.stat())
+    if not is_there and _libc.setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(descriptor)
 
 
 def _run_program(argv: list[str]) -> int:

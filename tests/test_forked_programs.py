@@ -15,6 +15,7 @@ import pytest
 from kv_transfer.memory.pool import store_environment
 from kv_transfer.transports.nixl import environment
 from tests import forked_programs
+from tests.network_namespaces import switched
 from tests.processes import descendants, is_alive, is_store
 
 TANDEM = [sys.executable, "-m", "cli"]
@@ -138,11 +139,23 @@ def test_variables_that_imports_look_at_need_a_real_start(monkeypatch: pytest.Mo
     assert not asked
 
 
-def test_another_network_needs_a_real_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks have the network of the process that forks, not of the thread that asks."""
-    monkeypatch.setattr(forked_programs, "_own_network", "net:[1]")
-    monkeypatch.setattr(forked_programs, "_own_store", lambda: pytest.fail("a fork"))
-    assert run("--version").returncode == 0
+def test_a_fork_has_the_network_of_the_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a real start has. The store may have begun in another."""
+    monkeypatch.setitem(forked_programs.PROGRAMS, "timeit", "timeit")
+    code = "import os; print('has', os.readlink('/proc/self/ns/net'))"
+    command = [sys.executable, "-m", "timeit", "-n", "1", "-r", "1", code]
+
+    def network() -> str:
+        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        return said.splitlines()[0]
+
+    with switched("a") as switch:
+        at_home = network()
+        with switch.on("a"):
+            elsewhere = network()
+            with forked_programs.real_starts():
+                assert network() == elsewhere
+        assert network() == at_home != elsewhere
 
 
 @pytest.mark.parametrize("host", ["of the first test", "of the second"])

@@ -30,6 +30,8 @@ _FLAGS = (
     "--num-cpus=1", "--num-gpus=0", "--object-store-memory=78643200", "--block",
     # Any ports: the usual range is the one from which other tests take theirs.
     "--min-worker-port=0", "--max-worker-port=0",
+    # Processes that no test looks at take seconds to start.
+    "--include-log-monitor=false",
 )  # fmt: skip
 _ADDRESS = re.compile(r"--address='([^']+)'")
 _JOINED = re.compile("Ray runtime started")
@@ -102,16 +104,17 @@ class RayHosts:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "proto", "kernels")),
         }
-        self._env = {**os.environ, **self.env}
+        folders = os.pathsep.join(str(ROOT / part) for part in ("", "proto", "kernels"))
+        python = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": folders}
+        self._env = {**os.environ, **self.env, **python}
         self.nodes: list[RayNode] = []
         try:
             started = self._start(
                 "--head",
                 "--port=0",
                 "--include-dashboard=false",
+                "--no-monitor",
                 f"--ray-client-server-port={free_ports(1)[0]}",
                 f"--temp-dir={folder}",
             )
