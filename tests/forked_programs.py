@@ -54,6 +54,7 @@ PROGRAMS = {
     "tests.engine.models.rank_process": "engine.worker.worker",
     "tests.engine.core.engine_parent": "tests.engine.core.tiny_engine",
     "tests.engine.executor.ray_driver": "tests.engine.core.tiny_engine",
+    "tests.kubernetes_stand_in.container_program": "cli.__main__",
 }
 """A module that is started, itself or by `edge.program`, to what is imported for it."""
 WITHOUT_CHILDREN = {
@@ -61,6 +62,7 @@ WITHOUT_CHILDREN = {
     "engine.executor.worker_proc",
     "kv_transfer.control.process",
     "tests.bench.check_jobs",
+    "tests.kubernetes_stand_in.container_program",
 }
 READ_AT_USE = (
     "GLOG_",
@@ -352,6 +354,13 @@ def _run_program(argv: list[str]) -> int:
     gc.enable()
     runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
     return 0
+
+
+def run_instead(argv: list[str]) -> NoReturn:
+    """Runs another command in this fork, whose children see what it has become meanwhile."""
+    global _store, _is_off
+    _store, _is_off = None, False
+    raise SystemExit(_run_program(argv))
 
 
 def _place(files: list[int], numbers: list[int]) -> None:
