@@ -36,6 +36,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [7]},
     "/inference/v1/generate": {"token_ids": [7], "sampling_params": {"max_tokens": 2}},
+    "/generate": {"input_ids": [7], "sampling_params": {"max_new_tokens": 2}},
 }
 """Bodies that every node takes."""
 MOST_USED = ("/v1/completions", "/v1/chat/completions")
