@@ -1940,7 +1940,7 @@ def token_row_cases(capability: int) -> Iterator[Case]:
                 {
                     "WINDOW": 128, "TOKENS": tokens, "TOP_K": top_k, "QUERY_LEN": 0,
                     "NUM_HEADS": 64, "ROWS": 64, "LATENT": 512, "BLOCK_SIZE": 64,
-                    "ROW_BLOCK_SIZE": 64, "TILE": 64, "TILES": 1, "num_warps": 8,
+                    "ROW_BLOCK_SIZE": 64, "TILE": 64, "TILES": 1, "ROPE": 64, "num_warps": 8,
                 },
                 {"num_warps": 8},
             )  # fmt: skip

@@ -22,6 +22,7 @@ from tandem_kernels.attention.token_rows import (
     SeenRows,
     TokenRowForm,
 )
+from tandem_kernels.attention.window_rows_shapes import attends_ahead
 from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.elementwise.norm_forms import Norm
 from tandem_kernels.narrow_form import num_exponents
@@ -139,6 +140,9 @@ def shared_rope_and_cache(
     blank, kept = _narrow(pages, rope), _narrow(found[1], rope)
     op(q.clone(), kv, *rest, blank, slots, 1e-6)
     assert _same_bytes(blank, kept), "what narrow pages keep is made of the same vectors"
+    alone = pages.clone()
+    op(q[:, :0], kv, *rest, alone, slots, 1e-6)
+    assert torch.equal(alone.nan_to_num(), found[1].nan_to_num())
 
 
 def close_rows(
@@ -261,11 +265,19 @@ def window_rows_attention(
         rows = SeenRows(kept, of_rows.block_tables, tokens, chosen)
     places = [max(end - count + i, 0) for end, count in zip(*lengths, strict=True)
               for i in range(count)]  # fmt: skip
-    back = BackTurn(torch.tensor(places, device=device), _table(8, device, max(contexts)))
+    rope = 64 if dim == 512 else 8
+    back = BackTurn(torch.tensor(places, device=device), _table(rope, device, max(contexts)))
     given = q, pages, metadata, dim**-0.5, sinks, rows, back
     found, expected = op(*given), plain.window_rows_attention(*given)
     assert found.isfinite().all()
     assert oracle.relative_error(found, expected) < 2 * ATTENTION[dtype]
+    if attends_ahead(q, pages, metadata):
+        # Heads of any length are normed and rotated as they are multiplied.
+        lengths_of = 9 * torch.rand(num_tokens, num_heads, 1, device=device) + 0.1
+        raw = (q * lengths_of).to(dtype), *given[1:], 1e-6
+        assert oracle.relative_error(op(*raw), plain.window_rows_attention(*raw)) < (
+            2 * ATTENTION[dtype]
+        )
     if dim % 128 == 0:
         numbers, scales = in_fp8(*given)
         wide = plain_fp8.dequantise_rows(numbers, scales).view_as(expected)

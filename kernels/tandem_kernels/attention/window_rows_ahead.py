@@ -126,6 +126,31 @@ def _copy_query(
 
 
 @gluon.jit
+def _turn_query(
+    query: gl.shared_memory_descriptor,
+    of_token: gl.tensor,
+    eps: gl.tensor,
+    ROWS: gl.constexpr,
+    LATENT: gl.constexpr,
+    ROPE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    TURNED: gl.constexpr,
+) -> gl.tensor:
+    """Rotates the last numbers of a unit's heads, by the angles `of_token` and on, and returns what
+    all of a head's numbers are to be multiplied by: its norm."""
+    whole = query.load(LAYOUT).to(gl.float32)
+    length = gl.sqrt_rn(gl.sum(whole * whole, axis=1) / LATENT + eps)
+    last = query.slice(LATENT - ROPE, ROPE, dim=1)
+    even, odd = gl.split(last.load(TURNED).to(gl.float32).reshape([ROWS, ROPE // 2, 2]))
+    pair = gl.arange(0, ROPE // 2, gl.SliceLayout(0, even.type.layout))
+    cos = gl.load(of_token + pair)[None, :]
+    sin = gl.load(of_token + ROPE // 2 + pair)[None, :]
+    turned = gl.join(even * cos - odd * sin, odd * cos + even * sin).reshape([ROWS, ROPE])
+    last.store(gl.convert_layout(turned.to(query.dtype), TURNED))
+    return 1.0 / length
+
+
+@gluon.jit
 def _copy_tile(
     tile: gl.shared_memory_descriptor,
     place: gl.tensor,
@@ -136,6 +161,33 @@ def _copy_tile(
     """Begins to copy a tile; vectors that there are not are zeros."""
     _copy_to_shared(tile, place[:, None] + dim[None, :], mask=(lane < count)[:, None])
     async_copy.commit_group()
+
+
+@gluon.jit
+def _write(
+    out: gl.tensor,
+    unit: gl.tensor,
+    token: gl.tensor,
+    attended: gl.tensor,
+    NUM_HEADS: gl.constexpr,
+    ROWS: gl.constexpr,
+    LATENT: gl.constexpr,
+    TILES: gl.constexpr,
+) -> None:
+    """Writes the heads of a unit."""
+    # What a warp has of the sums, in pieces of 16 bytes.
+    WRITTEN: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0], [0, 256]],
+        [],
+        [64, 512],
+    )
+    head = unit % TILES * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WRITTEN))
+    dim = gl.arange(0, LATENT, gl.SliceLayout(0, WRITTEN))
+    to = out + (token.to(gl.int64) * NUM_HEADS + head)[:, None] * LATENT + dim[None, :]
+    found = gl.convert_layout(attended.to(out.dtype.element_ty), WRITTEN)
+    gl.store(to, found, mask=(head < NUM_HEADS)[:, None])
 
 
 @gluon.jit(do_not_specialize=["num_reqs", "num_tokens"])
@@ -149,6 +201,8 @@ def window_rows_ahead_kernel(
     query_start_loc: gl.tensor,
     seq_lens: gl.tensor,
     sinks: gl.tensor,
+    positions: gl.tensor,
+    cos_sin_cache: gl.tensor,
     out: gl.tensor,
     num_reqs: gl.tensor,
     num_tokens: gl.tensor,
@@ -158,9 +212,10 @@ def window_rows_ahead_kernel(
     row_block_stride: gl.tensor,
     row_table_stride: gl.tensor,
     scale: gl.tensor,
+    eps: gl.tensor,
     WINDOW: gl.constexpr, TOKENS: gl.constexpr, TOP_K: gl.constexpr, QUERY_LEN: gl.constexpr,
     NUM_HEADS: gl.constexpr, ROWS: gl.constexpr, LATENT: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    ROW_BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, TILES: gl.constexpr,
+    ROW_BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, TILES: gl.constexpr, ROPE: gl.constexpr,
     num_warps: gl.constexpr,
 ) -> None:  # fmt: skip
     """Walks units p, p + programs and so on in program p; unit u is the tile u % TILES of heads of
@@ -169,14 +224,7 @@ def window_rows_ahead_kernel(
     GROUPS: gl.constexpr = num_warps // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, TILE // GROUPS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, LATENT // GROUPS, 16])
-    # What a warp has of the sums, in pieces of 16 bytes.
-    WRITTEN: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0], [0, 256]],
-        [],
-        [64, 512],
-    )
+    TURNED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     kind: gl.constexpr = pages.dtype.element_ty
     lane = gl.arange(0, TILE, gl.SliceLayout(1, LATENTS))
     of_scores = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
@@ -210,6 +258,12 @@ def window_rows_ahead_kernel(
         peak = gl.load(sinks + head, mask=head < NUM_HEADS, other=0.0) * _LOG2_E
         # The sink is one more key, of weight 1 while nothing is higher.
         summed = gl.where(of_scores[None, :] == 0, none + 1.0, none)
+        shares = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES)) * scale
+        if ROPE > 0:
+            async_copy.wait_group(0)
+            angles = cos_sin_cache + gl.load(positions + token) * ROPE
+            norm = _turn_query(query, angles, eps, ROWS, LATENT, ROPE, LATENTS, TURNED)
+            shares *= gl.convert_layout(norm, gl.SliceLayout(1, SCORES))
         acc = gl.zeros([ROWS, LATENT], gl.float32, SUMS)
         next_token, next_r, next_begin, next_length = token, r, begin, length
         next_rows, next_tiles = rows, tiles
@@ -220,7 +274,7 @@ def window_rows_ahead_kernel(
             scores = warpgroup_mma(query, own.permute((1, 0)), none, use_acc=False, is_async=True)
             _copy_tile(vectors.index(1 - now), next_place, next_count, lane, dim)
             scores = warpgroup_mma_wait(0, deps=(scores,))
-            scores = gl.where((of_scores < count)[None, :], scores * scale, float("-inf"))
+            scores = gl.where((of_scores < count)[None, :], scores * shares[:, None], float("-inf"))
             higher = gl.maximum(peak, gl.max(scores, axis=1))
             shrink = gl.exp2(peak - higher)
             weights = gl.exp2(scores - higher[:, None])
@@ -250,12 +304,7 @@ def window_rows_ahead_kernel(
             NUM_HEADS, ROWS, LATENT, TILES, LATENTS,
         )  # fmt: skip
         total = gl.convert_layout(gl.sum(summed, axis=1), gl.SliceLayout(1, SUMS))
-        acc = acc * (1.0 / total)[:, None]
-        attended = gl.convert_layout(acc.to(out.dtype.element_ty), WRITTEN)
-        head = unit % TILES * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WRITTEN))
-        at = token.to(gl.int64) * NUM_HEADS + head
-        to = out + at[:, None] * LATENT + gl.arange(0, LATENT, gl.SliceLayout(0, WRITTEN))[None, :]
-        gl.store(to, attended, mask=(head < NUM_HEADS)[:, None])
+        _write(out, unit, token, acc * (1.0 / total)[:, None], NUM_HEADS, ROWS, LATENT, TILES)
         token, r, begin, length = next_token, next_r, next_begin, next_length
         rows, tiles = next_rows, next_tiles
     async_copy.wait_group(0)

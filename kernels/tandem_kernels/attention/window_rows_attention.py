@@ -184,8 +184,13 @@ def window_rows_attention(
     sinks: Tensor,
     rows: SeenRows | None,
     back: BackTurn,
+    query_eps: float | None = None,
 ) -> Tensor:
     """See `reference.token_rows.window_rows_attention`."""
+    if attends_ahead(q, pages, metadata):
+        found = _attended_ahead(q, pages, metadata, scale, sinks, rows, back, query_eps)
+        return finished_rows(found, None, back, q.dtype)
+    assert query_eps is None, "queries are as keys are multiplied with them"
     return finished_rows(*_attended(q, pages, metadata, scale, sinks, rows), back, q.dtype)
 
 
@@ -211,8 +216,6 @@ def _attended(
     rows: SeenRows | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns attended rows [T, H, D], or parts of them [T, H, S, D] and their softmax states."""
-    if attends_ahead(q, pages, metadata):
-        return _attended_ahead(q, pages, metadata, scale, sinks, rows), None
     num_tokens, num_heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0:
@@ -271,6 +274,8 @@ def _attended_ahead(
     scale: float,
     sinks: Tensor,
     rows: SeenRows | None,
+    back: BackTurn,
+    query_eps: float | None,
 ) -> Tensor:
     """Does the same where `attends_ahead`."""
     assert isinstance(pages, Tensor)
@@ -292,6 +297,8 @@ def _attended_ahead(
         metadata.query_start_loc,
         metadata.seq_lens,
         sinks,
+        back.positions,
+        back.cos_sin_cache,
         out,
         len(metadata.seq_lens),
         num_tokens,
@@ -301,6 +308,7 @@ def _attended_ahead(
         row_pages.stride(0),
         row_tables.stride(0),
         scale * LOG2_E,
+        0.0 if query_eps is None else query_eps,
         WINDOW=metadata.window or 0,
         TOKENS=0 if rows is None else rows.tokens,
         TOP_K=0 if chosen is None else chosen.shape[1],
@@ -312,6 +320,7 @@ def _attended_ahead(
         ROW_BLOCK_SIZE=row_pages.shape[1],
         TILE=AHEAD.tile,
         TILES=head_tiles,
+        ROPE=0 if query_eps is None else back.cos_sin_cache.shape[1],
         num_warps=AHEAD.num_warps,
     )
     return out

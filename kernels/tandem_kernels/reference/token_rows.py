@@ -52,7 +52,8 @@ def shared_rope_and_cache(
     cache.
 
     Args:
-        q: [T, H, D], each head normalised without weights.
+        q: [T, H, D], each head normalised without weights. There may be none: see `query_eps` of
+            `window_rows_attention`.
         kv: [T, D].
         weight: [D] float32, of the norm of `kv`.
         positions: [T] int64.
@@ -233,6 +234,7 @@ def window_rows_attention(
     sinks: Tensor,
     rows: SeenRows | None,
     back: BackTurn,
+    query_eps: float | None = None,
 ) -> Tensor:
     """Computes causal attention of the step's query tokens to a window of their contexts, and to
     closed rows, and rotates what it finds back.
@@ -243,10 +245,14 @@ def window_rows_attention(
         metadata: The ragged batch, with the window.
         scale: Multiplies the scores.
         sinks: [H] float32, scores without a value, which the softmax counts.
+        query_eps: Of the norm of each head, where `q` is neither normalised nor rotated; by kernels
+            only where `window_rows_shapes.attends_ahead`. None: it is.
 
     Returns:
         [T, H, D] in the dtype of `q`. Rows of requests with `seq_lens` 0 are zero.
     """
+    if query_eps is not None:
+        q = turned(_normed(q.float(), query_eps), back.cos_sin_cache[back.positions]).to(q.dtype)
     out = torch.zeros_like(q)
     bounds = metadata.query_start_loc.tolist()
     for r, seq_len in enumerate(metadata.seq_lens.tolist()):

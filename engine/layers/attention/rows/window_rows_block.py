@@ -39,6 +39,7 @@ from tandem_kernels.attention.token_rows import (
     SeenRows,
     TokenRowForm,
 )
+from tandem_kernels.attention.window_rows_shapes import attends_ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,16 +162,18 @@ class WindowRowsBlock(nn.Module):
         latents = self._normed(latents)
         heads = self.wq_b(latents).view(len(x), self.num_heads, sizes.head_dim)
         turn = inputs.positions, inputs.cos_sin_cache
-        ops.shared_rope_and_cache(
-            heads, kv, self.kv_norm, *turn, pages, inputs.slot_mapping, sizes.eps
-        )
+        is_fp8 = self.wo_a.takes_fp8(len(x))
+        # Where many attend ahead, queries are normed and rotated as they are multiplied.
+        is_late = not is_fp8 and attends_ahead(heads, pages, inputs.metadata)
+        to_cache = kv, self.kv_norm, *turn, pages, inputs.slot_mapping, sizes.eps
+        ops.shared_rope_and_cache(heads[:, :0] if is_late else heads, *to_cache)
         rows = self._rows(closed, latents, caches[1:], inputs)
         scale = sizes.head_dim**-0.5
         given = heads, pages, inputs.metadata, scale, self.sinks, rows, BackTurn(*turn)
-        if self.wo_a.takes_fp8(len(x)):
+        if is_fp8:
             mixed = self.wo_a.quantised(QuantisedRows(*ops.window_rows_fp8(*given)), x.dtype)
         else:
-            attended = ops.window_rows_attention(*given)
+            attended = ops.window_rows_attention(*given, sizes.eps if is_late else None)
             mixed = self.wo_a(attended.view(len(x), self.wo_a.num_groups, -1))
         out: Tensor = self.wo_b(mixed)
         stream.add(out if self.norm is None else self.norm(out))
