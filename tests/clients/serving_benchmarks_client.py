@@ -6,7 +6,8 @@ the fields of `vllm bench serve` (0.33) and `sglang.benchmark.serving` (0.5.23),
     vLLM    takes whatever bytes have arrived and needs whole events in them; each has choices or
             usage; the last one tells how many tokens there were
     SGLang  reads line by line; each line that is not empty is JSON behind `data: `, no comment;
-            asks for no usage and takes `choices[0]` of every event
+            asks for no usage and takes `choices[0]` of every event; of its own API, its default, it
+            takes all of an answer's text and the number of its tokens from every event
 """
 
 from __future__ import annotations
@@ -63,6 +64,24 @@ async def sglang(session: aiohttp.ClientSession, path: str, fields: dict[str, An
     assert whole["usage"]["completion_tokens"] == TOKENS
 
 
+async def sglang_native(session: aiohttp.ClientSession, prompt: dict[str, Any]) -> None:
+    sampling = {**SGLANG, "max_new_tokens": TOKENS}
+    fields = {"lora_path": None, "return_logprob": False, "return_routed_experts": False}
+    body = {**prompt, "sampling_params": sampling, "logprob_start_len": -1, **fields}
+    text, counts = "", []
+    async with session.post("/generate", json={**body, "stream": True}) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            data = line.strip().removeprefix(b"data: ")
+            if data and data != b"[DONE]":
+                event = json.loads(data)
+                text, counts = event["text"], [*counts, event["meta_info"]["completion_tokens"]]
+    async with session.post("/generate", json={**body, "stream": False}) as response:
+        whole = await response.json()
+    assert (text, counts[-1]) == (whole["text"], TOKENS), prompt
+    assert counts == sorted(counts) and whole["meta_info"]["prompt_tokens"] > 0
+
+
 async def vllm_responses(session: aiohttp.ClientSession) -> None:
     body = {"model": "demo", "input": CHAT, "max_output_tokens": TOKENS, "stream": True}
     async with session.post("/v1/responses", json={**body, "store": False}) as response:
@@ -88,6 +107,8 @@ async def check(url: str) -> None:
         for prompt in ("Ada was", [5, 6, 7]):
             await sglang(session, "/v1/completions", {**SGLANG_TEXT, "prompt": prompt})
         await sglang(session, "/v1/completions", {**SGLANG_TEXT, "prompt": "Ada", "logprobs": 2})
+        for prompt in ({"text": "Ada was"}, {"input_ids": [5, 6, 7]}):
+            await sglang_native(session, prompt)
         await vllm_responses(session)
 
 
