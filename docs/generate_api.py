@@ -230,6 +230,9 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
   0.33, and by `token`, as it did before: clients of both read it. Images, `derender`, experts and
   sampling masks are not there. Weights that a trainer makes come as adapters
   (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the model's own.
+- Log probabilities are the model's own (vLLM's `raw_logprobs`), whatever temperature, `top_p` and
+  penalties are. A trainer that wants those of the tokens as they were drawn leaves all of these
+  neutral, or computes them itself.
 - `/generate` is SGLang's own API. Its streams have no log probabilities. Each event has all of an
   answer so far, so they come more seldom the longer it is.
 - Responses are kept by the router, in a database ([above](#responses-that-are-kept)), and survive

@@ -177,9 +177,9 @@ def read_request_info(
     """Reads it. `path` is one of `PROXIED_PATHS`; `route` leads the model's name to what serves it.
     Raises `BadRequest` when the body is not a JSON object, and what `route` raises."""
     fields = _read_body(body)
-    asked = _text(fields.get("model"))
-    led = route(asked)
     form = PROXIED_PATHS[path]
+    asked = _text(_first_given(fields, form.model))
+    led = route(asked)
     given = _first_given(fields, form.prompt)
     options = _read_part(fields.get(form.options, _NOTHING)) if form.options else fields
     has_images = given is not None and may_hold_images(body)

@@ -16,6 +16,7 @@ class ProxiedPath:
 
     Attributes:
         generates: Its answer is computed token by token.
+        model: Fields of the model's name; the first that is given counts.
         preamble: Field that stands in front of the prompt, such as a system prompt.
         prompt: Fields of the prompt, which is turns of a conversation; the first that is given
             counts.
@@ -27,6 +28,7 @@ class ProxiedPath:
 
     path: str
     generates: bool = True
+    model: tuple[str, ...] = ("model",)
     preamble: str = ""
     prompt: tuple[str, ...] = ()
     takes_text: bool = False
@@ -48,6 +50,7 @@ _ALL = (
     ),
     ProxiedPath(
         path="/generate",
+        model=("lora_path", "model"),
         prompt=("input_ids", "text"),
         takes_text=True,
         options="sampling_params",

@@ -122,7 +122,7 @@ async def test_events_of_a_stream_have_all_so_far_and_are_few() -> None:
         ({"return_logprob": True, "stream": True}, "return_logprob", "whole answer"),
         ({"return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num", "between 0 and 20"),
         ({"image_data": ["x"]}, "image_data", "/v1/chat/completions"),
-        ({"lora_path": "mine"}, "lora_path", "name a loaded adapter"),
+        ({"session_params": {"id": "a"}}, "session_params", "send the whole prompt"),
         ({"return_hidden_states": True}, "return_hidden_states", "log probabilities"),
     ],
     ids=range(12),
@@ -135,6 +135,15 @@ async def test_refusals_name_the_field_as_the_client_wrote_it(
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param)
         assert words in error["message"]
+
+
+async def test_an_adapter_is_named_in_place_of_the_model() -> None:
+    async with http_node() as node:
+        fields = {"text": "a", "lora_path": "mine", "model": "tiny"}
+        response = await node.client.post("/generate", json=fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (404, "lora_path")
+        assert "'mine' does not exist" in error["message"]
 
 
 async def test_what_its_benchmark_sends_besides_changes_nothing() -> None:

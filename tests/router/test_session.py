@@ -207,6 +207,12 @@ def test_longest_answers_are_those_that_a_node_gives(
     assert (info.max_tokens, info.num_answers) == expected
 
 
+def test_an_adapter_of_sglangs_api_is_a_model() -> None:
+    for body in ({"lora_path": "mine", "model": "m"}, {"lora_path": None, "model": "mine"}):
+        assert _read({"text": "a", **body}, "/generate").asked_model == "mine"
+    assert _read({"prompt": "a", "lora_path": "mine"}, "/v1/completions").asked_model == ""
+
+
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_body_is_read_or_refused(body: bytes) -> None:

@@ -94,7 +94,9 @@ class SGLangRequest(StrictBody):
     sampling_params: SGLangSampling | None = None
     """How the tokens of all answers are drawn."""
     model: Name | None = None
-    """A name that this server gives its model, or of an adapter; an extension."""
+    """A name that this server gives its model; an extension."""
+    lora_path: Name | None = None
+    """The name of a loaded adapter, in place of `model`."""
     return_logprob: bool | None = None
     """Tell the log probabilities of the answer's tokens; not in a stream."""
     logprob_start_len: Int | None = None
@@ -121,8 +123,6 @@ class SGLangRequest(StrictBody):
     max_thinking_tokens: Int | None = None
     """The most tokens that the model may think before it answers."""
 
-    lora_path: Any = None
-    """Only empty: name a loaded adapter as `model`."""
     image_data: Any = None
     """Only empty: send media to /v1/chat/completions."""
     video_data: Any = None
@@ -177,7 +177,8 @@ class SGLangRequest(StrictBody):
     def named_fields(self) -> AbstractContextManager[None]:
         """Names fields of the completion in errors as this API does."""
         prompt = "text" if self.input_ids is None else "input_ids"
-        return named_fields(_NAMES | {"prompt": prompt})
+        model = "model" if self.lora_path is None else "lora_path"
+        return named_fields(_NAMES | {"prompt": prompt, "model": model})
 
     def to_completion(self) -> CompletionRequest:
         """Returns the same request as a completion. Raises `BadRequest`."""
@@ -188,7 +189,7 @@ class SGLangRequest(StrictBody):
         salt = "/".join(part for part in (self.cache_salt, self.extra_key) if part)
         return CompletionOfAnother.model_construct(
             prompt=self._prompt,
-            model=self.model,
+            model=self.model if self.lora_path is None else self.lora_path,
             stream=self.stream,
             request_id=self.rid,
             priority=self.priority,
@@ -234,7 +235,7 @@ def _is_token(prompt: list[Any]) -> bool:
 
 
 _NOT_HERE = (
-    "lora_path", "image_data", "video_data", "audio_data", "session_params",
+    "image_data", "video_data", "audio_data", "session_params",
     "return_routed_experts", "return_hidden_states", "return_sampling_mask",
 )  # fmt: skip
 _SAME = SGLangSampling.model_fields.keys() & CompletionRequest.model_fields.keys()
