@@ -72,7 +72,7 @@ def sparse_tuning(num_heads: int, itemsize: int, *, is_ahead: bool = False) -> S
             heads (8192 behind 24,576: 3.4 ms on an H200), and two thirds for those of 128.
     """
     if is_ahead and num_heads > 16:
-        return SparseTuning(rows=64, tile=64, num_warps=8, num_stages=2, programs_per_sm=1)
+        return SparseTuning(rows=64, tile=128, num_warps=8, num_stages=1, programs_per_sm=1)
     if is_ahead:
         return SparseTuning(rows=16, tile=64, num_warps=4, num_stages=1)
     if itemsize > 2:
