@@ -68,6 +68,18 @@ def test_attention_to_chosen_tokens(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "lengths", [([70, 9, 0, 33, 900], [2] * 5), ([2, 1, 0, 65, 64, 63, 128, 129], [1] * 8)]
+)
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_decodes_some_of_whose_parts_have_nothing(num_heads: int, lengths: check.Lengths) -> None:
+    """What such a part does not wait for would be written over its own results."""
+    check.sparse_latent_attention(
+        ops.sparse_latent_attention, lengths, (num_heads, 512, 64, 256), torch.bfloat16,
+        num_decodes=len(lengths[0]), device="cuda",
+    )  # fmt: skip
+
+
 @halves
 @pytest.mark.parametrize(
     ("lengths", "causal"),
