@@ -73,7 +73,7 @@ def test_attention_to_chosen_tokens(
 )
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_decodes_some_of_whose_parts_have_nothing(num_heads: int, lengths: check.Lengths) -> None:
-    """What such a part does not wait for would be written over its own results."""
+    """A copy that such a part began and did not wait for would be written over its results."""
     check.sparse_latent_attention(
         ops.sparse_latent_attention, lengths, (num_heads, 512, 64, 256), torch.bfloat16,
         num_decodes=len(lengths[0]), device="cuda",

@@ -242,9 +242,8 @@ def sparse_ahead_kernel(
         async_copy.wait_group(0)
         fence_async_shared()
         if TURNED:
-            scores = warpgroup_mma(
-                latents, query.permute((1, 0)), none, use_acc=False, is_async=True
-            )
+            turned = query.permute((1, 0))
+            scores = warpgroup_mma(latents, turned, none, use_acc=False, is_async=True)
             scores = warpgroup_mma(keys, rotated.permute((1, 0)), scores, is_async=True)
         else:
             scores = warpgroup_mma(
@@ -280,9 +279,8 @@ def sparse_ahead_kernel(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             if more:
                 _copy(kv_cache, back, key_back, last_l, last_k, block_stride, BLOCK_SIZE, num_warps)
-            last_l, last_k = _places(
-                places, start + 2 * TILE + HALF, end, spare, HALF, num_warps
-            )  # fmt: skip
+            ahead = start + 2 * TILE + HALF
+            last_l, last_k = _places(places, ahead, end, spare, HALF, num_warps)
     total = gl.sum(summed, axis=OF_ROW)
     if not TURNED:
         total = gl.convert_layout(gl.sum(total, axis=1), peak.type.layout)
