@@ -32,13 +32,30 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+class Checkpoints(type(Path())):  # type: ignore[misc]
+    """A folder with one checkpoint for each family, which is written when it is first named: most
+    processes that run tests need a few."""
+
+    def __truediv__(self, family: Any) -> Path:
+        self._write(family)
+        return Path(self, family)
+
+    def with_all(self) -> Path:
+        """Returns the folder, with every family in it."""
+        for family in FAMILIES:
+            self._write(family)
+        return Path(self)
+
+    def _write(self, family: str) -> None:
+        if not Path(self, family).exists():
+            # What tests draw does not depend on who was first.
+            with torch.random.fork_rng(devices=[]):
+                save_checkpoint(FAMILIES[family], Path(self, family))
+
+
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with one checkpoint for each family."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for name, family in FAMILIES.items():
-        save_checkpoint(family, folder / name)
-    return folder
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture
@@ -49,29 +66,29 @@ def make_int8_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
 
 @pytest.fixture(scope="session")
 def logits_by_rank(
-    checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+    checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, list[dict[str, torch.Tensor]]]:
     """Maps tensor-parallel size to what each rank computed."""
-    out = tmp_path_factory.mktemp("logits")
-    with ranks_running("tests.engine.models.rank_process", 2, str(checkpoints), str(out)):
-        alone = compute_all(checkpoints, ParallelGroup(0, 1))
+    folder, out = checkpoints.with_all(), tmp_path_factory.mktemp("logits")
+    with ranks_running("tests.engine.models.rank_process", 2, str(folder), str(out)):
+        alone = compute_all(folder, ParallelGroup(0, 1))
     pair = [load_file(out / f"rank-{rank}.safetensors") for rank in range(2)]
     return {1: [alone], 2: pair}
 
 
 @pytest.fixture(scope="session")
 def greedy_by_rank(
-    checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+    checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, list[dict[str, Any]]]:
     """Maps tensor-parallel size to what each rank of an engine sampled: "family/mode/request" to
     the fields of `Found`.
     """
-    out = tmp_path_factory.mktemp("greedy")
+    folder, out = checkpoints.with_all(), tmp_path_factory.mktemp("greedy")
     num_engines = {size: len(FAMILIES) * len(modes) for size, modes in MODES_OF_SIZE.items()}
     with ranks_running(
-        "tests.engine.models.engine_rank", 2, str(checkpoints), str(out), num_groups=num_engines[2]
+        "tests.engine.models.engine_rank", 2, str(folder), str(out), num_groups=num_engines[2]
     ):
-        alone = greedy_all(checkpoints, 0, 1, [""] * num_engines[1])
+        alone = greedy_all(folder, 0, 1, [""] * num_engines[1])
     pair = [json.loads((out / f"greedy-{rank}.json").read_text()) for rank in range(2)]
     return {1: [alone], 2: pair}
 
