@@ -104,6 +104,18 @@ class HttpNode:
         assert self.proxy.num_queued == 0
 
 
+_known_settings: dict[str, DecodeNodeSettings] = {}
+
+
+def _settings_of(**given: Any) -> DecodeNodeSettings:
+    """Returns settings of a node, which take longer to read than a short answer to make. No test
+    here sets them by its environment."""
+    name = repr(sorted(given.items()))
+    if name not in _known_settings:
+        _known_settings[name] = DecodeNodeSettings(model="unused", **given)
+    return _known_settings[name].model_copy()
+
+
 @asynccontextmanager
 async def http_node(
     *,
@@ -127,7 +139,7 @@ async def http_node(
     engine = FakeEngine(config, tokenizer, auto=auto)
     engine.scripts = [tokenizer.encode(text + "</s>") for text in scripts]
     nodes = FakePrefillNodes()
-    node_settings = DecodeNodeSettings(model="unused", **settings)
+    node_settings = _settings_of(**settings)
     proxy = DisaggProxy(
         engine,
         nodes,
