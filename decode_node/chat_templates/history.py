@@ -17,11 +17,10 @@ from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.typescript_tools import TYPESCRIPT_VARIABLE, typescript
 from decode_node.protocol.bodies.valid_strings import with_valid_strings
 from decode_node.protocol.chat.chat_messages import ChatMessage, ContentPart, ImagePart, VideoPart
+from decode_node.protocol.chat.joined_contents import GAP, joined_contents
 
 Message = dict[str, Any]
 
-_GAP = "\n\n"
-"""Stands between what two turns said where they become one."""
 _NUM_MISTRAL = 9
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _KIMI_ID = re.compile(r"functions\..+:\d+")
@@ -111,7 +110,7 @@ def _part(part: ContentPart) -> Message:
         return {"type": "image"}
     if isinstance(part, VideoPart):
         return {"type": "video"}
-    return {"type": "text", "text": part.text}
+    return _text(part.text)
 
 
 def _with_system_in_front(messages: list[Message], forms: TemplateForms) -> list[Message]:
@@ -262,7 +261,7 @@ def _one_turn(turns: Sequence[Message]) -> Message:
     if calls := [call for message in turns for call in message.get("tool_calls", ())]:
         joined["tool_calls"] = calls
     if thoughts := [message["reasoning"] for message in turns if "reasoning" in message]:
-        joined["reasoning"] = _GAP.join(thoughts)
+        joined["reasoning"] = GAP.join(thoughts)
     return joined
 
 
@@ -276,24 +275,15 @@ def _both(*contents: str | list[Message]) -> str | list[Message]:
     given = [one for one in contents if one]
     if len(given) < 2:
         return given[0] if given else contents[-1]
-    texts: list[str] = []
-    for one in given:
-        if not isinstance(one, str):
-            break
-        texts.append(one)
-    front = [_GAP.join(texts)] if texts else []
-    if len(texts) == len(given):
-        return front[0]
-    found: list[Message] = []
-    for i, one in enumerate([*front, *given[len(texts) :]]):
-        if i:
-            found.append({"type": "text", "text": _GAP})
-        found += _parts(one)
-    return found
+    return joined_contents(given, _text)
 
 
 def _parts(content: str | list[Message]) -> list[Message]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [_text(content)] if isinstance(content, str) else content
+
+
+def _text(text: str) -> Message:
+    return {"type": "text", "text": text}
 
 
 def _finish(message: Message, forms: TemplateForms) -> None:
@@ -318,7 +308,7 @@ def _set_reasoning(message: Message, thought: str, forms: TemplateForms) -> None
         message["content"] = [{"type": "thinking", "thinking": thought}, *text]
         return
     if forms.joins_reasoning and message.get("tool_calls") and message["content"]:
-        thought, message["content"] = f"{thought}{_GAP}{message['content']}", ""
+        thought, message["content"] = f"{thought}{GAP}{message['content']}", ""
     names = (forms.reasoning,) if forms.reasoning else _REASONING
     message.update(dict.fromkeys(names, thought))
 

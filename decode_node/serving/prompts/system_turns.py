@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from decode_node.protocol.chat.chat_messages import ChatMessage, ContentPart, TextPart
+from decode_node.protocol.chat.joined_contents import joined_contents
 from decode_node.protocol.messages.message_texts import without_billing
 
 _SYSTEM = "system"
-_GAP = "\n\n"
 
 
 def system_first(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -26,7 +26,8 @@ def system_first(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         return list(messages)
     whole = said[0]
     if len(said) > 1:
-        whole = whole.model_copy(update={"content": _joined([one.content for one in said])})
+        contents = ["" if one.content is None else one.content for one in said]
+        whole = whole.model_copy(update={"content": joined_contents(contents, _text)})
     others = [one for one in opening if one.role != _SYSTEM]
     return [whole, *others, *messages[len(opening) :]]
 
@@ -48,25 +49,11 @@ def without_billing_line(messages: Sequence[ChatMessage]) -> Sequence[ChatMessag
     return [first.model_copy(update={"content": rest}), *messages[1:]]
 
 
-def _joined(contents: Sequence[str | list[ContentPart] | None]) -> str | list[ContentPart]:
-    """Returns contents as one, each text copied once, however many there are."""
-    texts: list[str] = []
-    for one in contents:
-        if isinstance(one, list):
-            break
-        texts.append(one or "")
-    else:
-        return _GAP.join(texts)
-    rest = contents[len(texts) :]
-    found: list[ContentPart] = []
-    for i, one in enumerate([_GAP.join(texts), *rest] if texts else rest):
-        if i:
-            found.append(TextPart(type="text", text=_GAP))
-        found += _parts(one)
-    return found
-
-
 def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:
     if isinstance(content, list):
         return content
-    return [TextPart(type="text", text=content or "")]
+    return [_text(content or "")]
+
+
+def _text(text: str) -> ContentPart:
+    return TextPart(type="text", text=text)
