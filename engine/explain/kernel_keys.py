@@ -19,7 +19,7 @@ from engine.contracts.steps.step_launches import GraphKey
 from engine.explain.explanation import Batch, asked_model
 from engine.explain.launched_kernels import KernelKey, keeping
 from engine.explain.launches import Launches
-from engine.models.recorded_steps import recorded_steps
+from engine.models.recorded_steps import launches_of
 from engine.worker.attention_of_model import masked_tokens_of
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from tandem_kernels import ops
@@ -62,7 +62,7 @@ def launching_model(
 def warm_up_batches(config: EngineConfig) -> list[Batch]:
     """Returns what runs before anything waits: steps, and those that graphs record."""
     steps = [_batch_of(step) for step in steps_before_ready(config)]
-    steps += [batch_of_graph(key, config) for key in recorded_steps(config).keys]
+    steps += [batch_of_graph(key, config) for key in launches_of(config).keys]
     return list(dict.fromkeys(steps))
 
 

@@ -136,9 +136,7 @@ def prompt_keys(
     layer few short prompts alone are spared."""
     sizes = sorted({min(num_reqs, max_num_reqs) for num_reqs in PROMPT_REQUESTS})
     keys: list[GraphKey] = []
-    common = PROMPT_TOKENS + LONG_PROMPT_TOKENS + LONGEST_PROMPT_TOKENS
-    every = common + MOST_PROMPT_TOKENS + FP8_PROMPT_TOKENS
-    for num_tokens in every:
+    for num_tokens in every_prompt_tokens():
         fitting = [num_reqs for num_reqs in sizes if num_reqs < num_tokens <= max_num_tokens]
         drawing = fitting if num_tokens <= PROMPT_TOKENS[-1] else fitting[-1:]
         keys += [GraphKey(num_reqs, num_tokens, True) for num_reqs in drawing]
@@ -149,6 +147,12 @@ def prompt_keys(
     if not any_context:
         return keys
     return [key._replace(any_context=key.num_reqs >= sizes[-1]) for key in keys]
+
+
+def every_prompt_tokens() -> tuple[int, ...]:
+    """Returns the sizes that any model records of steps with prompts, rising."""
+    common = PROMPT_TOKENS + LONG_PROMPT_TOKENS + LONGEST_PROMPT_TOKENS
+    return common + MOST_PROMPT_TOKENS + FP8_PROMPT_TOKENS
 
 
 def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ may want of their sampling. Prompts of one token run as decodes do.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,12 @@ from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, Sc
 from engine.contracts.steps.step_shapes import lengths_up_to
 from engine.layers.attention.selection import TOKENS_OF_TWO_PASSES
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
-from engine.models.recorded_steps import FP8_PROMPT_TOKENS
+from engine.models.recorded_steps import (
+    FP8_PROMPT_TOKENS,
+    PROMPT_TOKENS,
+    every_prompt_tokens,
+    recorded_steps,
+)
 from engine.models.registry import spec_of
 from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.worker.attention_of_model import masked_tokens_of
@@ -48,8 +54,13 @@ _STRIDE = 7919
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
 """One for each power of two of what a request may ask for where the operator allows no more."""
 _PLAIN, _UNFILTERED = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
+_RATIO = 1.25
+"""Sizes are as near to each other as the rows of a measured table of tiles."""
 _SMALL_BATCHES = (1, 2, 4, 8)
 """Kernels of few rows are compiled for each of these."""
+_FEW_LOGITS = (*_SMALL_BATCHES[1:], 16, MAX_ROWS)
+"""Tokens of prompts whose log probabilities are asked for: kernels of few rows compute logits of
+all, and no layer is cut to one row."""
 
 
 def step_without_rows(states: RowStates) -> SchedulerOutput:
@@ -222,9 +233,30 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     steps += [DummyStep([num], _PLAIN) for num in _tokens_of_searched_pairs(config)]
     steps += [DummyStep([1], everything(num)) for num in _NUM_LOGPROBS[1:]]
     # All tokens pass the last norm here, where they have logits: few and many.
-    for length in sorted({min(_LONG_PROMPT, longest), longest}):
-        steps.append(DummyStep([length], everything(0, prompt_logprobs=0)))
-    return steps
+    for length in (*_FEW_LOGITS, _LONG_PROMPT, longest):
+        steps.append(DummyStep([min(length, longest)], everything(0, prompt_logprobs=0)))
+    return steps + _in_place_of_graphs(config, longest)
+
+
+def _in_place_of_graphs(config: EngineConfig, longest: int) -> list[DummyStep]:
+    """Returns steps of the sizes that have graphs elsewhere, where steps with prompts have none:
+    experts have tiles for each, into how many parts a long context is cut depends on it, and an
+    indexer's choice has a kernel for each power of two of the context."""
+    is_stage = config.parallel.pipeline_parallel_size > 1
+    if recorded_steps(config).prompts and not is_stage:
+        return []
+    most, limit = config.scheduler.max_num_seqs, config.model.max_model_len
+    near = range(int(math.log(longest, _RATIO)) + 1)
+    sizes = {*every_prompt_tokens(), *(round(_RATIO**power) for power in near)}
+    few = [1 << power for power in range(PROMPT_TOKENS[-1].bit_length())]
+    steps = [DummyStep([size], _PLAIN) for size in sorted(sizes) if size <= longest]
+    steps += [DummyStep([size], _PLAIN, limit - size) for size in few if size <= longest]
+    counts = [1 << power for power in range(min(most, longest).bit_length())]
+    steps += [DummyStep([1] * count, _PLAIN, limit - 1) for count in counts]
+    if spec_of(config.model).dense_tokens is None:
+        return steps
+    contexts = [1 << power for power in range(limit.bit_length() - 1)]
+    return steps + [DummyStep([size], _PLAIN, context) for context in contexts for size in (1, 2)]
 
 
 def _chunks(config: EngineConfig, longest: int) -> list[DummyStep]:

@@ -26,7 +26,7 @@ _ROWS = 32
 """Heads of a program that rotates alone."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def attended_rows_kernel(
     parts: tl.tensor,
     state: tl.tensor,

@@ -139,6 +139,35 @@ def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_fl
     assert graphs_of(config, steps) <= set(warm_up_batches(config))
 
 
+@pytest.mark.parametrize(
+    ("family", "max_num_seqs", "eager"),
+    [
+        ("dense", 1, False),
+        ("rows", 16, False),
+        ("rows", 1, True),
+        ("sparse latents", 5, True),
+        ("sparse blocks", 5, True),
+        ("states", 5, True),
+    ],
+)
+def test_small_batches_need_nothing_more_with_and_without_graphs(
+    family: str, max_num_seqs: int, eager: bool
+) -> None:
+    """Where steps have few requests, and where each launches its kernels one by one."""
+    config, chance = config_of(family), random.Random(f"{family} {max_num_seqs}")
+    config = replace(
+        config,
+        scheduler=replace(config.scheduler, max_num_seqs=max_num_seqs),
+        device=replace(config.device, enforce_eager=eager),
+    )
+    steps = [
+        step
+        for step in (drawn(chance, config) for _ in range(8 * NUM_DRAWN))
+        if 0 < step.num_decodes + len(step.prompts) <= max_num_seqs
+    ]
+    assert not_warmed(config, steps[:NUM_DRAWN]) == {}
+
+
 def test_chunks_beside_long_contexts_are_graphs_where_their_decodes_are_cut() -> None:
     steps = [Batch(count, 20_000, (64,)) for count in (1, 60, 200)]
     for family, is_cut in {"dense": True, "latents": True, "rows": False}.items():
