@@ -235,15 +235,13 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     # All tokens pass the last norm here, where they have logits: few and many.
     for length in (*_FEW_LOGITS, _LONG_PROMPT, longest):
         steps.append(DummyStep([min(length, longest)], everything(0, prompt_logprobs=0)))
-    return steps + _in_place_of_graphs(config, longest)
+    return steps + _in_place_of_graphs(config, longest) + _behind_each_context(config, longest)
 
 
 def _in_place_of_graphs(config: EngineConfig, longest: int) -> list[DummyStep]:
     """Returns steps of the sizes that have graphs elsewhere, where steps with prompts have none:
-    experts have tiles for each, into how many parts a long context is cut depends on it, and an
-    indexer's choice has a kernel for each power of two of the context."""
-    is_stage = config.parallel.pipeline_parallel_size > 1
-    if recorded_steps(config).prompts and not is_stage:
+    experts have tiles for each, and into how many parts a long context is cut depends on it."""
+    if _most_recorded(config):
         return []
     most, limit = config.scheduler.max_num_seqs, config.model.max_model_len
     near = range(int(math.log(longest, _RATIO)) + 1)
@@ -252,11 +250,33 @@ def _in_place_of_graphs(config: EngineConfig, longest: int) -> list[DummyStep]:
     steps = [DummyStep([size], _PLAIN) for size in sorted(sizes) if size <= longest]
     steps += [DummyStep([size], _PLAIN, limit - size) for size in few if size <= longest]
     counts = [1 << power for power in range(min(most, longest).bit_length())]
-    steps += [DummyStep([1] * count, _PLAIN, limit - 1) for count in counts]
-    if spec_of(config.model).dense_tokens is None:
-        return steps
-    contexts = [1 << power for power in range(limit.bit_length() - 1)]
-    return steps + [DummyStep([size], _PLAIN, context) for context in contexts for size in (1, 2)]
+    return steps + [DummyStep([1] * count, _PLAIN, limit - 1) for count in counts]
+
+
+def _behind_each_context(config: EngineConfig, longest: int) -> list[DummyStep]:
+    """Returns steps that no graph holds, behind contexts of each power of two: the choice of blocks
+    has a kernel for each, that of tokens and rows has not."""
+    spec = spec_of(config.model)
+    chooses_blocks = spec.latent_shape is None and spec.rows_of_tokens is None
+    if spec.dense_tokens is None or not chooses_blocks:
+        return []
+    limit, most = config.model.max_model_len, _most_recorded(config)
+    powers = range(spec.dense_tokens.bit_length() - 1, limit.bit_length())
+    contexts = [1 << power for power in powers]
+    sizes = (most + 1,) if most else (1, 2)
+    return [
+        DummyStep([size], _PLAIN, context)
+        for size in sizes
+        for context in contexts
+        if size <= longest and size + context <= limit
+    ]
+
+
+def _most_recorded(config: EngineConfig) -> int:
+    """Returns the tokens of the largest graph with prompts; 0: there are none."""
+    if config.parallel.pipeline_parallel_size > 1:
+        return 0  # Stages record none.
+    return recorded_steps(config).most_prompt_tokens
 
 
 def _chunks(config: EngineConfig, longest: int) -> list[DummyStep]:
