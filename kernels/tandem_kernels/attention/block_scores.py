@@ -28,6 +28,8 @@ from tandem_kernels.product_precision import precision_of
 
 _SCORES_AT_ONCE = 1 << 25
 """Is the size of the buffer: 128 MiB."""
+_ALIGNED = 16
+"""Triton compiles anew for a stride that is no multiple of it."""
 _ROWS, _PROGRAMS_PER_SM = 64, 4
 """The first are of a tile of prompts."""
 _FEWEST_ROWS = 16
@@ -163,7 +165,7 @@ class _Plan:
     Attributes:
         query_len, block_q: Query tokens of each request (0: they differ), and of a tile.
         num_tiles, at_once: Tiles of the step, and of each turn.
-        width: Blocks of a row.
+        width: Blocks of a row, and what makes it as aligned as any.
         splits: Parts of a context.
     """
 
@@ -188,10 +190,11 @@ class _Plan:
             block_q = max(triton.next_power_of_2(query_len), triton.cdiv(_FEWEST_ROWS, lanes))
         num_tiles = num_reqs if query_len else triton.cdiv(len(q), block_q) + num_reqs
         room = metadata.block_tables.shape[1] * pages.keys.shape[1]
-        width = triton.cdiv(min(metadata.max_seq_len, room), choice.size)
+        blocks = triton.cdiv(min(metadata.max_seq_len, room), choice.size)
+        width = triton.cdiv(blocks, _ALIGNED) * _ALIGNED
         at_once = min(num_tiles, max(1, _SCORES_AT_ONCE // (width * block_q * groups)))
         free = num_programs(q.device, _PROGRAMS_PER_SM) // at_once
-        splits = min(triton.next_power_of_2(width), 1 << max(free.bit_length() - 1, 0))
+        splits = min(triton.next_power_of_2(blocks), 1 << max(free.bit_length() - 1, 0))
         return cls(query_len, block_q, num_tiles, at_once, width, splits)
 
 
