@@ -98,6 +98,7 @@ class KVArrival:
         num_before: Leading tokens whose KV was here when the source began.
         num_coming: Tokens that come from the source, behind those.
         goes_on: Another source has brought the KV of those before.
+        asked_at: When the source was asked what it holds; 0: it is not asked.
     """
 
     request: Request
@@ -105,6 +106,7 @@ class KVArrival:
     num_before: int = 0
     num_coming: int = 0
     goes_on: bool = False
+    asked_at: float = 0.0
     state: ArrivalState = ArrivalState.QUEUED
 
 

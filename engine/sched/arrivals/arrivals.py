@@ -6,6 +6,7 @@ states and has the table of changes. Sources decide what comes next, each in a f
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -119,6 +120,9 @@ class Arrivals:
         self.move(arrival, state)
         arrival.num_before, arrival.num_coming = num_before, num_coming
         arrival.request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        if state is ArrivalState.ASKED:
+            arrival.asked_at = time.monotonic()
+            arrival.request.num_computed_tokens = num_before
 
     def name_transfer(self, arrival: TransferArrival, transfer_id: str) -> None:
         """Names the transfer by which the arrival is found."""
@@ -127,8 +131,11 @@ class Arrivals:
 
     def here(self, arrival: KVArrival, num_computed_tokens: int) -> None:
         """Goes on behind KV of a prompt's beginning that is complete, with the next source for
-        what is lacking, or READY: what came may be a part, or nothing."""
+        what is lacking, or READY: what came may be a part, or nothing. What a request waited for a
+        source that was asked counts as queue."""
         request = arrival.request
+        if arrival.asked_at:
+            request.first_scheduled_at = time.monotonic()
         nothing_came = num_computed_tokens <= arrival.num_before and not arrival.goes_on
         if nothing_came and not self._kv_cache.behind.is_chain:
             # States of what is cached are copied where a request begins, which it does anew.
@@ -197,6 +204,11 @@ class Arrivals:
     def go_on_without(self, arrival: KVArrival) -> None:
         """Computes the prompt in other blocks, without waiting for writers."""
         self._stop(arrival)
+        self.compute_all(arrival)
+
+    def failed(self, arrival: KVArrival) -> None:
+        """Computes the prompt of one that was COMING and is of no use: no writer is left."""
+        self.move(arrival, ArrivalState.NOTHING)
         self.compute_all(arrival)
 
     def compute_all(self, arrival: KVArrival) -> None:

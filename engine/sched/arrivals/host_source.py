@@ -225,8 +225,7 @@ class HostSource:
         if load.state is ArrivalState.COMING and is_right:
             self._arrivals.here(load, load.request.num_computed_tokens)
         elif load.state is ArrivalState.COMING:
-            self._arrivals.move(load, ArrivalState.NOTHING)
-            self._arrivals.compute_all(load)
+            self._arrivals.failed(load)
         elif load.state is ArrivalState.EARLY and is_right:
             self._settle(load)
         elif load.state is ArrivalState.EARLY:

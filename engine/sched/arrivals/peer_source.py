@@ -33,7 +33,6 @@ class PeerArrival(TransferArrival):
     """A prefix, as a connector reads a request: `num_prompt_tokens` of it."""
 
     peer: str = ""
-    asked_at: float = 0.0
     num_prompt_tokens: int = 0
     kv_transfer_params: KVTransferParams | None = None
     started_at: float = 0.0
@@ -114,10 +113,9 @@ class PeerSource:
         stop = num_computed_tokens + num_tokens
         chains = self._kv_cache.behind.chains(request, stop)
         peer, request.prefix_peer = request.prefix_peer, ""
-        arrival = PeerArrival(request, self, peer=peer, asked_at=time.monotonic())
+        arrival = PeerArrival(request, self, peer=peer)
         self._arrivals.add(arrival)
         self._arrivals.begin(arrival, num_computed_tokens, num_tokens, ArrivalState.ASKED)
-        request.num_computed_tokens = num_computed_tokens
         self._asks.append(PrefixAsk(request.request_id, peer, chains))
 
     def stop(self, arrival: PeerArrival) -> WriterKey | None:
@@ -140,8 +138,7 @@ class PeerSource:
         if kv_cache.can_continue(num_tokens, stop):
             self._keep(arrival, num_tokens)
         else:
-            self._arrivals.move(arrival, ArrivalState.NOTHING)
-            self._arrivals.compute_all(arrival)
+            self._arrivals.failed(arrival)
         return None
 
     # What peers say ---------------------------------------------------------------------------
@@ -162,14 +159,14 @@ class PeerSource:
         if params is None or not self._is_wanted(arrival, num_tokens):
             self._refuse(request_id, params)
             self.counters.misses += 1
-            self._go_on(arrival, arrival.num_before)
+            self._arrivals.here(arrival, arrival.num_before)
             return
         self._rates.asked(arrival.peer, time.monotonic() - arrival.asked_at)
         is_decided = arrival.request.tries_prefix_peer
         if not is_decided and not self._rates.is_quicker(arrival.peer, num_lacking, has_asked=True):
             self._refuse(request_id, params)
             self.counters.cheaper_to_compute += 1
-            self._go_on(arrival, arrival.num_before)
+            self._arrivals.here(arrival, arrival.num_before)
             return
         if not self._kv_cache.skip_to(
             arrival.request, num_tokens, is_by_token=not self._takes_blocks(params)
@@ -213,11 +210,6 @@ class PeerSource:
         self.counters.pulled_tokens += num_kept
         if request.num_cached_tokens is not None:
             request.num_cached_tokens += num_kept
-        self._go_on(arrival, num_tokens)
-
-    def _go_on(self, arrival: PeerArrival, num_tokens: int) -> None:
-        """Lets the request go on behind `num_tokens` tokens. What it waited for counts as queue."""
-        arrival.request.first_scheduled_at = time.monotonic()
         self._arrivals.here(arrival, num_tokens)
 
     def check_asked(self) -> None:
@@ -228,7 +220,7 @@ class PeerSource:
         for arrival in self._arrivals.in_state(ArrivalState.ASKED):
             if isinstance(arrival, PeerArrival) and arrival.asked_at < latest:
                 self.counters.misses += 1
-                self._go_on(arrival, arrival.num_before)
+                self._arrivals.here(arrival, arrival.num_before)
 
 
 @dataclass(slots=True)

@@ -45,7 +45,6 @@ class StoreLoad(KVArrival):
     job: int = -1
     names: list[BlockHash] = field(default_factory=list)
     is_first: bool = True
-    asked_at: float = 0.0
     began_at: float = 0.0
     waited_s: float = 0.0
 
@@ -108,10 +107,9 @@ class StoreSource:
     def begin(self, request: Request, num_computed_tokens: int, num_tokens: int) -> None:
         assert self._tier is not None
         load = StoreLoad(request, self, is_first=request.num_preemptions == 0)
-        load.asked_at, request.asks_store = time.monotonic(), False
+        request.asks_store = False
         self._arrivals.add(load)
         self._arrivals.begin(load, num_computed_tokens, num_tokens, ArrivalState.ASKED)
-        request.num_computed_tokens = num_computed_tokens
         behind, stop = self._kv_cache.behind, num_computed_tokens + num_tokens
         load.names = behind.wanted(request, num_computed_tokens, stop)
         load.job = self._tier.ask_store(load.names, is_chain=behind.is_chain)
@@ -137,7 +135,7 @@ class StoreSource:
         request, before = load.request, load.num_before
         stop = self._end_of(load, has)
         if stop <= before:
-            self._go_on(load, before)
+            self._arrivals.here(load, before)
             return
         if not self._kv_cache.skip_to(request, stop, is_by_token=False):
             self._arrivals.compute_all(load)
@@ -176,24 +174,15 @@ class StoreSource:
             self._rate.took(load.num_coming, seconds)
             if is_right:
                 self._count(load)
-                self._go_on(load, load.num_before + load.num_coming)
+                self._arrivals.here(load, load.num_before + load.num_coming)
             else:
-                self._compute(load)
+                self._arrivals.failed(load)
 
     def _count(self, load: StoreLoad) -> None:
         self.num_tokens += load.num_coming
         self.num_tokens_again += 0 if load.is_first else load.num_coming
         if load.is_first and load.request.num_cached_tokens is not None:
             load.request.num_cached_tokens += load.num_coming
-
-    def _go_on(self, load: StoreLoad, num_tokens: int) -> None:
-        """Lets the request go on behind `num_tokens` tokens. What it waited for counts as queue."""
-        load.request.first_scheduled_at = time.monotonic()
-        self._arrivals.here(load, num_tokens)
-
-    def _compute(self, load: StoreLoad) -> None:
-        self._arrivals.move(load, ArrivalState.NOTHING)
-        self._arrivals.compute_all(load)
 
     def check_answers(self) -> None:
         """Gives up on a store that does not answer, before each step."""
@@ -204,13 +193,13 @@ class StoreSource:
             if load.waited_s > _ASK_LIMIT_S:
                 del self._asked[load.job]
                 self._given_up.add(load.job)
-                self._go_on(load, load.num_before)
+                self._arrivals.here(load, load.num_before)
         for load in list(self._loads.values()):
             load.waited_s += waited_s
             if self._tier and load.waited_s > _READ_LIMIT_S and self._tier.give_up(load.job):
                 del self._loads[load.job]
                 self._rate.took(load.num_coming, load.waited_s)
-                self._compute(load)
+                self._arrivals.failed(load)
 
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
