@@ -254,21 +254,25 @@ def _in_place_of_graphs(config: EngineConfig, longest: int) -> list[DummyStep]:
 
 
 def _behind_each_context(config: EngineConfig, longest: int) -> list[DummyStep]:
-    """Returns steps that no graph holds, behind contexts of each power of two: the choice of blocks
-    has a kernel for each, that of tokens and rows has not."""
+    """Returns steps that no graph holds, behind contexts of each power of two: an indexer's choice
+    has a kernel for each. Of latents these are decodes beside chunks; rows of several tokens are
+    cut into parts in short steps alone."""
     spec = spec_of(config.model)
-    chooses_blocks = spec.latent_shape is None and spec.rows_of_tokens is None
-    if spec.dense_tokens is None or not chooses_blocks:
+    if spec.dense_tokens is None:
         return []
     limit, most = config.model.max_model_len, _most_recorded(config)
+    steps = [[1], [2]]
+    if most:
+        steps = [[most + 1]] if spec.latent_shape is None else [[1, _CHUNK]]
+        steps = steps if spec.rows_of_tokens is None else []
     powers = range(spec.dense_tokens.bit_length() - 1, limit.bit_length())
-    contexts = [1 << power for power in powers]
-    sizes = (most + 1,) if most else (1, 2)
     return [
-        DummyStep([size], _PLAIN, context)
-        for size in sizes
-        for context in contexts
-        if size <= longest and size + context <= limit
+        DummyStep(lengths, _PLAIN, 1 << power)
+        for lengths in steps
+        for power in powers
+        if sum(lengths) <= longest
+        and len(lengths) <= config.scheduler.max_num_seqs
+        and max(lengths) + (1 << power) <= limit
     ]
 
 
