@@ -54,8 +54,9 @@ _STRIDE = 7919
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
 """One for each power of two of what a request may ask for where the operator allows no more."""
 _PLAIN, _UNFILTERED = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
-_RATIO = 1.25
-"""Sizes are as near to each other as the rows of a measured table of tiles."""
+_RATIO, _FEW_TOKENS = 1.25, PROMPT_TOKENS[2]
+"""Sizes are as near to each other as the rows of a measured table of tiles; so are those of graphs,
+from this many tokens on."""
 _SMALL_BATCHES = (1, 2, 4, 8)
 """Kernels of few rows are compiled for each of these."""
 _FEW_LOGITS = (*_SMALL_BATCHES[1:], 16, MAX_ROWS)
@@ -235,19 +236,23 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     # All tokens pass the last norm here, where they have logits: few and many.
     for length in (*_FEW_LOGITS, _LONG_PROMPT, longest):
         steps.append(DummyStep([min(length, longest)], everything(0, prompt_logprobs=0)))
-    return steps + _in_place_of_graphs(config, longest) + _behind_each_context(config, longest)
+    return steps + _of_each_size(config, longest) + _behind_each_context(config, longest)
 
 
-def _in_place_of_graphs(config: EngineConfig, longest: int) -> list[DummyStep]:
-    """Returns steps of the sizes that have graphs elsewhere, where steps with prompts have none:
-    experts have tiles for each, and into how many parts a long context is cut depends on it."""
-    if _most_recorded(config):
-        return []
+def _of_each_size(config: EngineConfig, longest: int) -> list[DummyStep]:
+    """Returns steps with prompts of each size, for which experts have tiles, unless graphs are as
+    near to each other. Where there are no graphs, other layers need them too, and behind long
+    contexts, whose parts depend on the size."""
     most, limit = config.scheduler.max_num_seqs, config.model.max_model_len
-    near = range(int(math.log(longest, _RATIO)) + 1)
-    sizes = {*every_prompt_tokens(), *(round(_RATIO**power) for power in near)}
+    powers = range(int(math.log(longest, _RATIO)) + 1)
+    near = {round(_RATIO**power) for power in powers}
+    if recorded := _most_recorded(config):
+        has_experts = spec_of(config.model).num_experts_per_token > 0
+        lacking = sorted(size for size in near if not _FEW_TOKENS <= size <= recorded)
+        return [DummyStep([size], _PLAIN) for size in lacking] if has_experts else []
+    sizes = sorted(near | {size for size in every_prompt_tokens() if size <= longest})
+    steps = [DummyStep([size], _PLAIN) for size in sizes]
     few = [1 << power for power in range(PROMPT_TOKENS[-1].bit_length())]
-    steps = [DummyStep([size], _PLAIN) for size in sorted(sizes) if size <= longest]
     steps += [DummyStep([size], _PLAIN, limit - size) for size in few if size <= longest]
     counts = [1 << power for power in range(min(most, longest).bit_length())]
     return steps + [DummyStep([1] * count, _PLAIN, limit - 1) for count in counts]
