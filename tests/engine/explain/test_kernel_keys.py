@@ -158,7 +158,7 @@ def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_fl
 def test_small_batches_need_nothing_more_with_and_without_graphs(
     family: str, max_num_seqs: int, eager: bool
 ) -> None:
-    """Where steps have few requests, and where each launches its kernels one by one."""
+    """Steps have few requests, and some engines launch all their kernels one by one."""
     config, chance = config_of(family), random.Random(f"{family} {max_num_seqs}")
     config = replace(
         config,
