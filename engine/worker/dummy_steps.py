@@ -55,8 +55,8 @@ _NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
 """One for each power of two of what a request may ask for where the operator allows no more."""
 _PLAIN, _UNFILTERED = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
 _RATIO, _FEW_TOKENS = 1.25, PROMPT_TOKENS[2]
-"""Sizes are as near to each other as the rows of a measured table of tiles; so are those of graphs,
-from this many tokens on."""
+"""Sizes are as near to each other as the rows of a measured table of tiles; so are those of graphs:
+of decodes, and from this many tokens on of prompts."""
 _SMALL_BATCHES = (1, 2, 4, 8)
 """Kernels of few rows are compiled for each of these."""
 _FEW_LOGITS = (*_SMALL_BATCHES[1:], 16, MAX_ROWS)
@@ -248,7 +248,7 @@ def _of_each_size(config: EngineConfig, longest: int) -> list[DummyStep]:
     near = {round(_RATIO**power) for power in powers}
     if recorded := _most_recorded(config):
         has_experts = spec_of(config.model).num_experts_per_token > 0
-        lacking = sorted(size for size in near if not _FEW_TOKENS <= size <= recorded)
+        lacking = sorted(size for size in near if size > recorded or most < size < _FEW_TOKENS)
         return [DummyStep([size], _PLAIN) for size in lacking] if has_experts else []
     sizes = sorted(near | {size for size in every_prompt_tokens() if size <= longest})
     steps = [DummyStep([size], _PLAIN) for size in sizes]
