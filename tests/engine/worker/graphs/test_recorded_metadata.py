@@ -102,11 +102,12 @@ def not_held(recorded: Any, replayed: Any, name: str, key: GraphKey) -> Iterator
 def test_what_a_graph_knows_holds_for_all_that_it_is_replayed_as(shape: str) -> None:
     config = shape_config(shape, max_model_len=24_576)
     has_state = any(group.is_state for group in config.kv_layout.groups)
-    changes = [
+    changes: list[dict[str, Any]] = [
+        {},
         {"device": replace(config.device, deterministic=True)},
         {"decode_query_len": 1 if has_state else 4},
     ]
-    for change in ({}, *changes):
+    for change in changes:
         changed = replace(config, **change)
         chance, found = random.Random(shape), []
         with as_on(KNOWN_GPUS["h200"]):
