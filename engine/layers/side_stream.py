@@ -49,6 +49,10 @@ class SideStream:
         """Returns a context in which launches go to the side."""
         return torch.cuda.stream(self._side)
 
+    def follow(self) -> None:
+        """Lets what is launched beside from now on wait for all that was launched before."""
+        self._side.wait_stream(self._main)
+
     def join(self) -> None:
         """Lets what is launched from now on wait for the side."""
         self._main.wait_stream(self._side)
@@ -59,6 +63,9 @@ class NoSide:
 
     def beside(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def follow(self) -> None:
+        """Has nothing to wait for."""
 
     def join(self) -> None:
         """Has nothing to wait for."""
