@@ -1891,6 +1891,12 @@ def token_row_cases(capability: int) -> Iterator[Case]:
         {"TOKENS": 4, "BLOCK": 256, **overlap},
     )
     yield Case(
+        closed_slots.placed_ids_kernel,
+        "",
+        {**types, "out": "*i64", "input_ids": "*i32"},
+        {"BLOCK": 256, **overlap},
+    )
+    yield Case(
         row_cache.cache_rows_kernel,
         "",
         {**types, "x": "*fp32"},

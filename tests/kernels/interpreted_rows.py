@@ -35,6 +35,7 @@ def test_rows_that_are_closed(
 
 def test_rows_that_are_written() -> None:
     check.closed_slots(ops.closed_slots.kernel)
+    check.placed_ids(ops.placed_ids.kernel)
     check.keep_open_tokens(ops.keep_open_tokens.kernel)
     check.cache_rows(ops.cache_rows.kernel, torch.float16)
     check.narrow_rows(ops.cache_rows.kernel, 8, 128, torch.float16)

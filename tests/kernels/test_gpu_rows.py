@@ -45,6 +45,7 @@ def test_rows_that_are_written(dtype: torch.dtype) -> None:
     check.narrow_rows(ops.cache_rows, 64, 512, dtype, device="cuda")
     check.keep_open_tokens(ops.keep_open_tokens, device="cuda")
     check.closed_slots(ops.closed_slots, device="cuda")
+    check.placed_ids(ops.placed_ids, device="cuda")
 
 
 @halves

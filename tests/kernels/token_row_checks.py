@@ -197,6 +197,18 @@ def closed_slots(op: Op, device: str = "cpu") -> None:
     assert op(slots[:0], 4).tolist() == []
 
 
+def placed_ids(op: Op, device: str = "cpu") -> None:
+    """Tokens without a slot have no id."""
+    slots = torch.tensor([7, -1, 0] * 100, device=device)
+    ids = torch.arange(1, 301, dtype=torch.int32, device=device)
+    expected = [
+        -1 if slot < 0 else own for slot, own in zip(slots.tolist(), ids.tolist(), strict=True)
+    ]
+    found = op(slots, ids)
+    assert found.dtype == torch.int64 and found.tolist() == expected
+    assert op(slots[:0], ids[:0]).tolist() == []
+
+
 def cache_rows(op: Op, dtype: torch.dtype, device: str = "cpu") -> None:
     x = torch.randn(4, 40, device=device)
     pages = torch.full((3, 4, 40), NAN, device=device, dtype=dtype)

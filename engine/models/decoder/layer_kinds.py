@@ -137,7 +137,7 @@ class LayerKinds:
         if not self._hashes:
             return None
         slots = step.groups[self._kinds[0][0][0]].slot_mapping
-        return torch.where(slots < 0, slots, step.input_ids)
+        return ops.placed_ids(slots, step.input_ids)
 
     def _places(self, step: ForwardInputs, index: int) -> GroupPlaces:
         """Returns where a step's tokens are in a group."""

@@ -189,6 +189,12 @@ def closed_slots(slot_mapping: Tensor, tokens: int) -> Tensor:
     return torch.where(closes, slot_mapping.div(tokens, rounding_mode="floor"), -1)
 
 
+def placed_ids(slot_mapping: Tensor, input_ids: Tensor) -> Tensor:
+    """Returns the ids of tokens, [T] int32 -> [T] int64, as far as `slot_mapping` [T] int64 has a
+    slot for them; -1: it has none."""
+    return torch.where(slot_mapping < 0, -1, input_ids.long())
+
+
 def cache_rows(x: Tensor, pages: RowPages, slot_mapping: Tensor) -> None:
     """Writes rows [T, D] of any precision into the cache where a token closes one."""
     _write(x, pages, slot_mapping)
