@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the one of a GPU. The first call must come before a graph is recorded: the library of
-    GEMMs takes memory of its own for each stream, which shall not belong to a graph."""
-    return _stream_of(torch.cuda.current_device() if device.index is None else device.index)
+def side_stream(device: torch.device, lane: int = 0) -> torch.cuda.Stream:
+    """Returns one of a GPU: lanes do not wait for each other. The first call must come before a
+    graph is recorded: the library of GEMMs takes memory of its own for each stream, which shall not
+    belong to a graph."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _stream_of(index, lane)
 
 
 @cache
-def _stream_of(device: int) -> torch.cuda.Stream:
+def _stream_of(device: int, lane: int) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
@@ -40,9 +42,9 @@ def is_recording(x: Tensor) -> bool:
 class SideStream:
     """Forks where it is made, from all that was launched before."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lane: int = 0) -> None:
         self._main = torch.cuda.current_stream(device)
-        self._side = side_stream(device)
+        self._side = side_stream(device, lane)
         self._side.wait_stream(self._main)
 
     def beside(self) -> AbstractContextManager[None]:
@@ -71,8 +73,8 @@ class NoSide:
         """Has nothing to wait for."""
 
 
-def fork(x: Tensor, most_rows: int) -> SideStream | NoSide:
+def fork(x: Tensor, most_rows: int, lane: int = 0) -> SideStream | NoSide:
     """Returns what to launch beside the work on `x` [T, ...]: on the side in recorded steps of up
     to `most_rows` tokens. Recorded or not, the same kernels are launched, since a graph cannot
     record what is not loaded yet."""
-    return SideStream(x.device) if len(x) <= most_rows and is_recording(x) else NoSide()
+    return SideStream(x.device, lane) if len(x) <= most_rows and is_recording(x) else NoSide()

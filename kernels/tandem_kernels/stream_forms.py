@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 FEW_ROWS, MANY_COUNT = 64, 4
-"""The largest number of tokens for which `enter_streams` is made, and the number of streams for
-which it is made of any tokens."""
+"""The largest number of tokens for which `mix_streams` is made, and the number of streams for which
+it is made of any tokens."""
 
 
 @dataclass(frozen=True, slots=True)

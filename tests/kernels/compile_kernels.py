@@ -2010,11 +2010,12 @@ def stream_cases(capability: int) -> Iterator[Case]:
             f"outputs={outputs}",
             types,
             {
-                "COUNT": 4, "OUTPUTS": outputs, "ITERATIONS": 20, "SPLITS": 128, "BLOCK": 4096,
-                **({} if outputs > 4 else {"post": None, "comb": None}), **turn,
+                "COUNT": 4, "OUTPUTS": outputs, "SPLITS": 128, "BLOCK": 4096, **turn,
             },
             {"num_warps": 8},
         )  # fmt: skip
+    shares = {"COUNT": 4, "ITERATIONS": 20, "SPLITS": 128, **turn}
+    yield Case(enter_streams.share_streams_kernel, "", types, shares)
     types = {**named("*bf16", "blocks", "last", "query", "weight", "out"), "eps": "fp32"}
     yield Case(block_mix.mix_blocks_kernel, "", types, {"BLOCK": 8192}, {"num_warps": 8})
 

@@ -111,7 +111,8 @@ def test_residual_streams(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
 def test_streams_between_blocks(
     dtype: torch.dtype, shape: tuple[int, int, int], beside: bool
 ) -> None:
-    check.entered_streams(ops.enter_streams, shape, dtype, beside=beside, device="cuda")
+    of_streams = ops.mix_streams, ops.norm_streams, ops.share_streams
+    check.entered_streams(of_streams, shape, dtype, beside=beside, device="cuda")
 
 
 @halves

@@ -378,8 +378,9 @@ def residual_streams(
 
 
 def entered_streams(
-    op: Op, shape: tuple[int, int, int], dtype: torch.dtype, *, beside: bool, device: str = "cpu"
-) -> None:
+    ops_of: tuple[Op, Op, Op], shape: tuple[int, int, int], dtype: torch.dtype, *, beside: bool,
+    device: str = "cpu",
+) -> None:  # fmt: skip
     """Streams [T, n, H] take in what a block gives, and the next block, or the head, reads them;
     the first has nothing in front of it."""
     num_tokens, count, width = shape
@@ -393,13 +394,20 @@ def entered_streams(
     head = StreamWeights(block.fn[:count].contiguous(), block.base[:count], block.scale[:1])
     streams = torch.randn(shape, device=device).to(dtype)
     x, other = torch.randn(2, num_tokens, width, device=device).to(dtype)
-    first = plain_streams.enter_streams(streams.clone(), None, block, form, norm)
+    of_plain = plain_streams.mix_streams, plain_streams.norm_streams, plain_streams.share_streams
+
+    def entered(
+        columns: tuple[Op, Op, Op], given: GivenToStreams | None, weights: StreamWeights
+    ) -> tuple[Tensor, ...]:
+        mix, normed, share = columns
+        mixed, *products = mix(streams.clone(), given, weights)
+        found = mixed, normed(mixed, *products, weights, form, norm)
+        return found if weights is head else (*found, *share(*products, weights, form, width))
+
+    first = entered(of_plain, None, block)
     given = GivenToStreams(x, other if beside else None, *first[2:])
-    for ours, theirs in zip(op(streams.clone(), None, block, form, norm), first, strict=True):
-        assert oracle.relative_error(ours, theirs) < ATTENTION[dtype]
-    for weights in (block, head):
-        found = op(streams.clone(), given, weights, form, norm)
-        expected = plain_streams.enter_streams(streams.clone(), given, weights, form, norm)
-        for ours, theirs in zip(found, expected, strict=True):
+    for own, weights in ((None, block), (given, block), (given, head)):
+        pairs = zip(entered(ops_of, own, weights), entered(of_plain, own, weights), strict=True)
+        for ours, theirs in pairs:
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-            assert not len(theirs) or oracle.relative_error(ours, theirs) < ATTENTION[dtype]
+            assert oracle.relative_error(ours, theirs) < ATTENTION[dtype]

@@ -6,7 +6,8 @@
     4. `enter(head)`          behind the last layer; `normed` then gives the one row that is left
 
 What a block adds waits until the next one reads, of four streams or few tokens: two launches do all
-between them.
+between them. By how much the streams take a block's output in is found beside the block in recorded
+steps.
 
 Source: Xie et al., Manifold-Constrained Hyper-Connections (arXiv 2512.24880).
 """
@@ -22,6 +23,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import Addend, ResidualStream
 from engine.layers.rows import PairOutputs, RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.side_stream import NoSide, SideStream, fork, side_stream
 from tandem_kernels import ops
 from tandem_kernels.stream_forms import (
     FEW_ROWS,
@@ -30,6 +32,9 @@ from tandem_kernels.stream_forms import (
     StreamForm,
     StreamWeights,
 )
+
+_LANE = 1
+"""Numbers the lane of the side: blocks launch theirs in another one, and do not wait for it."""
 
 
 class HyperConnection(nn.Module):
@@ -41,7 +46,9 @@ class HyperConnection(nn.Module):
 
     def __init__(self, hidden_size: int, count: int, form: StreamForm, shard: Shard) -> None:
         super().__init__()
-        self.form = form
+        self.form, self.beside_rows = form, shard.gemms.beside_rows
+        if self.beside_rows > 0 and shard.device.type == "cuda":
+            side_stream(shard.device, _LANE)
         width = (2 + count) * count
         self.fn = shard.parameter(width, count * hidden_size, dtype=torch.float32)
         self.base = shard.parameter(width, dtype=torch.float32)
@@ -103,6 +110,8 @@ class HyperStream(ResidualStream):
         self._block: HyperConnection | HyperHead | None = None
         self._given: GivenToStreams | None = None
         self._waits = False
+        self._side: SideStream | NoSide = NoSide()
+        self._kept: tuple[Tensor, ...] = ()
 
     @classmethod
     def begun(cls, x: Tensor, count: int) -> HyperStream:
@@ -133,6 +142,7 @@ class HyperStream(ResidualStream):
     def _take_in(self) -> None:
         """Gives the streams what waits."""
         given, self._given = self._given, None
+        self._join()
         if given is not None:
             x = given.x if given.beside is None else ops.sum_pairs(given.x, None, given.beside)
             ops.write_streams(self.streams, x, given.post, given.comb)
@@ -152,10 +162,25 @@ class HyperStream(ResidualStream):
             normed: Tensor = row if norm is None else norm(row)
             return normed
         block, given, self._block, self._given = self._block, self._given, None, None
-        self.streams, normed, self.post, self.comb = ops.enter_streams(
-            self.streams, given, block.weights, block.form, norm.form
-        )
-        return normed
+        self._join()
+        weights, form = block.weights, block.form
+        self.streams, logits, squares = ops.mix_streams(self.streams, given, weights)
+        if isinstance(block, HyperConnection):
+            self._share(logits, squares, block)
+        return ops.norm_streams(self.streams, logits, squares, weights, form, norm.form)
+
+    def _share(self, logits: Tensor, squares: Tensor, block: HyperConnection) -> None:
+        """Finds by how much the streams take in what `block` adds. What is read is kept until the
+        side has joined: its memory is not the side's."""
+        self._side, self._kept = fork(self.streams, block.beside_rows, _LANE), (logits, squares)
+        of_block = block.weights, block.form, self.streams.shape[2]
+        with self._side.beside():
+            self.post, self.comb = ops.share_streams(logits, squares, *of_block)
+
+    def _join(self) -> None:
+        """Waits for what is computed beside a block."""
+        self._side.join()
+        self._side, self._kept = NoSide(), ()
 
     def _read(self) -> Tensor:
         """Returns what the block reads, [T, H]."""

@@ -3,16 +3,18 @@
     streams, what a block gives ─ streams ─ logits and square sums of parts   `mix_streams_kernel`,
                                                               of many tokens `mix_many_kernel`
     logits ─┬─ weights ─ sum of streams ─ norm                                `norm_streams_kernel`
-            └─ post, comb, in programs of their own
+            └─ post, comb                                                    `share_streams_kernel`
 
-`streams` does the same in four launches, one of which adds up a token's parts one by one and finds
+By how much the streams take a block's output in is asked for when the block has ended, and takes
+longest to find: twenty turns of divisions, one behind the other. So it is a launch of its own,
+which may run beside the block.
+
+`streams` does the same in other launches, one of which adds up a token's parts one by one and finds
 all its weights before it reads a stream. Streams of few tokens lie in new memory behind each block:
 programs read what others have replaced.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -106,6 +108,20 @@ def mix_streams_kernel(
     tl.store(squares + to, tl.sum(tl.sum(wide * wide, axis=1), axis=0))
 
 
+@triton.jit
+def _length(
+    squares: tl.tensor,
+    of_part: tl.tensor,
+    there: tl.tensor,
+    width: tl.tensor,
+    norm_eps: tl.tensor,
+    COUNT: tl.constexpr,
+) -> tl.tensor:
+    """Returns what logits of a token are multiplied by."""
+    square = tl.sum(tl.load(squares + of_part, mask=there, other=0.0), axis=0)
+    return 1.0 / tl.sqrt_rn(square / (COUNT * width) + norm_eps)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "splits"])
 def norm_streams_kernel(
     streams: tl.tensor,
@@ -115,8 +131,6 @@ def norm_streams_kernel(
     scale: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
-    post: tl.tensor,
-    comb: tl.tensor,
     num_tokens: tl.tensor,
     width: tl.tensor,
     eps: tl.tensor,
@@ -125,13 +139,11 @@ def norm_streams_kernel(
     splits: tl.tensor,
     COUNT: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    ITERATIONS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Sums up the streams of token t by their weights, in program (t, 0), and normalises the sum;
-    finds the token's `post` and `comb` in program (t, 1), which a head has not."""
+    """Sums up the streams of token t by their weights, in program t, and normalises the sum."""
     token = tl.program_id(0).to(tl.int64)
     one = tl.arange(0, COUNT)
     split = tl.arange(0, SPLITS)
@@ -141,71 +153,74 @@ def norm_streams_kernel(
     by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     take_turn(OVERLAP)
     of_part = split * num_tokens + token
-    square = tl.sum(tl.load(squares + of_part, mask=there, other=0.0), axis=0)
-    length = 1.0 / tl.sqrt_rn(square / (COUNT * width) + norm_eps)
+    length = _length(squares, of_part, there, width, norm_eps, COUNT)
     given = logits + (of_part * OUTPUTS)[:, None]
-    if tl.program_id(1) == 0:
-        place = streams + (token * COUNT + one)[:, None] * width + column[None, :]
-        own = tl.load(place, mask=inside[None, :], other=0.0).to(tl.float32)
-        found = tl.sum(tl.load(given + one[None, :], mask=there[:, None], other=0.0), axis=0)
-        pre = sigmoid(found * length * tl.load(scale) + tl.load(base + one)) + eps
-        kind = out.dtype.element_ty
-        row = tl.sum(own * pre[:, None], axis=0).to(kind)
-        normed = normed_row(row, by, width, row_eps)
-        tl.store(out + token * width + column, normed.to(kind), mask=inside)
-    elif OUTPUTS > COUNT:
-        of_post = given + COUNT + one[None, :]
-        share = tl.sum(tl.load(of_post, mask=there[:, None], other=0.0), axis=0) * length
-        share = share * tl.load(scale + 1) + tl.load(base + COUNT + one)
-        tl.store(post + token * COUNT + one, 2.0 * sigmoid(share))
-        pair = tl.arange(0, COUNT * COUNT)
-        of_comb = given + 2 * COUNT + pair[None, :]
-        mixed = tl.sum(tl.load(of_comb, mask=there[:, None], other=0.0), axis=0) * length
-        mixed = mixed * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
-        mixed = doubly_stochastic(tl.reshape(mixed, [COUNT, COUNT]), eps, ITERATIONS)
-        to = comb + token * (COUNT * COUNT) + one[:, None] * COUNT + one[None, :]
-        tl.store(to, mixed)
+    place = streams + (token * COUNT + one)[:, None] * width + column[None, :]
+    own = tl.load(place, mask=inside[None, :], other=0.0).to(tl.float32)
+    found = tl.sum(tl.load(given + one[None, :], mask=there[:, None], other=0.0), axis=0)
+    pre = sigmoid(found * length * tl.load(scale) + tl.load(base + one)) + eps
+    kind = out.dtype.element_ty
+    row = tl.sum(own * pre[:, None], axis=0).to(kind)
+    normed = normed_row(row, by, width, row_eps)
+    tl.store(out + token * width + column, normed.to(kind), mask=inside)
 
 
-@dataclass(frozen=True, slots=True)
-class _Products:
-    """Holds parts of tokens' logits [S, T, outputs] and of the sums of their squares [S, T]."""
+@triton.jit(do_not_specialize=["num_tokens", "splits"])
+def share_streams_kernel(
+    logits: tl.tensor,
+    squares: tl.tensor,
+    base: tl.tensor,
+    scale: tl.tensor,
+    post: tl.tensor,
+    comb: tl.tensor,
+    num_tokens: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    norm_eps: tl.tensor,
+    splits: tl.tensor,
+    COUNT: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Finds `post` and `comb` of token t, in program t."""
+    take_turn(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    one = tl.arange(0, COUNT)
+    pair = tl.arange(0, COUNT * COUNT)
+    split = tl.arange(0, SPLITS)
+    there = split < splits
+    of_part = split * num_tokens + token
+    length = _length(squares, of_part, there, width, norm_eps, COUNT)
+    given = logits + (of_part * (COUNT * (2 + COUNT)) + COUNT)[:, None]
+    found = tl.load(given + one[None, :], mask=there[:, None], other=0.0)
+    mixed = tl.load(given + COUNT + pair[None, :], mask=there[:, None], other=0.0)
+    share = tl.sum(found, axis=0) * length * tl.load(scale + 1) + tl.load(base + COUNT + one)
+    tl.store(post + token * COUNT + one, 2.0 * sigmoid(share))
+    mixed = tl.sum(mixed, axis=0) * length * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
+    mixed = doubly_stochastic(tl.reshape(mixed, [COUNT, COUNT]), eps, ITERATIONS)
+    to = comb + token * (COUNT * COUNT) + one[:, None] * COUNT + one[None, :]
+    tl.store(to, mixed)
 
-    logits: Tensor
-    squares: Tensor
+
+def mix_streams(
+    streams: Tensor, given: GivenToStreams | None, weights: StreamWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.streams.mix_streams`."""
+    num_tokens, count, _ = streams.shape
+    if num_tokens > FEW_ROWS and count == MANY_COUNT:
+        return _mixed_in_place(streams, given, weights.fn)
+    return _mixed(streams, given, weights.fn)
 
 
-def enter_streams(
-    streams: Tensor,
-    given: GivenToStreams | None,
-    weights: StreamWeights,
-    form: StreamForm,
-    norm: Norm,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `reference.streams.enter_streams`."""
-    num_tokens, count, width = streams.shape
-    floats = weights.base.new_empty
-    normed = torch.empty((num_tokens, width), dtype=streams.dtype, device=streams.device)
-    post, comb = floats(0), floats(0)
-    if len(weights.fn) > count:
-        post, comb = floats(num_tokens, count), floats(num_tokens, count, count)
-    if num_tokens > 0:
-        is_many = num_tokens > FEW_ROWS and count == MANY_COUNT
-        mixed = _mixed_in_place if is_many else _mixed
-        streams, products = mixed(streams, given, weights.fn)
-        _norm(streams, products, weights, form, norm, normed, post, comb)
-    return streams, normed, post, comb
-
-
-def _mixed(streams: Tensor, given: GivenToStreams | None, fn: Tensor) -> tuple[Tensor, _Products]:
-    """Returns the streams with what was given to them, and their products."""
+def _mixed(
+    streams: Tensor, given: GivenToStreams | None, fn: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, count, width = streams.shape
     outputs = len(fn)
     columns = _COLUMNS_OF_WIDE if width > _WIDE else _COLUMNS
     splits = triton.cdiv(width, columns)
-    products = _Products(
-        fn.new_empty(splits, num_tokens, outputs), fn.new_empty(splits, num_tokens)
-    )
+    logits, squares = fn.new_empty(splits, num_tokens, outputs), fn.new_empty(splits, num_tokens)
     mixed, beside = streams, None
     parts: tuple[Tensor | None, ...] = (None,) * 4
     strides = [width, width]
@@ -213,13 +228,15 @@ def _mixed(streams: Tensor, given: GivenToStreams | None, fn: Tensor) -> tuple[T
         mixed, beside = torch.empty_like(streams), given.beside
         parts = given.x, beside, given.post, given.comb
         strides = [width if one is None else one.stride(0) for one in (given.x, beside)]
+    if num_tokens == 0:
+        return mixed, logits, squares
     mix_streams_kernel[(splits, num_tokens)](
         streams,
         *parts,
         fn,
         mixed,
-        products.logits,
-        products.squares,
+        logits,
+        squares,
         num_tokens,
         width,
         *strides,
@@ -232,29 +249,27 @@ def _mixed(streams: Tensor, given: GivenToStreams | None, fn: Tensor) -> tuple[T
         num_warps=columns // 8,
         **in_turn(streams.device, num_tokens),
     )
-    return mixed, products
+    return mixed, logits, squares
 
 
 def _mixed_in_place(
     streams: Tensor, given: GivenToStreams | None, fn: Tensor
-) -> tuple[Tensor, _Products]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Does as `_mixed`, for many tokens."""
     num_tokens, _, width = streams.shape
     outputs, tiles = len(fn), triton.cdiv(num_tokens, _MANY_ROWS)
     free = max(num_programs(streams.device, 1) // tiles, 1)
     most = triton.next_power_of_2(triton.cdiv(width, _MANY_COLUMNS))
     splits = min(_MOST_SPLITS, most, 1 << free.bit_length() - 1)
-    products = _Products(
-        fn.new_empty(splits, num_tokens, outputs), fn.new_empty(splits, num_tokens)
-    )
+    logits, squares = fn.new_empty(splits, num_tokens, outputs), fn.new_empty(splits, num_tokens)
     beside = None if given is None else given.beside
     parts = (None,) * 4 if given is None else (given.x, beside, given.post, given.comb)
     mix_many_kernel[(tiles, splits)](
         streams,
         *parts,
         fn,
-        products.logits,
-        products.squares,
+        logits,
+        squares,
         num_tokens,
         width,
         width if given is None else given.x.stride(0),
@@ -270,50 +285,82 @@ def _mixed_in_place(
         IN_PAIRS=is_gpu(streams.device) and streams.element_size() == 2,
         **_MANY_OPTIONS,
     )
-    return streams, products
+    return streams, logits, squares
 
 
-def _norm(
+def norm_streams(
     streams: Tensor,
-    products: _Products,
+    logits: Tensor,
+    squares: Tensor,
     weights: StreamWeights,
     form: StreamForm,
     norm: Norm,
-    out: Tensor,
-    post: Tensor,
-    comb: Tensor,
-) -> None:
-    """Computes the norm [T, H] of what is read, and `post` and `comb`, which a head has not."""
+) -> Tensor:
+    """See `reference.streams.norm_streams`."""
     num_tokens, count, width = streams.shape
-    is_head, block = len(weights.fn) == count, triton.next_power_of_2(width)
+    out = torch.empty((num_tokens, width), dtype=streams.dtype, device=streams.device)
+    block = triton.next_power_of_2(width)
     # Of many tokens, programs that share an SM hide what each waits for.
     columns_of_warp = 512 if num_tokens <= FEW_ROWS else 1024
-    splits = len(products.squares)
-    parts = triton.next_power_of_2(splits)
+    if num_tokens > 0:
+        norm_streams_kernel[(num_tokens,)](
+            streams,
+            logits,
+            squares,
+            weights.base,
+            weights.scale,
+            norm.weight,
+            out,
+            num_tokens,
+            width,
+            form.eps,
+            form.norm_eps,
+            norm.eps,
+            len(squares),
+            COUNT=count,
+            OUTPUTS=len(weights.fn),
+            SPLITS=_lanes_of_parts(squares),
+            BLOCK=block,
+            num_warps=min(max(block // columns_of_warp, 1), 16),
+            **in_turn(streams.device, num_tokens),
+        )
+    return out
+
+
+def share_streams(
+    logits: Tensor, squares: Tensor, weights: StreamWeights, form: StreamForm, width: int
+) -> tuple[Tensor, Tensor]:
+    """See `reference.streams.share_streams`."""
+    splits, num_tokens, _ = logits.shape
+    count = weights.fn.shape[1] // width
+    post = logits.new_empty(num_tokens, count)
+    comb = logits.new_empty(num_tokens, count, count)
+    if num_tokens > 0:
+        share_streams_kernel[(num_tokens,)](
+            logits,
+            squares,
+            weights.base,
+            weights.scale,
+            post,
+            comb,
+            num_tokens,
+            width,
+            form.eps,
+            form.norm_eps,
+            splits,
+            COUNT=count,
+            ITERATIONS=form.iterations,
+            SPLITS=_lanes_of_parts(squares),
+            num_warps=4,
+            **in_turn(logits.device, num_tokens),
+        )
+    return post, comb
+
+
+def _lanes_of_parts(squares: Tensor) -> int:
+    """Returns how many parts of logits and squares [S, T] a program reads at once."""
+    splits, num_tokens = squares.shape
     if num_tokens > FEW_ROWS and 1 < splits <= _MOST_SPLITS:
         # How many there are depends on the tokens, and each number would compile a kernel.
-        parts = _MOST_SPLITS
-    norm_streams_kernel[(num_tokens, 1 if is_head else 2)](
-        streams,
-        products.logits,
-        products.squares,
-        weights.base,
-        weights.scale,
-        norm.weight,
-        out,
-        None if is_head else post,
-        None if is_head else comb,
-        num_tokens,
-        width,
-        form.eps,
-        form.norm_eps,
-        norm.eps,
-        splits,
-        COUNT=count,
-        OUTPUTS=len(weights.fn),
-        ITERATIONS=form.iterations,
-        SPLITS=parts,
-        BLOCK=block,
-        num_warps=min(max(block // columns_of_warp, 1), 16),
-        **in_turn(streams.device, num_tokens),
-    )
+        return _MOST_SPLITS
+    return int(triton.next_power_of_2(splits))

@@ -37,16 +37,8 @@ def read_streams(
     """
     n = streams.shape[1]
     logits = _logits(streams, fn, form)
-    pre, post, comb = torch.split(logits, [n, n, n * n], dim=1)
-    pre = sigmoid(pre * scale[0] + base[:n]) + form.eps
-    post = 2 * sigmoid(post * scale[1] + base[n : 2 * n])
-    comb = (comb * scale[2] + base[2 * n :]).view(-1, n, n)
-    comb = comb.softmax(-1) + form.eps
-    comb = comb / (comb.sum(-2, keepdim=True) + form.eps)
-    for _ in range(form.iterations - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + form.eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + form.eps)
-    return _collapsed(streams, pre), post, comb
+    pre = sigmoid(logits[:, :n] * scale[0] + base[:n]) + form.eps
+    return _collapsed(streams, pre), *_shares(logits, base, scale, form, n)
 
 
 def write_streams(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
@@ -65,35 +57,69 @@ def join_streams(
     return _collapsed(streams, weights)
 
 
-def enter_streams(
-    streams: Tensor,
-    given: GivenToStreams | None,
-    weights: StreamWeights,
-    form: StreamForm,
-    norm: Norm,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gives the streams what the last block left, and computes the norm of what the next one reads.
+def mix_streams(
+    streams: Tensor, given: GivenToStreams | None, weights: StreamWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives the streams what the last block left, and multiplies them by the weights of the next
+    one, or of the head.
 
     Args:
         streams: [T, n, H], contiguous. Their memory may be reused.
         given: None: nothing is left.
-        weights: Of the next block, or of the head.
-        norm: Of what it reads.
 
     Returns:
-        The streams [T, n, H], the norm [T, H] in their dtype, and post and comb of `read_streams`;
-        of a head both are empty.
+        The streams [T, n, H], and of S parts of their numbers products [S, T, outputs] and sums of
+        squares [S, T], float32.
     """
     if given is not None:
         x = given.x if given.beside is None else given.x + given.beside
         write_streams(streams, x, given.post, given.comb)
-    own = weights.fn, weights.base, weights.scale
-    if len(weights.fn) == streams.shape[1]:
-        nothing = weights.base.new_empty(0)
-        row, post, comb = join_streams(streams, *own, form), nothing, nothing
-    else:
-        row, post, comb = read_streams(streams, *own, form)
-    return streams, rms_norm(row, norm.weight, norm.eps), post, comb
+    flat = streams.flatten(1).float()
+    return streams, F.linear(flat, weights.fn)[None], flat.square().sum(-1)[None]
+
+
+def norm_streams(
+    streams: Tensor,
+    logits: Tensor,
+    squares: Tensor,
+    weights: StreamWeights,
+    form: StreamForm,
+    norm: Norm,
+) -> Tensor:
+    """Computes the norm of what a block, or the head, reads, [T, H], of streams [T, n, H] and what
+    `mix_streams` returned with them."""
+    n = streams.shape[1]
+    found = _scaled(logits, squares, form, streams[0].numel())[:, :n]
+    pre = sigmoid(found * weights.scale[0] + weights.base[:n]) + form.eps
+    return rms_norm(_collapsed(streams, pre), norm.weight, norm.eps)
+
+
+def share_streams(
+    logits: Tensor, squares: Tensor, weights: StreamWeights, form: StreamForm, width: int
+) -> tuple[Tensor, Tensor]:
+    """Returns post and comb of `read_streams`, of what `mix_streams` returned. `width`: H."""
+    inner = weights.fn.shape[1]
+    scaled = _scaled(logits, squares, form, inner)
+    return _shares(scaled, weights.base, weights.scale, form, inner // width)
+
+
+def _scaled(logits: Tensor, squares: Tensor, form: StreamForm, inner: int) -> Tensor:
+    mean = squares.sum(0) / inner
+    return logits.sum(0) * torch.rsqrt(mean + form.norm_eps)[:, None]
+
+
+def _shares(
+    logits: Tensor, base: Tensor, scale: Tensor, form: StreamForm, n: int
+) -> tuple[Tensor, Tensor]:
+    """Returns post [T, n] and comb [T, n, n] of logits [T, (2 + n) n]."""
+    post = 2 * sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    comb = (logits[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
+    comb = comb.softmax(-1) + form.eps
+    comb = comb / (comb.sum(-2, keepdim=True) + form.eps)
+    for _ in range(form.iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + form.eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + form.eps)
+    return post, comb
 
 
 def _logits(streams: Tensor, fn: Tensor, form: StreamForm) -> Tensor:

@@ -19,10 +19,12 @@ from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
+from engine.layers.streams.hyper_connection import HyperConnection, HyperStream
 from engine.models.decoder.expert_block import sparse_mlp
 from engine.models.specs.experts import SHARED_EXPERTS, ExpertSpec
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
+from tandem_kernels.stream_forms import StreamForm
 
 Block = SparseMLP | PairedMLP
 
@@ -101,13 +103,11 @@ BLOCKS: dict[str, Callable[[GemmPolicy, int, torch.dtype, str], Block]] = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@torch.inference_mode()
-def test_forks_and_joins_where_it_may(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+def noting_side(done: list[str]) -> type:
+    """Returns what stands in for a side, and writes down what it is asked for."""
 
     class Side:
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, device: torch.device, lane: int = 0) -> None:
             done.append("fork")
 
         @contextmanager
@@ -118,9 +118,42 @@ def test_forks_and_joins_where_it_may(name: str, monkeypatch: pytest.MonkeyPatch
         def join(self) -> None:
             done.append("join")
 
-    recording = True
+    return Side
+
+
+@torch.inference_mode()
+def test_shares_of_streams_are_joined_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(side_stream_module, "SideStream", noting_side(done))
+    policy = GemmPolicy(beside_rows=4)
+    shard = Shard(ParallelPlace(range(1)), torch.float32, torch.device("cpu"), policy)
+    block = HyperConnection(16, 4, StreamForm(3, 1e-6, 1e-6), shard)
+    norm = RMSNorm(16, 1e-6, shard)
+    torch.manual_seed(5)
+    for parameter in (*block.parameters(), *norm.parameters()):
+        parameter.normal_()
+    rows, values = torch.randn(3, 16), []
+    for recording in (True, False):
+        monkeypatch.setattr(side_stream_module, "is_recording", lambda x, now=recording: now)
+        stream = HyperStream.begun(rows, 4)
+        for _ in range(2):
+            stream.enter(block)
+            stream.add(stream.read(norm))
+        values.append(stream.value())
+        assert done == (["fork", "beside", "join"] * 2 if recording else [])
+        done.clear()
+    torch.testing.assert_close(*values)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.inference_mode()
+def test_forks_and_joins_where_it_may(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    side, recording = noting_side(done), True
     for module in (sparse_mlp_module, side_stream_module):
-        monkeypatch.setattr(module, "SideStream", Side)
+        monkeypatch.setattr(module, "SideStream", side)
         monkeypatch.setattr(module, "is_recording", lambda x: recording)
     mlp = BLOCKS[name](GemmPolicy(beside_rows=4), 32, torch.float32, "cpu")
     alone = BLOCKS[name](GemmPolicy(), 32, torch.float32, "cpu")
