@@ -33,9 +33,24 @@ def _prepare_padding(
     tl.store(out_seq_lens + place, tl.zeros([CHUNK], tl.int32), mask=no_request)
 
 
+@triton.jit
+def _copy_blocks(
+    blocks: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Copies blocks [first, end) of a request."""
+    lane = tl.arange(0, CHUNK)
+    for offset in range(first, end, CHUNK):
+        b = offset + lane
+        tl.store(out + b, tl.load(blocks + b, mask=b < end), mask=b < end)
+
+
 @triton.jit(
     do_not_specialize=[
-        "num_reqs", "max_tokens", "max_reqs", "token_stride", "max_len", "max_drafts"
+        "num_reqs", "max_tokens", "max_reqs", "token_stride", "max_len", "max_drafts", "num_copies"
     ]
 )  # fmt: skip
 def prepare_inputs_kernel(
@@ -57,17 +72,20 @@ def prepare_inputs_kernel(
     max_len: tl.tensor,
     max_drafts: tl.tensor,
     max_blocks: tl.tensor,
+    num_copies: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Prepares request r in program r < num_reqs; the other programs fill the padding, a chunk
+    """Prepares request r in programs (r, i) for r < num_reqs: its tokens in the first one, and part
+    i of its blocks, of which there are `num_copies`. The other programs fill the padding, a chunk
     each.
     """
-    r = tl.program_id(0)
+    part = tl.program_id(0) % num_copies
+    r = tl.program_id(0) // num_copies
     if r >= num_reqs:
         num_tokens = tl.load(query_start_loc + num_reqs)
         _prepare_padding(
-            r - num_reqs,
+            tl.program_id(0) - num_reqs * num_copies,
             num_reqs,
             num_tokens,
             out_positions,
@@ -80,7 +98,8 @@ def prepare_inputs_kernel(
         return
     row = tl.load(idx_mapping + r).to(tl.int64)
     if row < 0:
-        tl.store(out_seq_lens + r, 0)
+        if part == 0:
+            tl.store(out_seq_lens + r, 0)
         return
     start = tl.load(query_start_loc + r)
     query_len = tl.load(query_start_loc + r + 1) - start
@@ -89,9 +108,15 @@ def prepare_inputs_kernel(
     runs = computed < limit
     limit += max_drafts
     seq_len = tl.minimum(computed + query_len, limit)
-    tl.store(out_seq_lens + r, seq_len)
-
     blocks = block_table + row * max_blocks
+    used_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+    of_part = tl.cdiv(max_blocks, num_copies)
+    first = part * of_part
+    to = out_block_tables + r.to(tl.int64) * max_blocks
+    _copy_blocks(blocks, to, first, tl.minimum(first + of_part, used_blocks), CHUNK)
+    if part > 0:
+        return
+    tl.store(out_seq_lens + r, seq_len)
     lane = tl.arange(0, CHUNK)
     for offset in range(0, query_len, CHUNK):
         i = offset + lane
@@ -106,12 +131,6 @@ def prepare_inputs_kernel(
         tl.store(out_positions + start + i, position.to(tl.int64), mask=inside)
         tl.store(out_slot_mapping + start + i, slot, mask=inside)
 
-    used_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
-    to = out_block_tables + r.to(tl.int64) * max_blocks
-    for offset in range(0, used_blocks, CHUNK):
-        b = offset + lane
-        tl.store(to + b, tl.load(blocks + b, mask=b < used_blocks), mask=b < used_blocks)
-
 
 def prepare_inputs(
     idx_mapping: Tensor, query_start_loc: Tensor, rows: RowTables, out: StepInputs
@@ -124,7 +143,9 @@ def prepare_inputs(
     num_reqs = idx_mapping.shape[0]
     max_tokens, max_reqs = out.positions.shape[0], out.seq_lens.shape[0]
     padding_chunks = triton.cdiv(max(max_tokens, max_reqs), CHUNK)
-    prepare_inputs_kernel[(num_reqs + padding_chunks,)](
+    # One program copies a chunk of a long table in as much time as it waits for its place.
+    num_copies = triton.cdiv(rows.block_table.shape[1], CHUNK)
+    prepare_inputs_kernel[(num_reqs * num_copies + padding_chunks,)](
         idx_mapping,
         query_start_loc,
         rows.token_ids,
@@ -143,6 +164,7 @@ def prepare_inputs(
         rows.token_ids.shape[1],
         rows.max_drafts,
         rows.block_table.shape[1],
+        num_copies,
         BLOCK_SIZE=rows.block_size,
         CHUNK=CHUNK,
         num_warps=4,
