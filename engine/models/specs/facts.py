@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ _MORE_FIELDS = (
 def rare_facts(spec: msgspec.Struct, rotary: Rotary, model: ModelConfig) -> tuple[Any, ...]:
     """Returns what differs from its default, in a fixed order: nodes of an older release know no
     more."""
-    defaults = {field.name: field.default for field in msgspec.structs.fields(type(spec))}
+    defaults = _defaults_of(type(spec))
     facts = (
         ("rotary_dim", rotary.dim, model.head_dim),
         ("interleaved", rotary.interleaved, False),
@@ -32,3 +33,8 @@ def rare_facts(spec: msgspec.Struct, rotary: Rotary, model: ModelConfig) -> tupl
         *((name, getattr(spec, name), defaults[name]) for name in _MORE_FIELDS),
     )
     return tuple((name, value) for name, value, default in facts if value != default)
+
+
+@cache
+def _defaults_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.default for field in msgspec.structs.fields(kind)}

@@ -23,18 +23,12 @@ def pack(
     """Packs eight neighbours along a dimension, or four of 8 bits, into an int32, padded with
     zeros."""
     count = 32 // bits
-    moved = numbers.movedim(dim, -1)
-    rows = moved.reshape(-1, moved.shape[-1]).tolist()
-    packed = []
-    for row in rows:
-        row += [0] * (-len(row) % count)
-        words = []
-        for start in range(0, len(row), count):
-            word = sum(row[start + nibbles[i]] << bits * i for i in range(count))
-            words.append(word - 2**32 if word >= 2**31 else word)
-        packed.append(words)
-    shape = *moved.shape[:-1], -1
-    return torch.tensor(packed, dtype=torch.int32).reshape(shape).movedim(-1, dim).contiguous()
+    moved = numbers.movedim(dim, -1).long()
+    padding = moved.new_zeros(*moved.shape[:-1], -moved.shape[-1] % count)
+    columns = torch.cat((moved, padding), dim=-1).unflatten(-1, (-1, count))
+    words = (columns[..., list(nibbles[:count])] << bits * torch.arange(count)).sum(-1)
+    signed = torch.where(words >= 2**31, words - 2**32, words).int()
+    return signed.movedim(-1, dim).contiguous()
 
 
 def quantised(
