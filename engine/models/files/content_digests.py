@@ -21,6 +21,9 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from threading import get_native_id, local
 
@@ -119,18 +122,43 @@ def _of_file(
     return {tensor.name: kept.digests[tensor.name] for tensor in tensors}
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenFile:
+    """A file that threads read, each into a buffer of its own of `room` bytes."""
+
+    number: int
+    room: int
+    buffers: local
+
+    @property
+    def buffer(self) -> memoryview:
+        if not hasattr(self.buffers, "view"):
+            self.buffers.view = memoryview(bytearray(self.room))
+        view: memoryview = self.buffers.view
+        return view
+
+
 def _computed(tensors: Sequence[StoredTensor]) -> dict[str, str]:
+    """Reads and hashes tensors of one file."""
     if not tensors:
         return {}
-    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    buffers = local()
     in_order = sorted(tensors, key=lambda tensor: tensor.start)
     blocks = [(one, start, stop) for one in in_order for start, stop in blocks_of(one)]
-    with ThreadPoolExecutor(num_threads, "weight-digest", _let_others_first) as pool:
-        digests = pool.map(lambda block: _digest(block, buffers), blocks)
+    room = min(_READ_BYTES, max((stop - start for _, start, stop in blocks), default=0))
+    path = tensors[0].file
+    with _reading(path), path.open("rb", buffering=0) as opened, ExitStack() as stack:
+        file = _OpenFile(opened.fileno(), room, local())
+        found: Iterator[bytes]
+        # Fewer bytes take less time than a thread takes to start.
+        if sum(tensor.num_bytes for tensor in tensors) > PIECE_BYTES:
+            num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+            threads = ThreadPoolExecutor(num_threads, "weight-digest", _let_others_first)
+            found = stack.enter_context(threads).map(_digest, blocks, repeat(file))
+        else:
+            found = map(_digest, blocks, repeat(file))
         by_tensor: dict[str, list[bytes]] = {tensor.name: [] for tensor in in_order}
-        for (tensor, *_), digest in zip(blocks, digests, strict=True):
-            by_tensor[tensor.name].append(digest)
+        for (tensor, *_), one in zip(blocks, found, strict=True):
+            by_tensor[tensor.name].append(one)
     return {name: digest_of_blocks(of_tensor) for name, of_tensor in by_tensor.items()}
 
 
@@ -163,27 +191,26 @@ def _let_others_first() -> None:
     os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICENESS)
 
 
-def _digest(block: tuple[StoredTensor, int, int], buffers: local) -> bytes:
-    tensor, start, stop = block
-    if not hasattr(buffers, "view"):
-        buffers.view = memoryview(bytearray(_READ_BYTES))
-    view: memoryview = buffers.view
-    digest, at = xxhash.xxh3_128(), start
+def _digest(block: tuple[StoredTensor, int, int], file: _OpenFile) -> bytes:
+    tensor, at, stop = block
+    digest, buffer = xxhash.xxh3_128(), file.buffer
+    while at < stop:
+        count = os.preadv(file.number, [buffer[: stop - at]], at)
+        if count == 0:
+            raise CheckpointError(tensor.file, f"is cut off: {at} bytes are there", DOWNLOAD_AGAIN)
+        digest.update(buffer[:count])
+        at += count
+    return digest.digest()
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
     try:
-        with tensor.file.open("rb", buffering=0) as file:
-            while at < stop:
-                count = os.preadv(file.fileno(), [view[: stop - at]], at)
-                if count == 0:
-                    raise CheckpointError(
-                        tensor.file, f"is cut off: {at} bytes are there", DOWNLOAD_AGAIN
-                    )
-                digest.update(view[:count])
-                at += count
+        yield
     except OSError as error:
         raise CheckpointError(
-            tensor.file, f"cannot be read ({error.strerror or error})", DOWNLOAD_AGAIN
+            file, f"cannot be read ({error.strerror or error})", DOWNLOAD_AGAIN
         ) from error
-    return digest.digest()
 
 
 def state_of(file: Path) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import local
+from typing import Any
 
 import pytest
 
@@ -15,9 +15,9 @@ def watch_digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     digest = content_digests._digest
 
-    def watched(block: tuple[StoredTensor, int, int], buffers: local) -> bytes:
+    def watched(block: tuple[StoredTensor, int, int], file: Any) -> bytes:
         found.append(block[0].name)
-        return digest(block, buffers)
+        return digest(block, file)
 
     monkeypatch.setattr(content_digests, "_digest", watched)
     return found
