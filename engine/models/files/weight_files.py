@@ -58,7 +58,8 @@ class WeightFiles:
         self.tensors = self._read_index() if self._is_sharded() else read_header(self._single())
         self.tensors = {_own_name(tensor): _flat(tensor) for tensor in self.tensors.values()}
         for expression, name in renamed:
-            self.tensors = {re.sub(expression, name, own): it for own, it in self.tensors.items()}
+            rename = re.compile(expression).sub
+            self.tensors = {rename(name, own): it for own, it in self.tensors.items()}
         if not wrapper and _is_bare(self.tensors):
             self.tensors = {_of_bare_model(name): it for name, it in self.tensors.items()}
         self.others: tuple[StoredTensor, ...] = ()
