@@ -154,6 +154,8 @@ ROUTER_PATHS = {
     "/admin/nodes/{node_id}/resume": "Takes it back into use. For operators alone.",
     "/v1/models": "Lists the models of all decode nodes.",
     "/v1/models/{model_id:path}": "",
+    "/model_info": "",
+    "/get_model_info": "",
     "/health": "",
     "/ready": "",
     "/metrics": "",

@@ -39,6 +39,7 @@ from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.http import headers as names
 from edge.http.answers.heartbeats import Heartbeats
 from edge.http.answers.kept_response import KeptResponse
+from edge.http.answers.model_info import MODEL_INFO_PATHS, model_info
 from edge.http.connection.client_connection import lease_of, read_json_body, request_headers
 from edge.http.event_loop import long_work
 from edge.http.unknown_path import path_without_slash
@@ -214,6 +215,11 @@ def _state(api: Api) -> list[Route]:
             raise path_without_slash(request)
         return _json(api.cards.of(name))
 
+    async def described(_: Request) -> Response:
+        """Describes the first model as SGLang does."""
+        card = api.cards.all()[0]
+        return _json(model_info(card.id, card.root))
+
     async def health(_: Request) -> Response:
         """Answers 200 while the process answers and its engine works."""
         api.state.check_alive()
@@ -229,6 +235,7 @@ def _state(api: Api) -> list[Route]:
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
+        *(Route(path, described) for path in MODEL_INFO_PATHS),
         Route("/health", health),
         Route("/ready", ready),
     ]

@@ -2,6 +2,7 @@
 
     POST (router.request.proxied_path)     passed on to a decode node
     GET  /v1/models, /v1/models/{id}       put together from the decode nodes
+    GET  /model_info, /get_model_info      the first of these, as SGLang has it
     GET  /tokenizer_info                   as a decode node tells it, if nodes may
 
 What operators ask is in `router.edge.operators.admin_api`.
@@ -24,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from edge.http import headers as names
 from edge.http.answers.load_report import load_headers
+from edge.http.answers.model_info import MODEL_INFO_PATHS, model_info
 from edge.http.connection.answer_transport import WRITE_DIRECTLY
 from edge.http.connection.client_connection import (
     BodyLimits,
@@ -192,6 +194,13 @@ def model_routes(catalog: ModelCatalog) -> APIRouter:
             if card.get("id") == model_id:
                 return JSONResponse(card)
         raise catalog.models.table.not_found(model_id)
+
+    async def described() -> JSONResponse:
+        card = (await _models(catalog))[0]
+        return JSONResponse(model_info(str(card["id"]), str(card.get("root", card["id"]))))
+
+    for path in MODEL_INFO_PATHS:
+        routes.get(path)(described)
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> JSONResponse:

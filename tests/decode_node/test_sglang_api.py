@@ -146,6 +146,14 @@ async def test_an_adapter_is_named_in_place_of_the_model() -> None:
         assert "'mine' does not exist" in error["message"]
 
 
+async def test_the_model_is_described() -> None:
+    async with http_node() as node:
+        for path in ("/model_info", "/get_model_info"):
+            info = (await node.client.get(path)).json()
+            assert (info["served_model_name"], info["model_path"]) == ("tiny", "unused")
+            assert info["is_generation"] is True
+
+
 async def test_what_its_benchmark_sends_besides_changes_nothing() -> None:
     besides = {"lora_path": None, "return_logprob": False, "return_routed_experts": False}
     sampling = {**SAMPLING, "ignore_eos": True, "temperature": 0.0}

@@ -109,6 +109,9 @@ async def test_all_names_are_listed_with_what_is_behind_them(
     assert list(cards) == ["gpt-4o", "m", "v1", "v2"]
     assert cards["m"]["versions"] == {"v1": 0.5, "v2": 0.5}
     assert (cards["gpt-4o"]["root"], cards["gpt-4o"]["display_name"]) == ("m", "gpt-4o")
+    for path in ("/model_info", "/get_model_info"):
+        async with router.client.get(router.url + path) as response:
+            assert (await response.json())["served_model_name"] == "gpt-4o"
     async with router.client.get(router.url + "/v1/models/gpt-9") as response:
         assert response.status == 404
         assert "'gpt-4o', 'm', 'v1', 'v2'" in (await response.json())["error"]["message"]
