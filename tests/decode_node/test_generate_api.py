@@ -117,14 +117,15 @@ async def test_nothing_is_drawn_by_the_models_own_defaults() -> None:
             "sampling_params.prompt_logprobs",
             "not part of a stream",
         ),
+        ({"sampling_params": {"logit_bias": {str(i): 0 for i in range(3000)}}}, None, "2048 keys"),
         ({"output_mode": "derender"}, "output_mode", "/v1/chat/completions"),
         ({"features": {"mm_hashes": {}}}, "features", "/v1/chat/completions"),
         ({"model": "other"}, "model", "does not exist"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 async def test_refusals_name_the_field_as_the_client_wrote_it(
-    fields: dict[str, Any], param: str, words: str
+    fields: dict[str, Any], param: str | None, words: str
 ) -> None:
     async with http_node() as node:
         response = await node.client.post(GENERATE, json={**BODY, **fields})

@@ -35,12 +35,17 @@ _GROWTH = 64
 class _SoFar:
     """Holds what there is of a choice, and how many tokens it has when the next event is due."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     due_at: int = 1
 
+    @property
+    def text(self) -> str:
+        self.texts = ["".join(self.texts)]
+        return self.texts[0]
+
     def add(self, output: RequestOutput) -> None:
-        self.text += output.text
+        self.texts.append(output.text)
         self.token_ids += output.token_ids
 
     def wait_for_more(self) -> None:

@@ -60,6 +60,7 @@ def _check_sizes(content: dict[str, Any]) -> None:
     _check_lists(content, "", _UNLIMITED)
     if isinstance(sampling := content.get(_SAMPLING), dict):
         _check_lists(sampling, f"{_SAMPLING}.")
+        objects += [value for value in sampling.values() if isinstance(value, dict)]
     messages = content.get("messages")
     if isinstance(messages, list):
         if len(messages) > MAX_MESSAGES:
