@@ -159,7 +159,7 @@ def test_pictures_of_their_own_are_all_taken() -> None:
         ([b"\x1aE\xdf\xa3" + bytes(30)], "cannot be decoded|is a film"),
         ([b"GIF89a"], "cannot be decoded"),
         ([animation("GIF")[:2000]], "cannot be decoded"),
-        ([animation("GIF", [picture(500, 400, 1)] * 2)], "500 x 400 pixels"),
+        ([animation("GIF", [Image.new("RGB", (500, 400))] * 2)], "500 x 400 pixels"),
         ([encode(FRAMES[0], "JPEG")] * 9, "more than 8 pictures"),
         ([encode(FRAMES[0], "JPEG"), b"?"], "is no PNG"),
     ],
