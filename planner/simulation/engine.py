@@ -162,17 +162,17 @@ class SimEngine:
                 self._run_on(job, num_left)
         elif num_idle:
             for last, _, job in self._running:
-                if job.request.info.is_idle_class:
+                if job.is_idle_class:
                     num_left = last - self._num_steps
                     self._held.append((num_left, job))
                     self._num_kv -= job.num_held - num_left
-            self._running = [one for one in self._running if not one[2].request.info.is_idle_class]
+            self._running = [one for one in self._running if not one[2].is_idle_class]
             heapq.heapify(self._running)
 
     def _is_late(self, job: Job) -> bool:
         """Returns whether a sequence came when the step that begins now was decided. Nothing was
         decided where nothing runs."""
-        if self._holds_idle and job.request.info.is_idle_class:
+        if self._holds_idle and job.is_idle_class:
             return True
         from_peer = bool(job.placement.prefills)
         is_recent = self.timeline.now - job.first_at < self.lead_s
@@ -191,7 +191,7 @@ class SimEngine:
         budget = self.slack.limit(budget, decodes, num_idle)
         there = [*self.computing, *self.waiting]
         if self._holds_idle:
-            there = [job for job in there if not job.request.info.is_idle_class]
+            there = [job for job in there if not job.is_idle_class]
         if budget <= 0 or not there:
             return
         jobs, room = self.fill.begin_step(self.timeline.now, there, budget)
@@ -275,7 +275,7 @@ class SimEngine:
 
 
 def _num_idle(jobs: Sequence[Job]) -> int:
-    return sum(job.request.info.is_idle_class for job in jobs)
+    return sum([job.is_idle_class for job in jobs])
 
 
 def steps_s(count: int, first_s: float, growth_s: float) -> float:

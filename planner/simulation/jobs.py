@@ -41,6 +41,10 @@ class Job:
     started_at: float = 0.0
     first_at: float = 0.0
     last_step: int = 0
+    is_idle_class: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_idle_class = self.request.info.is_idle_class
 
     @property
     def num_before(self) -> int:
