@@ -89,10 +89,10 @@ def test_ranks_have_as_much_to_score(size: int) -> None:
     ("size", "num_tokens", "context", "shares"),
     [
         (1, 8192, 32_768, False),
-        (2, 8192, 8192, True),
-        (2, 2048, 4096, True),
-        (2, 2048, 2100, False),  # scored sooner than gathered
-        (8, 512, 16_384, True),
+        (2, 8192, 4096, True),
+        (2, 2048, 16_384, True),
+        (2, 2048, 16_000, False),  # scored sooner than gathered
+        (8, 512, 65_536, True),
         (8, 511, 131_072, False),  # as decodes are: a recorded step may be anything
         (8, 64, 131_072, False),
     ],
