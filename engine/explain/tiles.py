@@ -191,8 +191,13 @@ def _fp8_experts(x: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, we
 
 def _fp4_experts(x: Tensor, w13: Tensor, w2: Tensor, width: int, weights: Tensor,
                  experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
+    from tandem_kernels.experts.fp4.ahead_shapes import HEIGHT, multiplies_ahead
     from tandem_kernels.experts.fp4.pair_shapes import format_of
 
+    fixed, b13, b2, gate = (*rest, None, None, None, None)[:4]
+    given = x, w13, width, experts.numel()
+    if not fixed and multiplies_ahead(*given, biased=b13 is not None or b2 is not None, gate=gate):
+        return "fp4_experts_ahead_kernel", f"at most {HEIGHT} rows, warps 8"
     shape = ExpertShape(len(w2), width, x.shape[1], format_of(w13))
     return "fp4_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
 

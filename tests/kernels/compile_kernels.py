@@ -93,6 +93,7 @@ from tandem_kernels.experts import (
     normed_router,
     route_tokens,
 )
+from tandem_kernels.experts.fp4 import expert_tiles, experts_ahead
 from tandem_kernels.experts.fp4 import experts as fp4_experts
 from tandem_kernels.experts.fp4 import pairs as fp4_pairs
 from tandem_kernels.gemm import (
@@ -1134,6 +1135,28 @@ def fp4_expert_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def fp4_expert_ahead_cases(capability: int) -> Iterator[Case]:
+    types = {
+        **named("*bf16", "x", "out"),
+        **named("*i32", "weight", "order", "counts", "pairs", "tiles"),
+        **named("fp32", "limit"),
+        **named("*fp32", "pair_weights"),
+    }
+    of_tiles = {"HEIGHT": 128, "PLACES": 128, "EXPERTS": 256}
+    yield Case(expert_tiles.expert_tiles_kernel, "", types, of_tiles, {"num_warps": 1})
+    for gated in (True, False) if capability == 90 else ():
+        yield Case(
+            experts_ahead.fp4_experts_ahead_kernel,
+            f"gated={gated}",
+            types,
+            {
+                "TOP_K": 6, "STAGES": 6, "GATED": gated, "GATE": 5 if gated else 0, "PLACES": 128,
+                "TILE": 544,
+            },
+            {"num_warps": 8},
+        )  # fmt: skip
+
+
 def fp4_pair_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out", "bias"),
@@ -2087,6 +2110,7 @@ def compile_all(capability: int) -> None:
         expert_cases,
         fp8_expert_cases,
         fp4_expert_cases,
+        fp4_expert_ahead_cases,
         fp4_pair_cases,
         normed_router_cases,
         latent_cases,

@@ -81,6 +81,10 @@ def test_int4_experts(sizes: check.Sizes, group_size: int) -> None:
     int4.int4_experts(ops.int4_experts.kernel, sizes, group_size, torch.float16)
 
 
+def test_tiles_of_many_rows() -> None:
+    check.tiles_of_experts([0, 1, 128, 129, 0, 400])
+
+
 def test_tilings_of_fp4_experts() -> None:
     nvfp4 = [check.FEW_ROWS[1], check.FEW_ROWS[3], check.MANY_ROWS[3]]
     check.fp4_tilings(nvfp4, (2, 2, 8, 160, 96), torch.float32, form="nvfp4")

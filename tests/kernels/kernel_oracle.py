@@ -318,6 +318,9 @@ def _activated(gate: Tensor, up: Tensor, form: GateForm | None) -> Tensor:
             return gelu(gate, approximate="tanh") * up
         case GateForm("limited", limit):
             return (gate / (1 + (-gate).exp())).clip(None, limit) * up.clip(-limit, limit)
+        case GateForm("capped", limit):
+            gate = gate.clip(None, limit)
+            return gate / (1 + (-gate).exp()) * up.clip(-limit, limit)
         case GateForm(_, limit, alpha):
             gate, up = gate.clip(None, limit), up.clip(-limit, limit) + 1
             return gate / (1 + (-alpha * gate).exp()) * up

@@ -13,6 +13,8 @@ from torch import Tensor
 from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertTuning
+from tandem_kernels.experts.fp4.ahead_shapes import HEIGHT, multiplies_ahead
+from tandem_kernels.experts.fp4.expert_tiles import ExpertTiles
 from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 
@@ -134,6 +136,45 @@ def fp4_experts(
     for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
         part = weights[start:end], chosen[start:end]
         assert torch.equal(op(x[start:end], *given[1:4], *part, True, **more), found[start:end])
+
+
+def fp4_experts_ahead(op: Op, sizes: Sizes, gate: GateForm | None, device: str) -> None:
+    """Many rows give what the format means, whatever the heights of their tiles; not in fixed
+    order they are multiplied ahead, where a GPU can."""
+    num_tokens, top_k, num_experts, hidden, width = sizes
+    w13, _, wide13 = fp4_weight("mxfp4", (num_experts, 2, width, hidden), device)
+    w2, _, wide2 = fp4_weight("mxfp4", (num_experts, hidden, width), device)
+    x, weights, chosen = _step(sizes, torch.bfloat16, device)
+    x /= 16
+    assert multiplies_ahead(x, w13, width, num_tokens * top_k, biased=False, gate=gate)
+    expected = oracle.experts(x, wide13.flatten(1, 2), wide2, weights, chosen, None, None, gate)
+    found = op(x, w13, w2, width, weights, chosen, gate=gate)
+    assert not found[num_tokens // 3].any()
+    assert oracle.relative_error(found, expected) < ROUNDED[torch.bfloat16]
+
+
+def tiles_of_experts(counts: list[int], device: str = "cpu") -> None:
+    """Each pair is in one tile of its expert, tiles of an expert differ by one row at most, and
+    tiles behind the last have none."""
+    expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
+    chosen = torch.cat([expert, torch.full((5,), -1, dtype=torch.int32)]).to(device)
+    shuffled = torch.randperm(len(chosen), device=device)
+    chosen = chosen[shuffled].unsqueeze(1).contiguous()
+    found = ExpertTiles.of(ExpertRows.of(chosen, len(counts), searched=0))
+    num_tiles, of_tile = int(found.tiles[0]), found.tiles[2:].view(-1, 2).tolist()
+    heights: list[list[int]] = [[] for _ in counts]
+    seen: list[int] = []
+    for pairs, (own, height) in zip(found.pairs.tolist(), of_tile, strict=True):
+        assert pairs[height:] == [len(chosen)] * (len(pairs) - height)
+        assert all(chosen[pair] == own for pair in pairs[:height])
+        seen += pairs[:height]
+        if height:
+            heights[own].append(height)
+    assert sorted(seen) == torch.where(chosen[:, 0] >= 0)[0].tolist()
+    assert [height for _, height in of_tile[num_tiles:]] == [0] * (len(of_tile) - num_tiles)
+    for own, count in zip(heights, counts, strict=True):
+        assert len(own) == -(-count // HEIGHT)
+        assert not own or max(own) - min(own) <= 1
 
 
 def fp4_pairs(

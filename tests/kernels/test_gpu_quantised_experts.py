@@ -10,6 +10,7 @@ import torch
 from fp4_checks import Form
 
 from tandem_kernels import ops
+from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.experts.expert_tuning import ExpertTuning
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +54,20 @@ def test_fp8_experts_with_biases() -> None:
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
 def test_fp4_experts(sizes: check.Sizes, clamped: bool, form: Form) -> None:
     check.fp4_experts(ops.fp4_experts, sizes, torch.bfloat16, "cuda", clamped=clamped, form=form)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gate"),
+    [
+        ((700, 2, 8, 1024, 768), GateForm("capped", limit=0.5)),
+        ((460, 2, 8, 512, 512), None),
+        ((270, 2, 8, 512, 512), GateForm("limited", limit=0.5)),
+    ],
+    ids=["two tiles of an expert", "one or two", "one"],
+)
+def test_fp4_experts_of_many_rows(sizes: check.Sizes, gate: GateForm | None) -> None:
+    check.fp4_experts_ahead(ops.fp4_experts, sizes, gate, "cuda")
+    check.tiles_of_experts([0, 1, 128, 129, 0, 500], "cuda")
 
 
 def test_nvfp4_experts_of_128() -> None:

@@ -25,6 +25,7 @@ HOPPER_ALONE = {
     "normed_router_kernel",
     "sparse_ahead_kernel",
     "window_rows_ahead_kernel",
+    "fp4_experts_ahead_kernel",
     "lora_gemm_kernel",
     "fused_gate_up_kernel",
     "fused_qkv_kernel",

@@ -89,9 +89,9 @@ def _nvfp4_unpacked() -> tl.constexpr:
     return _unpacked(names, lines)
 
 
-_UNPACKED, _TINY, _NVFP4 = _unpacked((["$18"], ["$19"])), _unpacked(), _nvfp4_unpacked()
+UNPACKED, _TINY, _NVFP4 = _unpacked((["$18"], ["$19"])), _unpacked(), _nvfp4_unpacked()
 _OUT = ",".join(["=h"] * 16)
-_REGISTERS, _TINY_REGISTERS = tl.constexpr(f"{_OUT},r,r,r,r"), tl.constexpr(f"{_OUT},r,r")
+UNPACKED_REGISTERS, _TINY_REGISTERS = tl.constexpr(f"{_OUT},r,r,r,r"), tl.constexpr(f"{_OUT},r,r")
 _NVFP4_REGISTERS = tl.constexpr(f"{_OUT},r,r,r")
 NVFP4_TILE = tl.constexpr(NVFP4_TILE_WORDS)
 _ADDED = tl.constexpr(NVFP4_ADDED << 3)
@@ -195,8 +195,8 @@ def fp4_numbers(
     """
     if IN_PAIRS:
         numbers = tl.inline_asm_elementwise(
-            _UNPACKED,
-            _REGISTERS,
+            UNPACKED,
+            UNPACKED_REGISTERS,
             [first, second, powers * 0x00800080, powers2 * 0x00800080],
             _SIXTEEN,
             True,

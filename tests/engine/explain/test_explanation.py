@@ -310,7 +310,14 @@ def test_every_choice_has_a_reason() -> None:
         ("deepseek-v4-flash-3-layers", 1, {"window_rows_kernel": "rows 16, tile 16"}),
         ("deepseek-v4-flash-3-layers", 16, {"window_rows_kernel": "rows 64, tile 32"}),
         ("deepseek-v4-flash-3-layers", 64, {"window_rows_kernel": "rows 64, tile 64"}),
-        ("deepseek-v4-flash-3-layers", 500, {"window_rows_ahead_kernel": "rows 64, tile 64"}),
+        (
+            "deepseek-v4-flash-3-layers",
+            4096,
+            {
+                "window_rows_ahead_kernel": "rows 64, tile 64",
+                "fp4_experts_ahead_kernel": "at most 128 rows",
+            },
+        ),
         ("deepseek-v3.2-6-layers", 16, {"sparse_ahead_kernel": "rows 64, tile 128"}),
         ("minimax-m3-4-layers", 16, {"block_sparse_kernel": "tile 64"}),
         ("nemotron-3-nano", 16, {"mamba_scan_kernel": "values 32, warps 2"}),

@@ -24,7 +24,10 @@ from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
+from tandem_kernels.experts.fp4.ahead_shapes import multiplies_ahead
 from tandem_kernels.experts.fp4.expert_tile import expert_tile
+from tandem_kernels.experts.fp4.expert_tiles import ExpertTiles
+from tandem_kernels.experts.fp4.experts_ahead import fp4_experts_ahead
 from tandem_kernels.experts.fp4.pair_shapes import format_of, takes_each_pair
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.gemm.fp4_products import operand_constants
@@ -145,9 +148,16 @@ def fp4_experts(
     if num_tokens == 0:
         return torch.empty_like(x)
     shape = ExpertShape(num_experts, width, hidden_size, format_of(w13))
-    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     w2 = w2.unsqueeze(1)
+    biased = b13 is not None or b2 is not None
+    if not fixed_order and multiplies_ahead(x, w13, width, num_pairs, biased=biased, gate=gate):
+        tiles = ExpertTiles.of(ExpertRows.of(experts, num_experts))
+        parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
+        fp4_experts_ahead(x, w13, weights, tiles, hidden, gate)
+        fp4_experts_ahead(hidden, w2, weights, tiles, parts)
+        return sum_pairs(parts, experts) if summed else parts
+    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
     if takes_each_pair(plan.gate_up, num_pairs, width):
         fp4_pair_gemm(x, w13, weights, experts, hidden, plan.gate_up, b13, gate, factors=f13)
     else:
