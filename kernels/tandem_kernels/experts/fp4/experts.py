@@ -152,7 +152,7 @@ def fp4_experts(
     w2 = w2.unsqueeze(1)
     biased = b13 is not None or b2 is not None
     if not fixed_order and multiplies_ahead(x, w13, width, num_pairs, biased=biased, gate=gate):
-        tiles = ExpertTiles.of(ExpertRows.of(experts, num_experts))
+        tiles = ExpertTiles.of(ExpertRows.of(experts, num_experts, searched=0))
         parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
         fp4_experts_ahead(x, w13, weights, tiles, hidden, gate)
         fp4_experts_ahead(hidden, w2, weights, tiles, parts)
