@@ -21,7 +21,7 @@ from engine.layers.shard import FLOATS, CheckpointWeight, TensorSlice
 from engine.models.errors import CheckpointError
 from engine.models.files.foreign_weights import packed_by
 from engine.models.files.passing_digests import PassingDigests
-from engine.models.files.stored_tensors import StoredTensor
+from engine.models.files.stored_tensors import PIECE_BYTES, StoredTensor
 from engine.models.files.weight_files import EMBEDDING, HEAD, WeightFiles
 from engine.models.files.weight_reader import WeightReader
 from engine.models.kv_scale_files import is_kv_scale
@@ -183,7 +183,9 @@ def _load(
     total = max(1, sum(piece.num_bytes for job in jobs for piece in job.pieces))
     on_total(total)
     gpu = next((one.target.device for one in wanted if one.target.device.type == "cuda"), None)
-    reader = WeightReader(num_reading_threads(), gpu=gpu, digests=digests)
+    # Fewer bytes take less time than threads take to start.
+    num_threads = num_reading_threads() if total > PIECE_BYTES else 0
+    reader = WeightReader(num_threads, gpu=gpu, digests=digests)
     told = 0
     for job, memory in reader.read(jobs):
         job.fill(memory)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,7 @@ class ReadJob(Protocol):
 
 
 JobT = TypeVar("JobT", bound=ReadJob)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class _Memory:
 
 
 class WeightReader:
-    """Reads with `num_threads` threads. Used once.
+    """Reads with `num_threads` threads; 0: that of the caller reads. Used once.
 
     Args:
         gpu: Memory that is used again is pinned meanwhile, and its bytes may still be on their way
@@ -127,7 +128,10 @@ class WeightReader:
         bytes_waiting = 0
         with ExitStack() as stack:
             stack.callback(self._close)
-            pool = stack.enter_context(ThreadPoolExecutor(self._num_threads, "weight-reader"))
+            pool: Executor = _Caller()
+            if self._num_threads > 0:
+                pool = ThreadPoolExecutor(self._num_threads, "weight-reader")
+            stack.enter_context(pool)
             stack.callback(pool.shutdown, cancel_futures=True)
             for job in jobs:
                 pieces = job.pieces
@@ -154,7 +158,7 @@ class WeightReader:
             if piece.is_pooled:
                 self._free.append(part)
 
-    def _submit(self, pool: ThreadPoolExecutor, piece: Piece) -> Future[_Memory]:
+    def _submit(self, pool: Executor, piece: Piece) -> Future[_Memory]:
         file = self._files.get(piece.file)
         if file is None:
             with _named(piece.file):
@@ -188,6 +192,18 @@ class WeightReader:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
+
+
+class _Caller(Executor):
+    """Does at once what it is given."""
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        done = Future[T]()
+        try:
+            done.set_result(function(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 def _cuda() -> Any:
