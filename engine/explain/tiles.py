@@ -173,8 +173,23 @@ def _fp8(x: Tensor, scales: Tensor, weight: Tensor, w_scales: Tensor, *rest: Any
 def _plain_experts(
     x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor, *rest: Any
 ) -> tuple[str, str]:
+    from tandem_kernels.experts.one_row_experts import takes_one_row
+
+    if not any(rest[:1]) and all(bias is None for bias in rest[1:3]) and takes_one_row(x, w13, w2):
+        return _one_row(w13, w2)
     shape = ExpertShape.of_plain(w13, w2)
     return "fused_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
+
+
+def _one_row(w13: Tensor, w2: Tensor) -> tuple[str, str]:
+    from tandem_kernels.experts.one_row_experts import one_row_tuning
+
+    first = one_row_tuning(w13.shape[1] // w2.shape[2], w13.shape[2])
+    tiles = [
+        _fields(each, "cols", "depth", "num_warps")
+        for each in (first, one_row_tuning(1, w2.shape[2]))
+    ]
+    return "one_row_expert_kernel", f"gate·up {tiles[0]}; down {tiles[1]}"
 
 
 def _experts_beside(

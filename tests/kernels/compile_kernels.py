@@ -91,6 +91,7 @@ from tandem_kernels.experts import (
     int4_experts,
     int8_experts,
     normed_router,
+    one_row_experts,
     route_tokens,
 )
 from tandem_kernels.experts.fp4 import expert_tiles, experts_ahead
@@ -1024,6 +1025,38 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "EVEN": num_pairs != 8192,
                 "PRECISION": "tf32",
                 "SHARED": 16 if num_pairs == 8 else 0,
+            },
+            tuning.options,
+        )
+
+
+def one_row_expert_cases(capability: int) -> Iterator[Case]:
+    """Yields the experts of Qwen3.5-35B-A3B, and those of Nemotron 3 Nano."""
+    types = {
+        **named("*bf16", "x", "weight", "out", "shared_x", "shared_weight", "shared_out"),
+        **named("fp32", "limit", "alpha"),
+        "pair_weights": "*fp32",
+        "experts": "*i32",
+    }
+    for rows, inner, shared_inner, gate in (
+        (2, 2048, 2048, 0),
+        (1, 2688, 2688, 4),
+        (1, 1856, 3712, 0),
+    ):
+        tuning = one_row_experts.one_row_tuning(rows, inner)
+        yield Case(
+            one_row_experts.one_row_expert_kernel,
+            f"inner={inner}",
+            types,
+            {
+                "COLS": tuning.cols,
+                "DEPTH": tuning.depth,
+                "INNER": inner,
+                "SHARED": 16,
+                "SHARED_INNER": shared_inner,
+                "GATED": inner > 2000,
+                "GATE": gate,
+                "OVERLAP": capability >= 90,
             },
             tuning.options,
         )
@@ -2108,6 +2141,7 @@ def compile_all(capability: int) -> None:
         rope_cases,
         attention_cases,
         expert_cases,
+        one_row_expert_cases,
         fp8_expert_cases,
         fp4_expert_cases,
         fp4_expert_ahead_cases,

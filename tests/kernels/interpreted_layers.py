@@ -210,6 +210,9 @@ def test_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> N
             check.experts_beside(
                 ops.experts_beside.kernel, (*shape[:4], 40, 72), torch.float32, gate=gate
             )
+            check.experts_beside(
+                ops.experts_beside.kernel, (1, *shape[1:4], 48, 80), torch.float16, gate=gate
+            )
 
 
 @pytest.mark.usefixtures("rounds_to_e4m3")

@@ -826,10 +826,10 @@ def experts_beside(
     own13, own2 = randn(parts * shared, hidden), randn(hidden, shared)
     weights = torch.rand(num_tokens, top_k, device=device)
     chosen = torch.rand(num_tokens, num_experts, device=device).argsort(-1)[:, :top_k].int()
-    chosen[num_tokens // 3] = -1
+    chosen[num_tokens // 3, top_k - 1 if num_tokens == 1 else 0 :] = -1
     found, beside = op(x, w13, w2, weights, chosen, own13, own2, gate)
     assert found.dtype == beside.dtype == dtype
-    alone = ops.fused_experts(x, w13, w2, weights, chosen, gate=gate, summed=False)
+    alone = ops.fused_experts(x, w13, w2, weights, chosen, True, gate=gate, summed=False)
     total, expected = ops.sum_pairs(found, chosen), ops.sum_pairs(alone, chosen)
     assert oracle.relative_error(total, expected) < 2 * ELEMENTWISE[dtype]
     everywhere = torch.zeros(num_tokens, 1, device=device)

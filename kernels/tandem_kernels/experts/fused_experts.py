@@ -6,7 +6,7 @@
 
 Grids depend on shapes alone, so all of it can be recorded: programs without work end at once. With
 few pairs a program reads the experts of all of them and finds its own; with many they are sorted
-first (`expert_rows`).
+first (`expert_rows`). One token has kernels of its own (`one_row_experts`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import FIXED, ExpertShape, ExpertTuning
+from tandem_kernels.experts.one_row_experts import SharedWeights, one_row_experts, takes_one_row
 from tandem_kernels.product_precision import precision_of
 
 
@@ -214,6 +215,10 @@ def fused_experts(
     num_pairs, width = experts.numel(), w2.shape[2]
     if num_tokens == 0:
         return torch.empty_like(x)
+    plain = not fixed_order and b13 is None and b2 is None
+    if plain and takes_one_row(x, w13, w2):
+        parts, _ = one_row_experts(x, w13, w2, weights, experts, gate)
+        return sum_pairs(parts, experts) if summed else parts
     plan = ExpertPlan.of(experts, ExpertShape.of_plain(w13, w2), FIXED if fixed_order else None)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
@@ -235,6 +240,9 @@ def experts_beside(
     """See `reference.experts.experts_beside`."""
     num_tokens, hidden_size = x.shape
     num_pairs, width = experts.numel(), w2.shape[2]
+    own = SharedWeights(shared_w13, shared_w2)
+    if takes_one_row(x, w13, w2, own):
+        return one_row_experts(x, w13, w2, weights, experts, gate, own)
     parts, hidden, beside, shared = (
         torch.empty(size, dtype=x.dtype, device=x.device)
         for size in (
