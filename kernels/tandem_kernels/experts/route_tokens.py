@@ -21,10 +21,19 @@ from tandem_kernels.elementwise.softplus import softplus
 
 
 @triton.jit
+def _turned(bits: tl.tensor) -> tl.tensor:
+    """Returns integers in the order of the floats that have these bits, and of such integers the
+    bits again. A warp reduces integers by one instruction, floats by ten."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _best(values: tl.tensor, lane: tl.tensor) -> tl.tensor:
     """Returns the largest value, and the first place that has it."""
-    top = tl.max(values, axis=0)
-    return top, tl.min(tl.where(values == top, lane, 1 << 30), axis=0)
+    order = _turned((values + 0.0).to(tl.int32, bitcast=True))
+    top = tl.max(order, axis=0)
+    place = tl.min(tl.where(order == top, lane, 1 << 30), axis=0)
+    return _turned(top).to(tl.float32, bitcast=True), place
 
 
 @triton.jit
@@ -105,9 +114,11 @@ def route_tokens_kernel(
             place = tl.load(table + own + i)
         else:
             _, place = _best(by, lane)
-        place = tl.minimum(place, NUM_EXPERTS - 1)  # Of scores that are NaN none is the best.
+        place = tl.minimum(place, NUM_EXPERTS - 1)  # NaN may be below all else.
         chosen = tl.where(k == i, place, chosen)
-        score = tl.sum(tl.where(lane == place, scores, 0.0), axis=0)
+        # Scores are not negative: their bits are in their order.
+        score = tl.max(tl.where(lane == place, scores.to(tl.int32, bitcast=True), 0), axis=0)
+        score = score.to(tl.float32, bitcast=True)
         total += score
         share = tl.where(k == i, score, share)
         by = tl.where(lane == place, lowest, by)
