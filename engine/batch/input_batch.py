@@ -32,7 +32,7 @@ from engine.batch.row_states import RowStates
 from engine.contracts.steps.step_launches import GraphKey, StepParts
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.batch.batch_tables import GroupTables, RowTables, StepInputs
 from tandem_kernels.batch.state_metadata import PendingTokens, StateMetadata
 
 _NO_ROW = -1
@@ -289,6 +289,7 @@ class InputBuffers:
             block_tables=zeros(max_num_reqs, max_num_blocks[0]),
         )
         self._windows = windows
+        self._groups: GroupTables | None = None
         self._by_group = [
             self._inputs,
             *(
@@ -339,8 +340,14 @@ class InputBuffers:
         """Fills the inputs of what was loaded. `tables`: by KV group."""
         idx_mapping = self.idx_mapping(num_reqs)
         query_start_loc = self._query_start_loc(num_reqs)
-        for of_group, inputs in zip(tables, self._by_group, strict=True):
-            ops.prepare_inputs(idx_mapping, query_start_loc, of_group, inputs)
+        ops.prepare_inputs(idx_mapping, query_start_loc, self._of_groups(tables))
+
+    def _of_groups(self, tables: Sequence[RowTables]) -> GroupTables:
+        """Returns the tables with inputs. Not for the first time where a graph is recorded."""
+        found = self._groups
+        if found is None or any(a is not b for a, b in zip(found.rows, tables, strict=True)):
+            self._groups = found = GroupTables.of(tables, self._by_group)
+        return found
 
     def by_group(self, batch: InputBatch) -> list[InputBatch]:
         """Returns the batch as each KV group sees it, with its own slots and block tables."""

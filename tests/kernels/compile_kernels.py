@@ -1531,8 +1531,8 @@ def batch_cases(capability: int) -> Iterator[Case]:
     yield Case(
         batch_prep.prepare_inputs_kernel,
         "",
-        {**types, "max_len": "i32"},
-        {"BLOCK_SIZE": 64, "CHUNK": batch_prep.CHUNK},
+        {**types, "max_len": "i32", "addresses": "*i64", "sizes": "*i32"},
+        {"CHUNK": batch_prep.CHUNK},
     )
     requests = {"REQUESTS": batch_prep.REQUESTS_PER_PROGRAM}
     for width, has_states in ((1, False), (4, False), (4, True)):

@@ -20,7 +20,7 @@ from tandem_kernels.attention.kv_pages import KVPages, apart
 from tandem_kernels.attention.kv_scales import E4M3, KVScales
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 from tandem_kernels.attention.value_form import ValueForm
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs, WordTables
+from tandem_kernels.batch.batch_tables import GroupTables, RowTables, StepInputs, WordTables
 from tandem_kernels.elementwise.gate_form import GateForm, has_gate
 from tandem_kernels.elementwise.norm_forms import Norm, PairedExperts
 
@@ -419,9 +419,15 @@ def prepare_inputs(
 ) -> None:
     """Checks `padding` requests behind those of `lengths`, at most `NUM_ROWS` in all."""
     rows, inputs = make_rows(seed, device), make_inputs(device)
+    halves = torch.randperm(2 * NUM_ROWS * MAX_BLOCKS).view(NUM_ROWS, -1).int().to(device)
+    other = replace(rows, block_table=halves, block_size=BLOCK_SIZE // 2)
+    places = torch.full((MAX_TOKENS,), -99, device=device)
+    of_other = replace(inputs, slot_mapping=places, block_tables=torch.full_like(halves, -99))
     mapping = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
     idx_mapping = torch.tensor(mapping + [-1] * padding, dtype=torch.int32, device=device)
-    op(idx_mapping, oracle.cumulative(lengths + [0] * padding).to(device), rows, inputs)
+    bounds = oracle.cumulative(lengths + [0] * padding).to(device)
+    op(idx_mapping, bounds, GroupTables.of((rows, other), (inputs, of_other)))
+    halves, places, half = halves.cpu(), places.cpu(), BLOCK_SIZE // 2
 
     got = StepInputs(*(getattr(inputs, name).cpu() for name in StepInputs.__slots__))
     tables = rows.token_ids.cpu(), rows.block_table.cpu(), rows.num_computed.cpu()
@@ -431,14 +437,16 @@ def prepare_inputs(
         row, limit = mapping[r], int(rows.max_len[mapping[r]])
         for i in range(length):
             position = int(num_computed[row]) + i
-            slot = -1
+            slot = slot_of_other = -1
             if position < MAX_LEN:
                 assert got.positions[token] == position
                 assert got.input_ids[token] == token_ids[row, position]
             if int(num_computed[row]) < limit and position < limit + rows.max_drafts:
                 slot = int(block_table[row, position // BLOCK_SIZE]) * BLOCK_SIZE
                 slot += position % BLOCK_SIZE
+                slot_of_other = int(halves[row, position // half]) * half + position % half
             assert got.slot_mapping[token] == slot
+            assert places[token] == slot_of_other
             assert 0 <= got.positions[token] < MAX_LEN
             assert 0 <= got.input_ids[token] < 1000
             token += 1
@@ -446,7 +454,9 @@ def prepare_inputs(
         assert got.seq_lens[r] == seq_len
         used = -(-seq_len // BLOCK_SIZE)
         assert torch.equal(got.block_tables[r, :used], block_table[row, :used])
-    assert (got.slot_mapping[token:] == -1).all()
+        used = -(-seq_len // half)
+        assert torch.equal(of_other.block_tables[r, :used].cpu(), halves[row, :used])
+    assert (got.slot_mapping[token:] == -1).all() and (places[token:] == -1).all()
     assert (got.positions[token:] == 0).all()
     assert (got.seq_lens[len(lengths) :] == 0).all()
 

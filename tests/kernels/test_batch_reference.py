@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kernel_oracle import cumulative
 
 from tandem_kernels import ops
+from tandem_kernels.batch.batch_tables import GroupTables
 
 lengths_of_a_step = st.lists(st.integers(1, 9), min_size=1, max_size=check.NUM_ROWS - 1)
 seeds = st.integers(0, 1000)
@@ -44,9 +45,10 @@ def test_a_sampled_token_is_the_next_step_input() -> None:
     rows.max_len.fill_(check.MAX_LEN)
     rows.total_len[2], rows.num_computed[2] = 7, 6
     mapping, bounds = torch.tensor([2], dtype=torch.int32), cumulative([1])
-    ops.prepare_inputs(mapping, bounds, rows, inputs)
+    groups = GroupTables.of((rows,), (inputs,))
+    ops.prepare_inputs(mapping, bounds, groups)
     ops.post_update(mapping, bounds, torch.tensor([[4242]]), rows)
-    ops.prepare_inputs(mapping, bounds, rows, inputs)
+    ops.prepare_inputs(mapping, bounds, groups)
     assert (int(inputs.input_ids[0]), int(inputs.positions[0])) == (4242, 7)
 
 

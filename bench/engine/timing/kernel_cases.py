@@ -21,7 +21,7 @@ from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_pages import KVPages, PagedKV
 from tandem_kernels.attention.kv_scales import E4M3, KVScales
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.batch.batch_tables import GroupTables, RowTables, StepInputs
 
 BF16 = torch.bfloat16
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 32, 8, 128, 4096, 14336, 128256
@@ -368,7 +368,7 @@ def batch_cases() -> Iterator[Case]:
     mapping = torch.randperm(rows, device="cuda")[:256].int()
     bounds = torch.arange(257, **ints)
     sampled = torch.full((256, 1), -1, device="cuda")
-    prepare = [partial(ops.prepare_inputs, mapping, bounds, tables, out)]
+    prepare = [partial(ops.prepare_inputs, mapping, bounds, GroupTables.of((tables,), (out,)))]
     yield Case("prepare inputs", "256 decodes", prepare, 256 * 100)
     update = [partial(ops.post_update, mapping, bounds, sampled, tables)]
     yield Case("post update", "256 decodes", update, 256 * 40)

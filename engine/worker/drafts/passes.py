@@ -39,7 +39,7 @@ from engine.models.drafts.medusa import MedusaHeads
 from engine.worker.graphs.cuda_graphs import CudaGraphManager
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import LayerCache
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.batch.batch_tables import GroupTables, RowTables, StepInputs
 
 _NO_ROW = -1
 
@@ -96,6 +96,10 @@ class DraftPasses:
         """Rows of the data-parallel group that has most, in this step; None: there is one group."""
         most = config.scheduler.max_num_seqs
         self._inputs = [_one_token_inputs(most, one.rows, device) for one in groups]
+        self._of_groups = [
+            GroupTables.of((one.rows,), (inputs,))
+            for one, inputs in zip(groups, self._inputs, strict=True)
+        ]
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         # What graphs read and write.
         self._row_ids = torch.full((most,), _NO_ROW, dtype=torch.int32, device=device)
@@ -259,9 +263,11 @@ class DraftPasses:
             num_sampled=count,
         )
         groups: list[GroupInputs] = []
-        for group, inputs in zip(self._groups, self._inputs, strict=True):
+        of_groups = zip(self._groups, self._inputs, self._of_groups, strict=True)
+        for group, inputs, own in of_groups:
             behind = replace(group.rows, num_computed=group.rows.num_computed + ahead)
-            ops.prepare_inputs(batch.idx_mapping, batch.starts, behind, inputs)
+            tables = replace(own, rows=(behind,))
+            ops.prepare_inputs(batch.idx_mapping, batch.starts, tables)
             slots = inputs.slot_mapping[:count]
             slots.masked_fill_(inputs.positions[:count] >= room, -1)
             seq_lens = torch.minimum(inputs.seq_lens[:count], room)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.batch.batch_tables import GroupTables, RowTables
 from tandem_kernels.small_launches import in_turn, take_turn
 
 CHUNK = 1024
@@ -16,6 +16,7 @@ REQUESTS_PER_PROGRAM = 128
 @triton.jit
 def _prepare_padding(
     chunk: tl.tensor,
+    is_first: tl.tensor,
     num_reqs: tl.tensor,
     num_tokens: tl.tensor,
     out_positions: tl.tensor,
@@ -27,9 +28,9 @@ def _prepare_padding(
 ) -> None:
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     unused = (place >= num_tokens) & (place < max_tokens)
-    tl.store(out_positions + place, tl.zeros([CHUNK], tl.int64), mask=unused)
     tl.store(out_slot_mapping + place, tl.full([CHUNK], -1, tl.int64), mask=unused)
-    no_request = (place >= num_reqs) & (place < max_reqs)
+    tl.store(out_positions + place, tl.zeros([CHUNK], tl.int64), mask=unused & is_first)
+    no_request = (place >= num_reqs) & (place < max_reqs) & is_first
     tl.store(out_seq_lens + place, tl.zeros([CHUNK], tl.int32), mask=no_request)
 
 
@@ -59,33 +60,38 @@ def prepare_inputs_kernel(
     token_ids: tl.tensor,
     num_computed: tl.tensor,
     row_max_len: tl.tensor,
-    block_table: tl.tensor,
+    addresses: tl.tensor,
+    sizes: tl.tensor,
     out_input_ids: tl.tensor,
     out_positions: tl.tensor,
-    out_slot_mapping: tl.tensor,
     out_seq_lens: tl.tensor,
-    out_block_tables: tl.tensor,
     num_reqs: tl.tensor,
     max_tokens: tl.tensor,
     max_reqs: tl.tensor,
     token_stride: tl.tensor,
     max_len: tl.tensor,
     max_drafts: tl.tensor,
-    max_blocks: tl.tensor,
     num_copies: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Prepares request r in programs (r, i) for r < num_reqs: its tokens in the first one, and part
-    i of its blocks, of which there are `num_copies`. The other programs fill the padding, a chunk
-    each.
+    """Prepares request r for group g in programs (i of r, g), r < num_reqs: its tokens in the first
+    one, and part i of its blocks, of which there are `num_copies`. The other programs of a group
+    fill the padding, a chunk each. What groups share the first one writes.
     """
     part = tl.program_id(0) % num_copies
     r = tl.program_id(0) // num_copies
+    group = tl.program_id(1)
+    is_first = group == 0
+    block_table = tl.load(addresses + 3 * group).to(tl.pointer_type(tl.int32))
+    out_slot_mapping = tl.load(addresses + 3 * group + 1).to(tl.pointer_type(tl.int64))
+    out_block_tables = tl.load(addresses + 3 * group + 2).to(tl.pointer_type(tl.int32))
+    block_size = tl.load(sizes + 2 * group)
+    max_blocks = tl.load(sizes + 2 * group + 1)
     if r >= num_reqs:
         num_tokens = tl.load(query_start_loc + num_reqs)
         _prepare_padding(
             tl.program_id(0) - num_reqs * num_copies,
+            is_first,
             num_reqs,
             num_tokens,
             out_positions,
@@ -97,9 +103,9 @@ def prepare_inputs_kernel(
         )
         return
     row = tl.load(idx_mapping + r).to(tl.int64)
+    writes_length = is_first & (part == 0)
     if row < 0:
-        if part == 0:
-            tl.store(out_seq_lens + r, 0)
+        tl.store(out_seq_lens + r, 0, mask=writes_length)
         return
     start = tl.load(query_start_loc + r)
     query_len = tl.load(query_start_loc + r + 1) - start
@@ -108,64 +114,60 @@ def prepare_inputs_kernel(
     runs = computed < limit
     limit += max_drafts
     seq_len = tl.minimum(computed + query_len, limit)
+    tl.store(out_seq_lens + r, seq_len, mask=writes_length)
     blocks = block_table + row * max_blocks
-    used_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+    used_blocks = tl.cdiv(seq_len, block_size)
     of_part = tl.cdiv(max_blocks, num_copies)
     first = part * of_part
     to = out_block_tables + r.to(tl.int64) * max_blocks
     _copy_blocks(blocks, to, first, tl.minimum(first + of_part, used_blocks), CHUNK)
     if part > 0:
         return
-    tl.store(out_seq_lens + r, seq_len)
     lane = tl.arange(0, CHUNK)
     for offset in range(0, query_len, CHUNK):
         i = offset + lane
         inside = i < query_len
         place = computed + i
         position = tl.minimum(place, max_len - 1)
-        token = tl.load(token_ids + row * token_stride + position, mask=inside, other=0)
         owned = inside & runs & (place < limit)
-        block = tl.load(blocks + place // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
-        slot = tl.where(owned, block * BLOCK_SIZE + place % BLOCK_SIZE, -1)
-        tl.store(out_input_ids + start + i, token, mask=inside)
-        tl.store(out_positions + start + i, position.to(tl.int64), mask=inside)
+        block = tl.load(blocks + place // block_size, mask=owned, other=0).to(tl.int64)
+        slot = tl.where(owned, block * block_size + place % block_size, -1)
         tl.store(out_slot_mapping + start + i, slot, mask=inside)
+        of_all = inside & is_first
+        token = tl.load(token_ids + row * token_stride + position, mask=of_all, other=0)
+        tl.store(out_input_ids + start + i, token, mask=of_all)
+        tl.store(out_positions + start + i, position.to(tl.int64), mask=of_all)
 
 
-def prepare_inputs(
-    idx_mapping: Tensor, query_start_loc: Tensor, rows: RowTables, out: StepInputs
-) -> None:
+def prepare_inputs(idx_mapping: Tensor, query_start_loc: Tensor, groups: GroupTables) -> None:
     """See `reference.batch.prepare_inputs`.
 
-    `rows.token_ids` may be pinned host memory. Of a request's block table only the blocks of
-    its context are written.
+    `token_ids` may be pinned host memory. Of a request's block table only the blocks of its
+    context are written.
     """
-    num_reqs = idx_mapping.shape[0]
+    rows, out, num_reqs = groups.rows[0], groups.inputs[0], idx_mapping.shape[0]
     max_tokens, max_reqs = out.positions.shape[0], out.seq_lens.shape[0]
     padding_chunks = triton.cdiv(max(max_tokens, max_reqs), CHUNK)
     # One program copies a chunk of a long table in as much time as it waits for its place.
-    num_copies = triton.cdiv(rows.block_table.shape[1], CHUNK)
-    prepare_inputs_kernel[(num_reqs * num_copies + padding_chunks,)](
+    num_copies = triton.cdiv(groups.most_blocks, CHUNK)
+    prepare_inputs_kernel[(num_reqs * num_copies + padding_chunks, len(groups.rows))](
         idx_mapping,
         query_start_loc,
         rows.token_ids,
         rows.num_computed,
         rows.max_len,
-        rows.block_table,
+        groups.addresses,
+        groups.sizes,
         out.input_ids,
         out.positions,
-        out.slot_mapping,
         out.seq_lens,
-        out.block_tables,
         num_reqs,
         max_tokens,
         max_reqs,
         rows.token_ids.stride(0),
         rows.token_ids.shape[1],
         rows.max_drafts,
-        rows.block_table.shape[1],
         num_copies,
-        BLOCK_SIZE=rows.block_size,
         CHUNK=CHUNK,
         num_warps=4,
     )

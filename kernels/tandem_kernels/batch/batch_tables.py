@@ -65,6 +65,41 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Rows and the inputs of a step as each KV group has them. Groups differ in blocks and slots
+    alone, and in what their blocks hold.
+
+    Attributes:
+        addresses: [groups, 3] int64: of a row's blocks, and of the step's slots and blocks, which
+            keep them.
+        sizes: [groups, 2] int32: tokens of a block, and blocks of a row.
+    """
+
+    rows: tuple[RowTables, ...]
+    inputs: tuple[StepInputs, ...]
+    addresses: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[RowTables], inputs: Sequence[StepInputs]) -> GroupTables:
+        """Takes contiguous tables of one device."""
+        pairs = list(zip(rows, inputs, strict=True))
+        addresses = [
+            [one.data_ptr() for one in (own.block_table, out.slot_mapping, out.block_tables)]
+            for own, out in pairs
+        ]
+        sizes = [[own.block_size, own.block_table.shape[1]] for own, _ in pairs]
+        device = inputs[0].slot_mapping.device
+        at, of = torch.tensor(addresses), torch.tensor(sizes, dtype=torch.int32)
+        return cls(tuple(rows), tuple(inputs), at.to(device), of.to(device))
+
+    @property
+    def most_blocks(self) -> int:
+        """Returns the most blocks of a row in any group."""
+        return max(rows.block_table.shape[1] for rows in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
 class WordTables:
     """Tables of numbers of 4 or 8 bytes, to which pieces are written 4 bytes at a time.
 

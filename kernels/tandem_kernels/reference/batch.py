@@ -11,13 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.batch.batch_tables import GroupTables, RowTables, StepInputs
 
 
-def prepare_inputs(
-    idx_mapping: Tensor, query_start_loc: Tensor, rows: RowTables, out: StepInputs
-) -> None:
-    """Fill `out` for one step.
+def prepare_inputs(idx_mapping: Tensor, query_start_loc: Tensor, groups: GroupTables) -> None:
+    """Fill the inputs of all `groups` for one step, of which they share all but slots and blocks.
 
     Query token i of request r has position `num_computed[row] + i` and is the row's token of
     that position: a known one, or a draft. A position at or beyond `max_len + max_drafts` of the
@@ -31,9 +29,15 @@ def prepare_inputs(
         idx_mapping: [R] int32, request of the step -> row; -1 is a padding request, which must
             have no query tokens.
         query_start_loc: [R + 1] int32.
-        rows: State of all requests.
-        out: Written completely, apart from the ids and block tables of padding.
+        groups: Inputs are written completely, apart from the ids and block tables of padding.
     """
+    for rows, out in zip(groups.rows, groups.inputs, strict=True):
+        _prepare(idx_mapping, query_start_loc, rows, out)
+
+
+def _prepare(
+    idx_mapping: Tensor, query_start_loc: Tensor, rows: RowTables, out: StepInputs
+) -> None:
     starts = query_start_loc.numpy()
     request_row = idx_mapping.numpy()
     row = np.maximum(request_row, 0)
