@@ -2037,16 +2037,16 @@ def stream_cases(capability: int) -> Iterator[Case]:
         )  # fmt: skip
     yield Case(streams.write_streams_kernel, "", types, {"COUNT": 4, "BLOCK": 512})
     types |= {**named("*bf16", "beside", "weight"), "row_eps": "fp32"}
-    for outputs, lanes in ((24, 32), (4, 16)):
+    for outputs, lanes, rows in ((24, 32, 64), (4, 16, 64), (24, 32, 16)):
         yield Case(
             mix_many.mix_many_kernel,
-            f"outputs={outputs}",
+            f"outputs={outputs}, rows={rows}",
             types,
             {
-                "OUTPUTS": outputs, "LANES": lanes, "ROWS": 64, "COLUMNS": 32, "MIXES": True,
+                "OUTPUTS": outputs, "LANES": lanes, "ROWS": rows, "COLUMNS": 32, "MIXES": True,
                 "HAS_BESIDE": True, "PRECISION": "tf32", "IN_PAIRS": True,
             },
-            {"num_warps": 8, "num_stages": 4},
+            {"num_warps": 8, "num_stages": 4} if rows == 64 else {"num_warps": 2, "num_stages": 1},
         )  # fmt: skip
     turn = {"OVERLAP": capability >= 90}
     for outputs, lanes, columns in ((24, 32, 32), (24, 32, 64), (4, 4, 32)):

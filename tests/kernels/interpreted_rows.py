@@ -104,7 +104,7 @@ def test_residual_streams(dtype: torch.dtype, num_tokens: int) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(1, 4, 288), (19, 2, 40), (130, 4, 40)])
+@pytest.mark.parametrize("shape", [(1, 4, 288), (19, 2, 40), (19, 4, 40), (130, 4, 40)])
 def test_streams_between_blocks(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     of_streams = ops.mix_streams.kernel, ops.norm_streams.kernel, ops.share_streams.kernel
     check.entered_streams(of_streams, shape, dtype, beside=shape[0] != 19)
