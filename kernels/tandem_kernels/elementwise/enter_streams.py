@@ -43,8 +43,8 @@ _MANY_ROWS, _MANY_COLUMNS = 64, 32
 """Tokens, and columns at once, of a program where tokens are many."""
 _MANY_OPTIONS = {"num_warps": 8, "num_stages": 4}
 _SOME, _SOME_ROWS = 8, 16
-"""Of more tokens than this a program multiplies as many by matrix units: 16 tokens take 4.4 us in
-place of 7.5, 64 tokens 5.7 in place of 21.1 (one H200, four streams of 4096)."""
+"""A program multiplies as many tokens by matrix units where there are more than the first: 16 take
+4.4 us in place of 7.5, 64 take 5.7 in place of 21.1 (one H200, four streams of 4096)."""
 _MOST_SPLITS = 32
 
 
