@@ -160,7 +160,8 @@ class WindowRowsBlock(nn.Module):
         closed = self._closed(x, caches[1:], inputs)
         latents, kv = self.inputs(x).split((sizes.q_rank, sizes.head_dim), dim=1)
         latents = self._normed(latents)
-        rows = self._rows(closed, latents, caches[1:], inputs)
+        if closed is not None:
+            closed.side.follow()
         heads = self.wq_b(latents).view(len(x), self.num_heads, sizes.head_dim)
         turn = inputs.positions, inputs.cos_sin_cache
         is_fp8 = self.wo_a.takes_fp8(len(x))
@@ -168,6 +169,7 @@ class WindowRowsBlock(nn.Module):
         is_late = not is_fp8 and attends_ahead(heads, pages, inputs.metadata)
         to_cache = kv, self.kv_norm, *turn, pages, inputs.slot_mapping, sizes.eps
         ops.shared_rope_and_cache(heads[:, :0] if is_late else heads, *to_cache)
+        rows = self._rows(closed, latents, caches[1:], inputs)
         if closed is not None:
             closed.side.join()
         scale = sizes.head_dim**-0.5
@@ -223,7 +225,6 @@ class WindowRowsBlock(nn.Module):
             cache = caches[1]
             assert isinstance(cache, IndexedLatents) and closed.weights is not None
             given = latents, closed.rows[1], closed.weights
-            closed.side.follow()
             with closed.side.beside():
                 chosen = self.indexer(*given, cache.index, inputs, of_rows)
         return SeenRows(closed.pages, of_rows.metadata.block_tables, self.sizes.tokens, chosen)
