@@ -109,7 +109,7 @@ class Sweep:
         self, kind: type[ExpertWeights], shape: LayerShape, rows: float, *, gated: bool
     ) -> list[ExpertTuning]:
         """Returns the tunings for this many rows of an expert."""
-        every = kind.tunings(rows)
+        every = kind.tunings(rows, gated=gated)
         if not self.like:
             return list(every)
         gpu = gpu_name(torch.device("cuda"))

@@ -1099,6 +1099,7 @@ def fp8_expert_cases(capability: int) -> Iterator[Case]:
                 "QUANTISES": quantises,
                 "WIDE": tuning.rows >= 64,
                 "EVEN": num_pairs != 8,
+                "STRIPS": 2 if num_pairs == 65536 and not gated else 1,
                 **({} if quantises else {"out_scales": None}),
                 **({} if is_sorted else {"order": None, "counts": None}),
             },

@@ -97,8 +97,8 @@ class ExpertWeights(ABC):
         return x
 
     @classmethod
-    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
-        """Yields the tiles that may be fast where experts have this many rows."""
+    def tunings(cls, rows_per_expert: float, *, gated: bool) -> Iterator[ExpertTuning]:
+        """Yields the tiles of a GEMM that may be fast where experts have this many rows."""
         yield from tilings(f"expert-{cls.table}", ExpertTuning, rows_per_expert)
 
     def _outputs(self, weights: Tensor, gated: bool) -> Tensor:
@@ -159,6 +159,13 @@ class Fp8BlockWeights(ExpertWeights):
 
     def given(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantise_fp8(x, GROUP)
+
+    @classmethod
+    def tunings(cls, rows_per_expert: float, *, gated: bool) -> Iterator[ExpertTuning]:
+        """Yields those that a GEMM can take: gate and up are two strips by themselves."""
+        for tuning in super().tunings(rows_per_expert, gated=gated):
+            if tuning.strips == 1 or not gated:
+                yield tuning
 
     def gemm(
         self,
@@ -230,7 +237,7 @@ class Nvfp4Weights(Mxfp4Weights):
         self.f2 = torch.full((shape.num_experts,), 0.5, device="cuda")
 
     @classmethod
-    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
+    def tunings(cls, rows_per_expert: float, *, gated: bool) -> Iterator[ExpertTuning]:
         """Yields those of MXFP4 that multiply each weight by its scale. Of prompts only some: the
         others never were the fastest of MXFP4."""
         for tuning in tilings("expert-mxfp4", ExpertTuning, rows_per_expert):

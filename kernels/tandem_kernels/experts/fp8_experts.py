@@ -56,16 +56,16 @@ def _scaled_gemm(
 
 @triton.jit
 def _block_scales(
-    of_block: tl.tensor, of_up_block: tl.tensor, GATED: tl.constexpr, BLOCKS: tl.constexpr
+    of_block: tl.tensor, of_second: tl.tensor, TWICE: tl.constexpr, BLOCKS: tl.constexpr
 ) -> tl.tensor:
-    """Loads the scales of a block of the weight, and of its up part; without BLOCKS they are 1."""
+    """Loads the scales of a block of the weight, and of a second one; without BLOCKS they are 1."""
     scale = 1.0
-    up_scale = 1.0
+    second_scale = 1.0
     if BLOCKS:
         scale = tl.load(of_block)
-        if GATED:
-            up_scale = tl.load(of_up_block)
-    return scale, up_scale
+        if TWICE:
+            second_scale = tl.load(of_second)
+    return scale, second_scale
 
 
 @triton.jit
@@ -115,15 +115,18 @@ def fp8_expert_gemm_kernel(
     QUANTISES: tl.constexpr,
     WIDE: tl.constexpr,
     EVEN: tl.constexpr,
+    STRIPS: tl.constexpr,
 ) -> None:
     """Computes one tile of pairs times one tile of outputs in each program.
 
     GATED: x [T, H], weight [E, 2, num_outputs, H], activated. Else x [pairs, I], weight
-    [E, 1, num_outputs, I], times the pair's weight. BLOCKS: weight_scales [E, 1 or 2,
-    num_outputs / 128, inner / 128], else [E, 1 or 2, num_outputs]. QUANTISES: COLS is 128, and out
-    is e4m3 with a scale for each tile. WIDE: rows are the first operand.
+    [E, 1, num_outputs, I], times the pair's weight, and with 2 STRIPS a tile has twice COLS
+    outputs: the same rows are multiplied twice, as they are with a gate. BLOCKS: weight_scales [E,
+    1 or 2, num_outputs / 128, inner / 128], else [E, 1 or 2, num_outputs]. QUANTISES: COLS is 128,
+    and out is e4m3 with a scale for each tile. WIDE: rows are the first operand.
     """
-    num_col_tiles = tl.cdiv(num_outputs, COLS)
+    TWICE: tl.constexpr = GATED or STRIPS == 2
+    num_col_tiles = tl.cdiv(num_outputs, COLS * STRIPS)
     expert, pair, col_tile = rows_of_program(
         experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
         ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, OVERLAP,
@@ -135,8 +138,11 @@ def fp8_expert_gemm_kernel(
     if GATED:
         row = pair // TOP_K
     row = tl.where(real, row, 0).to(tl.int64)
-    col = col_tile * COLS + tl.arange(0, COLS)
+    first_col = col_tile * (COLS * STRIPS)
+    col = first_col + tl.arange(0, COLS)
     real_col = col < num_outputs
+    apart = num_outputs if GATED else COLS
+    real_second = real_col if GATED else col + COLS < num_outputs
     lane = tl.arange(0, 128)
     num_blocks = tl.cdiv(inner, 128)
     inputs = x + row[:, None] * inner + lane[None, :]
@@ -144,10 +150,14 @@ def fp8_expert_gemm_kernel(
     part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
     first = part * num_outputs + col
     places = weight + first[:, None] * inner + lane[None, :]
-    up = num_outputs.to(tl.int64) * inner
+    second_places = places + tl.cast(apart, tl.int64) * inner
     num_col_blocks = tl.cdiv(num_outputs, 128)
-    of_block = weight_scales + (part * num_col_blocks + col_tile * COLS // 128) * num_blocks
-    of_up_block = of_block + num_col_blocks * num_blocks
+    of_part = weight_scales + part * num_col_blocks * num_blocks
+    of_block = of_part + first_col // 128 * num_blocks
+    if GATED:
+        of_second = of_block + num_col_blocks * num_blocks
+    else:
+        of_second = of_part + (first_col + COLS) // 128 * num_blocks
     if WIDE:
         acc = tl.zeros([ROWS, COLS], tl.float32)
         second = tl.zeros([ROWS, COLS], tl.float32)
@@ -156,40 +166,50 @@ def fp8_expert_gemm_kernel(
         second = tl.zeros([COLS, ROWS], tl.float32)
     # Scales are loaded a step ahead: the compiler does that for operands alone.
     share = tl.load(shares)
-    scale, up_scale = _block_scales(of_block, of_up_block, GATED, BLOCKS)
+    scale, second_scale = _block_scales(of_block, of_second, TWICE, BLOCKS)
     for block in range(num_blocks):
         following = tl.minimum(block + 1, num_blocks - 1)
         next_share = tl.load(shares + following * x_scales_stride)
-        next_scales = _block_scales(of_block + following, of_up_block + following, GATED, BLOCKS)
+        next_scales = _block_scales(of_block + following, of_second + following, TWICE, BLOCKS)
         start = block * 128
         given_mask, inside = real[:, None], real_col[:, None]
+        inside_second = real_second[:, None]
         if not EVEN:
             real_k = (start + lane < inner)[None, :]
             given_mask, inside = given_mask & real_k, inside & real_k
+            inside_second = inside_second & real_k
         given = tl.load(inputs + start, mask=given_mask, other=0.0)
         acc = _scaled_gemm(given, places + start, inside, share * scale, acc, WIDE, not EVEN)
-        if GATED:
-            by_up = places + up + start
-            second = _scaled_gemm(given, by_up, inside, share * up_scale, second, WIDE, not EVEN)
+        if TWICE:
+            at, by_second = second_places + start, share * second_scale
+            second = _scaled_gemm(given, at, inside_second, by_second, second, WIDE, not EVEN)
         share = next_share
-        scale, up_scale = next_scales
+        scale, second_scale = next_scales
     if not WIDE:
         acc = acc.T
         second = second.T
     if not BLOCKS:
         acc *= _of_columns(weight_scales + first, real_col)
-        if GATED:
-            second *= _of_columns(weight_scales + first + num_outputs, real_col)
+        if TWICE:
+            second *= _of_columns(weight_scales + first + apart, real_second)
     if HAS_BIAS:
         acc += _of_columns(bias + first, real_col)
-        if GATED:
-            second += _of_columns(bias + first + num_outputs, real_col)
+        if TWICE:
+            second += _of_columns(bias + first + apart, real_second)
+    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
+    written = real[:, None] & real_col[None, :]
     if GATED:
         acc = activated(acc, second, limit, alpha, GATE)
     else:
-        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
-    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
-    written = real[:, None] & real_col[None, :]
+        of_pair = tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
+        acc *= of_pair
+        if TWICE:
+            second *= of_pair
+            tl.store(
+                to + COLS,
+                second.to(out.dtype.element_ty),
+                mask=real[:, None] & real_second[None, :],
+            )
     if QUANTISES:
         acc = tl.where(written, acc, 0.0)
         scales = fp8_scale(tl.max(tl.abs(acc), axis=1))
@@ -266,7 +286,8 @@ def fp8_gemm(
     num_pairs, num_outputs = result.shape
     num_experts, num_parts, _, inner = numbers.shape
     row_tiles, constants = rows.tiles(tuning.rows)
-    grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols),)
+    strips = 1 if num_parts == 2 else tuning.strips
+    grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols * strips),)
     fp8_expert_gemm_kernel[grid](
         given,
         shares,
@@ -296,7 +317,8 @@ def fp8_gemm(
         BLOCKS=scales.dim() == 4,
         QUANTISES=result_scales is not None,
         WIDE=tuning.rows >= _MIN_WIDE_ROWS,
-        EVEN=inner % GROUP == 0 and num_outputs % tuning.cols == 0,
+        EVEN=inner % GROUP == 0 and num_outputs % (tuning.cols * strips) == 0,
+        STRIPS=strips,
         **constants,
         **tuning.options,
         **rows.launch,
