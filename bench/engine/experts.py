@@ -37,6 +37,7 @@ from tandem_kernels.experts.expert_tuning import (
     ExpertTable,
     ExpertTuning,
     Range,
+    expert_tuning,
     nearest_table,
     searched_pairs,
 )
@@ -194,10 +195,9 @@ def sizes_between(size: int, after: int) -> list[int]:
     return sorted({round(size * 2 ** (step / 2)) for step in steps} - {size, after})
 
 
-def completed(times: Timed, table: ExpertTable, rows_per_token: float, *, gated: bool) -> Timed:
-    """Returns `times` with what a table says about steps of the sizes that were not timed."""
-    kept = {size: table.choose(size * rows_per_token, gated=gated) for size in _TOKENS}
-    return {size: times.get(size, [(0.0, kept[size])]) for size in _TOKENS}
+def completed(times: Timed, kept: dict[int, ExpertTuning]) -> Timed:
+    """Returns `times` with what is `kept` for steps of the sizes that were not timed."""
+    return {size: times.get(size, [(0.0, tuning)]) for size, tuning in kept.items()}
 
 
 def write_table(held: ExpertWeights, found: dict[bool, Timed], tables: Path) -> Path:
@@ -211,8 +211,10 @@ def write_table(held: ExpertWeights, found: dict[bool, Timed], tables: Path) -> 
     rows = shape.top_k / shape.num_experts
     gpu, name = gpu_name(torch.device("cuda")), held.table_shape(shape)
     if set(found[True]) < set(_TOKENS):
-        before = nearest_table(name, gpu, tables)
-        found = {gated: completed(found[gated], before, rows, gated=gated) for gated in found}
+        for gated, times in found.items():
+            choose = partial(expert_tuning, name, gpu=gpu, gated=gated, tables=tables)
+            kept = {size: choose(size * shape.top_k) for size in _TOKENS}
+            found[gated] = completed(times, kept)
     for gated, times in found.items():
         refine(held, times, gated=gated)
     table = ExpertTable(gate_up=ranges(found[True], rows), down=ranges(found[False], rows))

@@ -191,7 +191,9 @@ def test_the_tuner_takes_the_fastest_and_puts_borders_between() -> None:
 def test_a_sweep_of_some_sizes_keeps_what_the_table_says_about_others() -> None:
     parts = (Range(16.0, FP8), Range(None, LARGE))
     table = ExpertTable(gate_up=parts, down=(Range(None, FP8),))
-    times = completed({2048: [(7.0, SMALL)]}, table, 1 / 32, gated=True)
+    sizes = (1, 2, 4, 16, 64, 256, 2048, 8192)
+    kept = {size: table.choose(size / 32, gated=True) for size in sizes}
+    times = completed({2048: [(7.0, SMALL)]}, kept)
     found = [(Range(22.627, FP8)), Range(128.0, SMALL), Range(None, LARGE)]
     assert list(ranges(times, 1 / 32)) == found
 
