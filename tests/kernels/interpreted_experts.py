@@ -42,6 +42,11 @@ def test_fp8_experts(sizes: check.Sizes, blocks: bool, clamped: bool) -> None:
     check.fp8_experts(kernel, sizes, torch.float32, blocks=blocks, clamped=clamped)
 
 
+@pytest.mark.parametrize("tuning", check.FP8_DOWN[:2], ids=check.tile_name)
+def test_tiles_of_the_second_gemm_in_fp8(tuning: ExpertTuning) -> None:
+    check.fp8_down(tuning, torch.float32, "cpu", blocks=tuning.rows > 16)
+
+
 @pytest.mark.parametrize(
     ("sizes", "quantises"),
     [((3, 2, 8, 160, 144), True), ((9, 2, 4, 128, 96), False), ((140, 2, 3, 64, 96), True)],

@@ -17,6 +17,8 @@ from tandem_kernels.experts.fp4.ahead_shapes import HEIGHT, multiplies_ahead
 from tandem_kernels.experts.fp4.expert_tiles import ExpertTiles
 from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
+from tandem_kernels.experts.fp8_experts import fp8_gemm
+from tandem_kernels.gemm.fp8_activations import quantise_fp8
 
 Op = Callable[..., Any]
 Sizes = tuple[int, int, int, int, int]
@@ -31,6 +33,13 @@ _QUANTISED = 8e-2
 """Factors in e4m3 may change so much in all."""
 
 
+FP8_DOWN = [
+    ExpertTuning(64, 64, 128, 4, 3, strips=2),
+    ExpertTuning(128, 128, 128, 8, 3, strips=2),
+    ExpertTuning(16, 64, 128, 4, 3),
+    ExpertTuning(16, 32, 128, 2, 4),
+    ExpertTuning(16, 16, 128, 1, 4),
+]
 FEW_ROWS = [
     ExpertTuning(16, 64, 64, 4, 3, splits=3),
     ExpertTuning(16, 128, 128, 4, 3, splits=2),
@@ -60,6 +69,10 @@ EACH_PAIR = [
     ExpertTuning(8, 128, 64, 2, 2, splits=5, unroll=3, each_pair=True, late=True),
     ExpertTuning(8, 64, 64, 1, 2, unroll=4, each_pair=True, late=True),
 ]
+
+
+def tile_name(tuning: ExpertTuning) -> str:
+    return f"{tuning.rows} x {tuning.cols * tuning.strips}"
 
 
 def pair_name(tuning: ExpertTuning) -> str:
@@ -108,6 +121,23 @@ def fp8_experts(
     for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
         part = weights[start:end], chosen[start:end]
         assert torch.equal(op(x[start:end], *given[1:5], *part, True, **more), found[start:end])
+
+
+def fp8_down(tuning: ExpertTuning, dtype: torch.dtype, device: str, *, blocks: bool) -> None:
+    """The second GEMM by tiles that tables may name, whose last column of outputs is not whole."""
+    num_pairs, num_experts, width, hidden = 150, 3, 256, 320
+    w2, s2, wide = fp8_weight((num_experts, 1, hidden, width), blocks=blocks, device=device)
+    numbers, shares = quantise_fp8(torch.randn(num_pairs, width, device=device).to(dtype), _BLOCK)
+    weights = torch.rand(num_pairs // 2, 2, device=device)
+    chosen = torch.randint(num_experts - 1, (num_pairs // 2, 1), device=device)
+    chosen = torch.cat([chosen, chosen + 1], 1).int()
+    out = torch.full((num_pairs, hidden), torch.nan, dtype=dtype, device=device)
+    rows = ExpertRows.of(chosen, num_experts)
+    fp8_gemm((numbers, shares), (w2, s2), weights, rows, (out, None), tuning)
+    given = numbers.double() * shares.T.double().repeat_interleave(_BLOCK, 1)
+    products = torch.einsum("pi,phi->ph", given, wide[chosen.flatten().long(), 0])
+    expected = products * weights.double().flatten()[:, None]
+    assert oracle.relative_error(out, expected) < ROUNDED[dtype]
 
 
 def fp4_experts(

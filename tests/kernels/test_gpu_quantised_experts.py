@@ -36,6 +36,12 @@ def test_fp8_experts(sizes: check.Sizes, blocks: bool) -> None:
     check.fp8_experts(ops.fp8_experts, sizes, torch.bfloat16, "cuda", blocks=blocks)
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("tuning", check.FP8_DOWN, ids=check.tile_name)
+def test_tiles_of_the_second_gemm_in_fp8(tuning: ExpertTuning, blocks: bool) -> None:
+    check.fp8_down(tuning, torch.bfloat16, "cuda", blocks=blocks)
+
+
 def test_fp8_experts_with_biases() -> None:
     sizes = 33, 4, 32, 512, 384
     check.fp8_experts(ops.fp8_experts, sizes, torch.float16, "cuda", clamped=True)

@@ -157,7 +157,8 @@ def fp8_expert_gemm_kernel(
     if GATED:
         of_second = of_block + num_col_blocks * num_blocks
     else:
-        of_second = of_part + (first_col + COLS) // 128 * num_blocks
+        # Nothing is written of a second strip behind the last output, but its scale is read.
+        of_second = of_part + tl.minimum((first_col + COLS) // 128, num_col_blocks - 1) * num_blocks
     if WIDE:
         acc = tl.zeros([ROWS, COLS], tl.float32)
         second = tl.zeros([ROWS, COLS], tl.float32)
