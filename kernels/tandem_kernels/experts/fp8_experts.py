@@ -74,6 +74,27 @@ def _of_columns(places: tl.tensor, real_col: tl.tensor) -> tl.tensor:
     return tl.load(places, mask=real_col, other=0.0).to(tl.float32)[None, :]
 
 
+@triton.jit
+def _finished(
+    acc: tl.tensor,
+    weight_scales: tl.tensor,
+    bias: tl.tensor,
+    outputs: tl.tensor,
+    real: tl.tensor,
+    WIDE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> tl.tensor:
+    """Returns sums as [ROWS, COLS], with what their outputs have scales and biases of."""
+    if not WIDE:
+        acc = acc.T
+    if not BLOCKS:
+        acc *= _of_columns(weight_scales + outputs, real)
+    if HAS_BIAS:
+        acc += _of_columns(bias + outputs, real)
+    return acc
+
+
 @triton.jit(
     do_not_specialize=["num_pairs", "num_row_tiles", "x_scales_stride", "out_scales_stride"]
 )
@@ -134,10 +155,7 @@ def fp8_expert_gemm_kernel(
     if tl.min(pair, axis=0) >= num_pairs:
         return
     real = pair < num_pairs
-    row = pair
-    if GATED:
-        row = pair // TOP_K
-    row = tl.where(real, row, 0).to(tl.int64)
+    row = tl.where(real, pair // TOP_K if GATED else pair, 0).to(tl.int64)
     first_col = col_tile * (COLS * STRIPS)
     col = first_col + tl.arange(0, COLS)
     real_col = col < num_outputs
@@ -159,12 +177,8 @@ def fp8_expert_gemm_kernel(
     else:
         # Nothing is written of a second strip behind the last output, but its scale is read.
         of_second = of_part + tl.minimum((first_col + COLS) // 128, num_col_blocks - 1) * num_blocks
-    if WIDE:
-        acc = tl.zeros([ROWS, COLS], tl.float32)
-        second = tl.zeros([ROWS, COLS], tl.float32)
-    else:
-        acc = tl.zeros([COLS, ROWS], tl.float32)
-        second = tl.zeros([COLS, ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLS] if WIDE else [COLS, ROWS], tl.float32)
+    second = tl.zeros_like(acc)
     # Scales are loaded a step ahead: the compiler does that for operands alone.
     share = tl.load(shares)
     scale, second_scale = _block_scales(of_block, of_second, TWICE, BLOCKS)
@@ -182,21 +196,14 @@ def fp8_expert_gemm_kernel(
         given = tl.load(inputs + start, mask=given_mask, other=0.0)
         acc = _scaled_gemm(given, places + start, inside, share * scale, acc, WIDE, not EVEN)
         if TWICE:
-            at, by_second = second_places + start, share * second_scale
-            second = _scaled_gemm(given, at, inside_second, by_second, second, WIDE, not EVEN)
+            by_up, by_second = second_places + start, share * second_scale
+            second = _scaled_gemm(given, by_up, inside_second, by_second, second, WIDE, not EVEN)
         share = next_share
         scale, second_scale = next_scales
-    if not WIDE:
-        acc = acc.T
-        second = second.T
-    if not BLOCKS:
-        acc *= _of_columns(weight_scales + first, real_col)
-        if TWICE:
-            second *= _of_columns(weight_scales + first + apart, real_second)
-    if HAS_BIAS:
-        acc += _of_columns(bias + first, real_col)
-        if TWICE:
-            second += _of_columns(bias + first + apart, real_second)
+    acc = _finished(acc, weight_scales, bias, first, real_col, WIDE, BLOCKS, HAS_BIAS)
+    if TWICE:
+        at = first + apart
+        second = _finished(second, weight_scales, bias, at, real_second, WIDE, BLOCKS, HAS_BIAS)
     to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
     written = real[:, None] & real_col[None, :]
     if GATED:
@@ -205,12 +212,8 @@ def fp8_expert_gemm_kernel(
         of_pair = tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
         acc *= of_pair
         if TWICE:
-            second *= of_pair
-            tl.store(
-                to + COLS,
-                second.to(out.dtype.element_ty),
-                mask=real[:, None] & real_second[None, :],
-            )
+            also = real[:, None] & real_second[None, :]
+            tl.store(to + COLS, (second * of_pair).to(out.dtype.element_ty), mask=also)
     if QUANTISES:
         acc = tl.where(written, acc, 0.0)
         scales = fp8_scale(tl.max(tl.abs(acc), axis=1))
