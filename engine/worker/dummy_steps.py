@@ -224,7 +224,7 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
         steps.append(DummyStep([2] * (count - 1) + [last], _PLAIN))
         steps.append(DummyStep([1] * count, _UNFILTERED))
         num_prompts *= 2
-    for count in _SMALL_BATCHES:
+    for count in sorted({*_SMALL_BATCHES, min(max_num_reqs, _FEWEST_PROMPTS)}):
         if count <= max_num_reqs and 2 * count <= longest:
             steps.append(DummyStep([2] * count, everything(num_logprobs=0)))
             steps.append(DummyStep([1] * count, _UNFILTERED))
@@ -254,7 +254,8 @@ def _of_each_size(config: EngineConfig, longest: int) -> list[DummyStep]:
     steps = [DummyStep([size], _PLAIN) for size in sizes]
     few = [1 << power for power in range(PROMPT_TOKENS[-1].bit_length())]
     steps += [DummyStep([size], _PLAIN, limit - size) for size in few if size <= longest]
-    counts = [1 << power for power in range(min(most, longest).bit_length())]
+    most = min(most, longest)
+    counts = sorted({*(1 << power for power in range(most.bit_length())), most})
     return steps + [DummyStep([1] * count, _PLAIN, limit - 1) for count in counts]
 
 
@@ -313,7 +314,7 @@ def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
     limits = config.scheduler
     longest = min(config.model.max_model_len, limits.max_num_batched_tokens)
     most = min(limits.max_num_seqs - 1, longest - _LONG_PROMPT)
-    counts = {1 << power for power in range(max(0, most).bit_length())}
+    counts = {1 << power for power in range(max(0, most).bit_length())} | {max(1, most)}
     # Without drafts the prompt is no decode in any of the step's messages, with drafts it is.
     counts |= {MAX_ROWS // length + (length == 1) for length in decode_lengths(config)}
     counted = [[1] * count for count in sorted(counts) if count <= most]

@@ -170,7 +170,8 @@ def test_small_batches_need_nothing_more_with_and_without_graphs(
         for step in (drawn(chance, config) for _ in range(8 * NUM_DRAWN))
         if 0 < step.num_decodes + len(step.prompts) <= max_num_seqs
     ]
-    assert not_warmed(config, steps[: NUM_DRAWN // 2]) == {}
+    steps = [*steps[: NUM_DRAWN // 2], Batch(max_num_seqs, 500)]
+    assert not_warmed(config, steps) == {}
 
 
 def test_chunks_beside_long_contexts_are_graphs_where_their_decodes_are_cut() -> None:
