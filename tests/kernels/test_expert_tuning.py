@@ -4,6 +4,7 @@ nearest and says so."""
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import msgspec
@@ -226,15 +227,18 @@ def test_tiles_of_one_matrix_serve_no_two() -> None:
     assert chosen(TABLES, gated, num_pairs=1 << 20).cols < 256
 
 
-@pytest.mark.parametrize("path", [path for path in SHIPPED if "bf16" in path.name], ids=str)
+@pytest.mark.parametrize(
+    "path", [path for path in SHIPPED if re.search("bf16|-fp8", path.name)], ids=str
+)
 @pytest.mark.parametrize(("shared", "gpu"), [(227, "H200"), (163, "A100"), (99, "L40S")])
 def test_tiles_fit_in_shared_memory(path: Path, shared: int, gpu: str) -> None:
     table = ExpertTable.from_json(path.read_bytes())
-    first = 1 if "ungated" in path.name else 2
-    for kinds, matrices in ((table.gate_up, first), (table.down, 1)):
+    first, itemsize = 1 if "ungated" in path.name else 2, 1 if "-fp8" in path.name else 2
+    for kinds, parts in ((table.gate_up, first), (table.down, 1)):
         for tuning in (part.tuning for part in kinds):
-            fitting = tuning.within(shared * 1024, matrices, 2)
-            stage = 2 * tuning.depth * (tuning.rows + matrices * tuning.cols)
+            matrices = parts * (1 if parts == 2 else tuning.strips)
+            fitting = tuning.within(shared * 1024, matrices, itemsize)
+            stage = itemsize * tuning.depth * (tuning.rows + matrices * tuning.cols)
             assert stage * fitting.num_stages <= shared * 1024
             assert fitting.num_stages == tuning.num_stages or gpu != "H200"
             more = msgspec.structs.replace(fitting, num_stages=tuning.num_stages)

@@ -82,7 +82,7 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         differs by GPU: 227 KiB on Hopper, 163 on an A100, 99 on an L40S.
 
         Args:
-            matrices: Weights that a tile multiplies: 2 of gate and up, else 1.
+            matrices: Weights that a tile multiplies: 2 of gate and up, or in strips, else 1.
             itemsize: Bytes of a number, of rows and of weights.
         """
         stage = (self.rows + matrices * self.cols) * self.depth * itemsize

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.device import shared_bytes
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_plan import ExpertPlan
@@ -289,8 +290,9 @@ def fp8_gemm(
     result, result_scales = out
     num_pairs, num_outputs = result.shape
     num_experts, num_parts, _, inner = numbers.shape
-    row_tiles, constants = rows.tiles(tuning.rows)
     strips = 1 if num_parts == 2 else tuning.strips
+    tuning = tuning.within(shared_bytes(given.device), num_parts * strips, given.element_size())
+    row_tiles, constants = rows.tiles(tuning.rows)
     grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols * strips),)
     fp8_expert_gemm_kernel[grid](
         given,
