@@ -88,6 +88,7 @@ def test_int4_experts(sizes: check.Sizes, group_size: int) -> None:
 
 def test_tiles_of_many_rows() -> None:
     check.tiles_of_experts([0, 1, 128, 129, 0, 400])
+    check.tiles_of_experts([129, 199], top_k=3)
 
 
 def test_tilings_of_fp4_experts() -> None:

@@ -183,24 +183,24 @@ def fp4_experts_ahead(op: Op, sizes: Sizes, gate: GateForm | None, device: str) 
     assert oracle.relative_error(found, expected) < ROUNDED[torch.bfloat16]
 
 
-def tiles_of_experts(counts: list[int], device: str = "cpu") -> None:
+def tiles_of_experts(counts: list[int], device: str = "cpu", top_k: int = 1) -> None:
     """Each pair is in one tile of its expert, tiles of an expert differ by one row at most, and
-    tiles behind the last have none."""
+    tiles behind the last have none. Tokens of several experts may name one of them twice."""
     expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
     chosen = torch.cat([expert, torch.full((5,), -1, dtype=torch.int32)]).to(device)
     shuffled = torch.randperm(len(chosen), device=device)
-    chosen = chosen[shuffled].unsqueeze(1).contiguous()
+    chosen = chosen[shuffled].view(-1, top_k)
     found = ExpertTiles.of(ExpertRows.of(chosen, len(counts), searched=0))
     num_tiles, of_tile = int(found.tiles[0]), found.tiles[2:].view(-1, 2).tolist()
     heights: list[list[int]] = [[] for _ in counts]
     seen: list[int] = []
     for pairs, (own, height) in zip(found.pairs.tolist(), of_tile, strict=True):
-        assert pairs[height:] == [len(chosen)] * (len(pairs) - height)
-        assert all(chosen[pair] == own for pair in pairs[:height])
+        assert pairs[height:] == [chosen.numel()] * (len(pairs) - height)
+        assert all(chosen.view(-1)[pair] == own for pair in pairs[:height])
         seen += pairs[:height]
         if height:
             heights[own].append(height)
-    assert sorted(seen) == torch.where(chosen[:, 0] >= 0)[0].tolist()
+    assert sorted(seen) == torch.where(chosen.view(-1) >= 0)[0].tolist()
     assert [height for _, height in of_tile[num_tiles:]] == [0] * (len(of_tile) - num_tiles)
     for own, count in zip(heights, counts, strict=True):
         assert len(own) == -(-count // HEIGHT)
