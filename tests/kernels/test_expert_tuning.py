@@ -128,6 +128,16 @@ def test_few_pairs_take_what_was_measured_for_as_many(tmp_path: Path) -> None:
     assert chosen(tmp_path, many_experts, num_pairs=512) == LARGE, "a row each"
 
 
+def test_few_pairs_have_a_row_each_whatever_table_they_take(tmp_path: Path) -> None:
+    table = ExpertTable(gate_up=(Range(1.0, SMALL), Range(None, LARGE)), down=(Range(None, FP8),))
+    (tmp_path / "NVIDIA_H200").mkdir()
+    (tmp_path / "NVIDIA_H200" / QWEN3_30B.file_name).write_bytes(table.to_json())
+    many_experts = msgspec.structs.replace(QWEN3_30B, num_experts=512)
+    for num_pairs in (128, 129, 511, 512):
+        assert chosen(tmp_path, many_experts, num_pairs=num_pairs) == SMALL
+    assert chosen(tmp_path, many_experts, num_pairs=513) == LARGE
+
+
 def chosen(
     tables: Path, shape: ExpertShape, gpu: str = "NVIDIA_H200", num_pairs: int = 64
 ) -> ExpertTuning:

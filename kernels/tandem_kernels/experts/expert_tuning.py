@@ -216,10 +216,10 @@ def expert_tuning(
     """
     if shape.weights == _EXACT_FORMAT:
         return _EXACT
-    num_experts = shape.num_experts
-    if num_pairs < num_experts:
-        num_experts = nearest_shape(shape, gpu, tables)[1].num_experts
-    return nearest_table(shape, gpu, tables).choose(num_pairs / num_experts, gated=gated)
+    rows = num_pairs / shape.num_experts
+    if rows < 1:  # Of a table of fewer experts, pairs that are more had a row each no longer.
+        rows = min(1.0, num_pairs / nearest_shape(shape, gpu, tables)[1].num_experts)
+    return nearest_table(shape, gpu, tables).choose(rows, gated=gated)
 
 
 def searched_pairs(weights: str) -> int:
