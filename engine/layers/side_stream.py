@@ -10,11 +10,14 @@ the fork and at the join, so that none is written while it is read.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from tandem_kernels.stream_lanes import in_lane
 
 
 def side_stream(device: torch.device, lane: int = 0) -> torch.cuda.Stream:
@@ -43,13 +46,16 @@ class SideStream:
     """Forks where it is made, from all that was launched before."""
 
     def __init__(self, device: torch.device, lane: int = 0) -> None:
+        self._lane = lane
         self._main = torch.cuda.current_stream(device)
         self._side = side_stream(device, lane)
         self._side.wait_stream(self._main)
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Returns a context in which launches go to the side."""
-        return torch.cuda.stream(self._side)
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Gives a context in which launches go to the side, and count apart from the main ones."""
+        with torch.cuda.stream(self._side), in_lane(1 + self._lane):
+            yield
 
     def follow(self) -> None:
         """Lets what is launched beside from now on wait for all that was launched before."""

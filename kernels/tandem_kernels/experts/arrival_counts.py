@@ -8,11 +8,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tandem_kernels.stream_lanes import lane_counters, own_counters
+
 MAX_TILES = 1 << 14
 """Steps of more tiles have programs enough without parts of the inner dimension."""
 
 
-@cache
 def arrival_counts(device: torch.device) -> Tensor:
-    """Returns a counter for each tile, zero between kernels. Kernels on one stream share them."""
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+    """Returns a counter for each tile, zero between kernels of a lane."""
+    return own_counters(_counts_of_lanes(device))
+
+
+@cache
+def _counts_of_lanes(device: torch.device) -> Tensor:
+    return lane_counters(MAX_TILES, device)

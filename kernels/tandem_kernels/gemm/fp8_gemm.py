@@ -29,6 +29,7 @@ from tandem_kernels.gemm.fp8_library import fp8_product, one, scaled_mm
 from tandem_kernels.gemm.fp8_paths import FEW_BLOCK_ROWS, fp8_path
 from tandem_kernels.gemm.integer_sums import no_sums
 from tandem_kernels.part_sums import sum_of_parts
+from tandem_kernels.stream_lanes import lane_counters, own_counters
 
 _MAX_PROGRAMS = 4096
 """Programs along the outputs, at most: each has a counter."""
@@ -282,10 +283,14 @@ def prepare(device: torch.device) -> None:
     one(device)
 
 
-@cache
 def _tickets(device: torch.device) -> Tensor:
-    """Returns the counters of programs that have ended, all 0 between kernels."""
-    return torch.zeros(_MAX_PROGRAMS, dtype=torch.int32, device=device)
+    """Returns the counters of programs that have ended, all 0 between kernels of a lane."""
+    return own_counters(_tickets_of_lanes(device))
+
+
+@cache
+def _tickets_of_lanes(device: torch.device) -> Tensor:
+    return lane_counters(_MAX_PROGRAMS, device)
 
 
 def fp8_gemm(
