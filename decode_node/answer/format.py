@@ -48,6 +48,9 @@ class ResponseFormat(ABC):
     numbers_events = False
     """Each event of a stream has a number."""
 
+    has_usage_events = True
+    """A stream may end with its usage; else each event tells it, and no other may follow."""
+
     def __init__(
         self, request_id: str, model: str, tokenizer: TokenTexts, options: FormatOptions
     ) -> None:

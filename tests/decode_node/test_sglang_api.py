@@ -109,6 +109,16 @@ async def test_events_of_a_stream_have_all_so_far_and_are_few() -> None:
         assert {one["index"] for one in events} == {0, 1}
 
 
+async def test_a_stream_whose_events_tell_usage_ends_without_another() -> None:
+    """An event of no bytes would end the answer before `[DONE]`."""
+    body = {"input_ids": IDS, "sampling_params": SAMPLING, "stream": True}
+    async with http_node(enable_force_include_usage=True) as node:
+        headers = {"x-tandem-timeline": "1"}
+        response = await node.client.post("/generate", json=body, headers=headers)
+        *_, last = chunks_of(response.text)
+        assert last["meta_info"]["completion_tokens"] == 4 and last["meta_info"]["timeline"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [

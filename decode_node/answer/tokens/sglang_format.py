@@ -57,6 +57,7 @@ class SGLangFormat(ResponseFormat):
     """Forms bodies of /generate, with what `asked` wants of them."""
 
     id_prefix = "generate"
+    has_usage_events = False
 
     def __init__(
         self,
