@@ -119,6 +119,16 @@ async def test_a_stream_whose_events_tell_usage_ends_without_another() -> None:
         assert last["meta_info"]["completion_tokens"] == 4 and last["meta_info"]["timeline"]
 
 
+async def test_a_stream_tells_the_prompts_tokens_once() -> None:
+    """A long prompt in each event would be much more than the answer."""
+    body = {"input_ids": IDS, "sampling_params": SAMPLING, "return_prompt_token_ids": True}
+    async with http_node() as node:
+        response = await node.client.post("/generate", json={**body, "stream": True})
+        *events, last = chunks_of(response.text)
+        assert last["prompt_token_ids"] == IDS
+        assert len(events) == 3 and not any("prompt_token_ids" in event for event in events)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [

@@ -83,7 +83,9 @@ class SGLangFormat(ResponseFormat):
         ids, ended = so_far.token_ids, output.finish_reason
         info = self._info(choice, len(ids), _finish(ended, output.stop_reason, ids))
         info.timeline = timeline
-        answer = self._answer(choice, so_far.text, ids, info)
+        answer = SGLangAnswer(text=so_far.text, output_ids=ids, meta_info=info)
+        if output.finished:
+            answer.prompt_token_ids = self._told_prompt(choice)
         if self._asked.is_list:
             answer.index = choice.index
         return [event(self._encoder.encode(answer))]
@@ -112,12 +114,14 @@ class SGLangFormat(ResponseFormat):
         info = self._info(choice, len(ids), finish)
         if self._asked.return_logprob:
             self._add_logprobs(info, result)
-        return self._answer(choice, result.text, ids, info)
+        prompt = self._told_prompt(choice)
+        return SGLangAnswer(
+            text=result.text, output_ids=ids, prompt_token_ids=prompt, meta_info=info
+        )
 
-    def _answer(self, choice: Choice, text: str, ids: list[int], info: MetaInfo) -> SGLangAnswer:
+    def _told_prompt(self, choice: Choice) -> list[int] | UnsetType:
         tells = self._asked.return_prompt_token_ids
-        prompt = choice.request.spec.own_prompt_token_ids if tells else UNSET
-        return SGLangAnswer(text=text, output_ids=ids, prompt_token_ids=prompt, meta_info=info)
+        return choice.request.spec.own_prompt_token_ids if tells else UNSET
 
     def _info(self, choice: Choice, num_tokens: int, finish: FinishReason | None) -> MetaInfo:
         return MetaInfo(

@@ -108,7 +108,7 @@ class SGLangRequest(StrictBody):
     return_text_in_logprobs: bool | None = None
     """Tell the text of each token beside its id."""
     return_prompt_token_ids: bool | None = None
-    """Tell the ids of the prompt's tokens."""
+    """Tell the ids of the prompt's tokens: in a stream, with the last event of each answer."""
     stream: bool | None = None
     """Send the answer while it is generated (server-sent events). Each event has all of it so
     far. The longer it is, the more tokens come in one."""
