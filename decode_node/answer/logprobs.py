@@ -147,7 +147,7 @@ def generate_logprobs(
 ) -> GenerateLogprobs:
     """Returns log probabilities by token ids, with `has_text` by texts, too. `are_named`: they are
     of tokens that the client named, whose ranks nothing tells."""
-    content = []
+    content: list[GenerateTokenLogprob] = []
     for position in logprobs:
         top = [
             GenerateLogprob(
@@ -159,7 +159,9 @@ def generate_logprobs(
             )
             for place, (id_, value, rank) in enumerate(_ranked(position))
         ]
-        content.append(GenerateTokenLogprob.of(top))
+        # As those of prompts.
+        encoded = msgspec.Raw(_encode(GenerateTokenLogprob.of(top)))
+        content.append(cast("GenerateTokenLogprob", encoded))
     return GenerateLogprobs(content)
 
 

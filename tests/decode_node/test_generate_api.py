@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from decode_node.answer.logprobs import TokenNames, generate_logprobs
+from engine.contracts.outputs import TokenLogprobs
 from engine.contracts.sampling_params import SamplingParams
 from tests.decode_node.http_node import HttpNode, chunks_of, http_node
 
@@ -56,6 +59,17 @@ async def test_log_probabilities_name_tokens_by_id_in_both_ways_the_own_token_fi
             [top["rank"] for top in one["top_logprobs"]] for one in choice["logprobs"]["content"]
         ]
         assert all(own == 1 and set(others) <= {None} for own, *others in ranks)
+
+
+async def test_each_place_of_log_probabilities_is_encoded_by_itself() -> None:
+    """One call for millions would hold the interpreter, and so all other answers, for seconds."""
+    position = TokenLogprobs([5, 1], [-0.25, float("-inf")], 2)
+    async with http_node() as node:
+        names = TokenNames(node.tokenizer)
+        found = generate_logprobs(names, [position] * 2, are_named=False, has_text=False)
+    assert [type(one) for one in found.content] == [msgspec.Raw] * 2
+    (own, other) = msgspec.json.decode(found.content[0])["top_logprobs"]
+    assert (own["token_id"], own["rank"], other["logprob"]) == (5, 2, -9999.0)
 
 
 @pytest.mark.parametrize("mode", ["tokens", "text"])

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from decode_node.answer.choice import Choice, ChoiceResult
@@ -101,7 +103,9 @@ class SGLangFormat(ResponseFormat):
     ) -> bytes:
         answers = [self._whole(result) for result in results]
         answers[0].meta_info.timeline = timeline
-        return self._encoder.encode(answers if self._asked.is_list else answers[0])
+        # One by one: a single call for all would hold the interpreter for a second.
+        encoded = [self._encoder.encode(answer) for answer in answers]
+        return b"[%b]" % b",".join(encoded) if self._asked.is_list else encoded[0]
 
     def _grown(self, choice: Choice, output: RequestOutput) -> _SoFar:
         so_far = self._so_far.setdefault(choice.index, _SoFar())
@@ -133,8 +137,7 @@ class SGLangFormat(ResponseFormat):
         )
 
     def _add_logprobs(self, info: MetaInfo, result: ChoiceResult) -> None:
-        own = [self._entries(position)[0] for position in result.logprobs]
-        others = [self._entries(position)[1:] for position in result.logprobs]
+        own, others = self._entries(result.logprobs)
         info.output_token_logprobs, info.output_token_logprobs_length = own, len(own)
         if self._options.has_named_logprobs:
             info.output_token_ids_logprobs = others
@@ -143,16 +146,23 @@ class SGLangFormat(ResponseFormat):
         if (first := self._asked.first_described) is None:
             return
         prompt = result.choice.request.spec.own_prompt_token_ids[first : first + 1]
-        rest = [self._entries(position) for position in result.prompt_logprobs[first:]]
-        info.input_token_logprobs = [(None, id_, self._text(id_)) for id_ in prompt]
-        info.input_token_logprobs += [entries[0] for entries in rest]
+        own, others = self._entries(result.prompt_logprobs[first:])
+        info.input_token_logprobs = [(None, id_, self._text(id_)) for id_ in prompt] + own
         if self._asked.top_logprobs_num:
-            info.input_top_logprobs = [None for _ in prompt]
-            info.input_top_logprobs += [entries[1:] for entries in rest]
+            info.input_top_logprobs = [*(None for _ in prompt), *others]
 
-    def _entries(self, position: TokenLogprobs) -> list[LogprobEntry]:
-        pairs = zip(position.logprobs, position.token_ids, strict=True)
-        return [(finite_logprob(value), id_, self._text(id_)) for value, id_ in pairs]
+    def _entries(
+        self, logprobs: Sequence[TokenLogprobs]
+    ) -> tuple[list[LogprobEntry], list[list[LogprobEntry]]]:
+        """Returns what each position says of its own token, and, encoded, of the others."""
+        own: list[LogprobEntry] = []
+        others: list[list[LogprobEntry]] = []
+        for position in logprobs:
+            pairs = zip(position.logprobs, position.token_ids, strict=True)
+            first, *rest = [(finite_logprob(value), id_, self._text(id_)) for value, id_ in pairs]
+            own.append(first)
+            others.append(cast("list[LogprobEntry]", msgspec.Raw(self._encoder.encode(rest))))
+        return own, others
 
     def _text(self, token_id: int) -> str | None:
         return self._tokenizer.name(token_id) if self._asked.return_text_in_logprobs else None
