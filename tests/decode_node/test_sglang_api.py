@@ -104,9 +104,10 @@ async def test_events_of_a_stream_have_all_so_far_and_are_few() -> None:
         assert events[-1]["text"] == whole["text"]
         assert events[-1]["output_ids"] == whole["output_ids"]
         assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 2000}
-        both = {**body, "input_ids": [IDS, IDS], "sampling_params": SAMPLING}
+        both = {**body, "input_ids": [IDS, IDS], "sampling_params": {**sampling, "n": 4}}
         events = chunks_of((await node.client.post("/generate", json=both)).text)
-        assert {one["index"] for one in events} == {0, 1}
+        assert {one["index"] for one in events} == set(range(8))
+        assert sum(len(one["output_ids"]) for one in events) < 80 * 2000
 
 
 async def test_a_stream_whose_events_tell_usage_ends_without_another() -> None:
@@ -141,11 +142,16 @@ async def test_a_stream_tells_the_prompts_tokens_once() -> None:
         ({"sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex", "use stop"),
         ({"return_logprob": True, "stream": True}, "return_logprob", "whole answer"),
         ({"return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num", "between 0 and 20"),
+        (
+            {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": [8]},
+            "logprob_start_len",
+            "nothing of the prompt",
+        ),
         ({"image_data": ["x"]}, "image_data", "/v1/chat/completions"),
         ({"session_params": {"id": "a"}}, "session_params", "send the whole prompt"),
         ({"return_hidden_states": True}, "return_hidden_states", "log probabilities"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 async def test_refusals_name_the_field_as_the_client_wrote_it(
     fields: dict[str, Any], param: str, words: str

@@ -2,7 +2,8 @@
 
 Each event of a stream has all of the answer so far. An event for each token would make an answer of
 n tokens n * n / 2 long, so the longer it is, the more tokens come in one: an answer is sent about
-`_GROWTH` times in all.
+`_GROWTH` times in all, and several of one request are about as much: what a client does not read
+waits in memory.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class _SoFar:
         self.texts.append(output.text)
         self.token_ids += output.token_ids
 
-    def wait_for_more(self) -> None:
+    def wait_for_more(self, growth: int) -> None:
         num_tokens = len(self.token_ids)
-        self.due_at = num_tokens + 1 + num_tokens // _GROWTH
+        self.due_at = num_tokens + 1 + num_tokens // growth
 
 
 class SGLangFormat(ResponseFormat):
@@ -74,6 +75,7 @@ class SGLangFormat(ResponseFormat):
         self.id = request_id
         self._asked = asked
         self._so_far: dict[int, _SoFar] = {}
+        self._growth = max(1, _GROWTH // asked.num_answers)
 
     def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
@@ -81,7 +83,7 @@ class SGLangFormat(ResponseFormat):
         so_far = self._grown(choice, output)
         if not output.finished and len(so_far.token_ids) < so_far.due_at:
             return []
-        so_far.wait_for_more()
+        so_far.wait_for_more(self._growth)
         ids, ended = so_far.token_ids, output.finish_reason
         info = self._info(choice, len(ids), _finish(ended, output.stop_reason, ids))
         info.timeline = timeline
@@ -93,7 +95,7 @@ class SGLangFormat(ResponseFormat):
         return [event(self._encoder.encode(answer))]
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
-        self._grown(choice, output).wait_for_more()
+        self._grown(choice, output).wait_for_more(self._growth)
 
     def usage_events(self, usage: Usage, timeline: Timeline | UnsetType) -> list[bytes]:
         return []

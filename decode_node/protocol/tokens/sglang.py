@@ -29,8 +29,8 @@ class SGLangSampling(StrictBody):
     """How the tokens are drawn, by SGLang's names. The model's own defaults do not count here."""
 
     max_new_tokens: Int | None = None
-    """The most tokens to generate; 128 where it is not given, and what is left of the context where
-    it is null. 0 computes the prompt alone."""
+    """The most tokens to generate; 128 where it is not given, and where it is null the model's
+    usual length, or what is left of the context. 0 computes the prompt alone."""
     min_new_tokens: Int | None = None
     """No end of sequence, stop token or stop text ends the answer before this many tokens."""
     n: Int | None = None
@@ -104,14 +104,15 @@ class SGLangRequest(StrictBody):
     top_logprobs_num: Int | None = None
     """Tell this many of the most likely tokens in each place."""
     token_ids_logprob: Annotated[list[Int], Field(fail_fast=True)] | None = None
-    """Tell the log probabilities of these tokens, in place of the most likely ones; up to 128."""
+    """Tell the log probabilities of these tokens in the answer, in place of the most likely ones;
+    up to 128."""
     return_text_in_logprobs: bool | None = None
     """Tell the text of each token beside its id."""
     return_prompt_token_ids: bool | None = None
     """Tell the ids of the prompt's tokens: in a stream, with the last event of each answer."""
     stream: bool | None = None
     """Send the answer while it is generated (server-sent events). Each event has all of it so
-    far. The longer it is, the more tokens come in one."""
+    far. The longer it is, and the more answers there are, the more tokens come in one."""
     rid: Name | None = None
     """The name of the answer, in place of the X-Request-Id header."""
     priority: Int32 | None = None
@@ -164,8 +165,15 @@ class SGLangRequest(StrictBody):
     @property
     def is_list(self) -> bool:
         """Returns whether the answer is a list: of several prompts, or of several choices."""
-        several = (self._sampling.n or 1) > 1
-        return several or (isinstance(self._prompt, list) and not _is_token(self._prompt))
+        return self._has_list or self.num_answers > 1
+
+    @property
+    def num_answers(self) -> int:
+        return (self._sampling.n or 1) * (len(self._prompt) if self._has_list else 1)
+
+    @property
+    def _has_list(self) -> bool:
+        return isinstance(self._prompt, list) and not _is_token(self._prompt)
 
     @property
     def first_described(self) -> int | None:
@@ -225,6 +233,9 @@ class SGLangRequest(StrictBody):
         if self.stream and self.return_logprob:
             message = "return_logprob is not part of a stream; ask for the whole answer"
             raise BadRequest(message, param="return_logprob")
+        if self.token_ids_logprob and self.first_described is not None:
+            message = "token_ids_logprob tells nothing of the prompt; leave out logprob_start_len"
+            raise BadRequest(message, param="logprob_start_len", code="unsupported_parameter")
         if self.token_ids_logprob and self.top_logprobs_num:
             message = "token_ids_logprob stands in place of top_logprobs_num; send one of them"
             raise BadRequest(message, param="token_ids_logprob")
