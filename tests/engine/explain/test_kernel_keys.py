@@ -139,7 +139,11 @@ def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_fl
     if spec_of(config.model).dense_tokens is not None:
         # Of many short prompts no graph holds, an indexer chooses nothing, and decodes beside
         # chunks attend to all of short contexts, cut into parts by their number.
-        steps += [Batch(1, 900, (1000,) * 7), Batch(2, 900, (40, 1100))]
+        steps += [
+            Batch(1, 900, (1000,) * 7),
+            Batch(2, 900, (40, 1100)),
+            Batch(0, 0, (700, 30), 500),
+        ]
         steps += [Batch(count, 900, (1100,)) for count in (1, 3, 7, 12, 17, 40, 200)]
     assert not_warmed(config, steps, has_flash=has_flash) == {}
     steps += [Batch(count, 20_000, (64,)) for count in (1, 8, 60, 200)]

@@ -133,6 +133,7 @@ def test_replays_on_a_gpu_equal_launches(
 
 def check_close(replayed: list[dict[str, Found]], launched: list[dict[str, Found]]) -> None:
     for ours, theirs in zip(replayed, launched, strict=True):
+        assert ours.keys() == theirs.keys()
         for request, one in ours.items():
             other = theirs[request]
             assert one.tokens == other.tokens
