@@ -51,6 +51,9 @@ Write = Callable[[bytes], None]
 JOURNAL_INTERVAL_S = 0.25
 """Seconds between entries for a client that waits for all: tokens that are not sent yet cost a node
 that goes on a moment, and nothing has seen them."""
+_WAITING_INTERVAL_S = 5.0
+"""Seconds between entries for a stream whose events wait for more: a router takes an answer of
+which nothing new comes for one that is stuck."""
 _MANY_LOGPROBS = 256
 """Positions of log probabilities that are written in the event loop; more, in a thread."""
 _MANY_TOKENS = 2048
@@ -159,6 +162,7 @@ class Answer:
         """Choices that the journal has entries of."""
         self._num_running = len(choices)
         self._write: Write = _nothing
+        self._written_at = time.monotonic()
         self._later: deque[tuple[Choice, RequestOutput]] = deque()
         self._slow: asyncio.Task[None] | None = None
         """Writes what comes `_later`."""
@@ -300,6 +304,15 @@ class Answer:
         self._note(choice, output)
         if events:
             self._write(self._marked(events, choice, is_last))
+        elif self._form.repeats and self._journal is not None:
+            self._write_waiting(choice)
+
+    def _write_waiting(self, choice: Choice) -> None:
+        """Writes entries of tokens that no event has yet, if it is time."""
+        now = time.monotonic()
+        if now - self._written_at >= _WAITING_INTERVAL_S and (lines := self._lines(choice)):
+            self._written_at = now
+            self._write(lines + b"\n")
 
     def _note(self, choice: Choice, output: RequestOutput) -> None:
         if self._journal is None:

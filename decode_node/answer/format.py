@@ -48,8 +48,9 @@ class ResponseFormat(ABC):
     numbers_events = False
     """Each event of a stream has a number."""
 
-    has_usage_events = True
-    """A stream may end with its usage; else each event tells it, and no other may follow."""
+    repeats = False
+    """Each event of a stream has all of its answer so far, usage included: no other tells usage,
+    and tokens may be noted before the next event has them."""
 
     def __init__(
         self, request_id: str, model: str, tokenizer: TokenTexts, options: FormatOptions

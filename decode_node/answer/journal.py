@@ -35,7 +35,7 @@ The router takes the lines off, and keeps those with a number without reading th
 elsewhere it posts the original body followed by the entries as one JSON array, with
 `x-tandem-resume: <length of the original body>`. Entries of the answer to that go on with the
 next number. Tokens are sent with the text that they became, so what the client has seen is always
-what the entries amount to.
+what the entries amount to; only where each event has all of an answer so far they may be ahead.
 """
 
 from __future__ import annotations

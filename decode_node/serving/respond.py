@@ -42,7 +42,7 @@ class Responder:
         if context.wants_journal:
             journal = _journal(resume, form.created, choices, is_stream=bool(body.stream))
         options = AnswerOptions(
-            include_usage=body.include_usage and form.has_usage_events,
+            include_usage=body.include_usage and not form.repeats,
             usage_sent=resume is not None and resume.is_usage_sent,
             wants_timeline=context.wants_timeline,
             wants_metrics=bool(body.include_metrics),

@@ -135,6 +135,25 @@ async def test_tokens_that_wait_for_others_are_told_by_the_node_that_goes_on() -
             assert [*map(data_of, whole[:cut]), *map(data_of, rest)] == [*map(data_of, whole)]
 
 
+async def test_tokens_that_wait_long_are_noted_before_they_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router would take their node for one that is stuck."""
+    monkeypatch.setattr(answer, "_WAITING_INTERVAL_S", 0.0)
+    sampling = {"max_new_tokens": 12, "sampling_seed": 5, "n": 16}
+    body = {"input_ids": [1, 2], "sampling_params": sampling, "stream": True}
+    async with http_node() as first, http_node() as second:
+        whole = await ask(first, "/generate", body)
+        alone = [i for i, event in enumerate(whole) if entries_of(event) and not data_of(event)]
+        assert len(alone) > 16
+        for cut in (alone[0] + 1, alone[-1] + 1):
+            rest = await ask(second, "/generate", body, whole[:cut])
+            ends = [event for event in [*whole[:cut], *rest] if '"length":12' in event]
+            told = sorted(data_of(event) for event in ends)
+            assert told == sorted(data_of(event) for event in whole if '"length":12' in event)
+            assert len(told) == 16 and rest[-1] == "data: [DONE]"
+
+
 async def test_prompt_logprobs_are_computed_again_and_not_told() -> None:
     body = {"prompt": [1, 2, 3], "prompt_logprobs": 2, "max_tokens": 4, "n": 2}
     async with http_node() as first, http_node() as second:

@@ -2,7 +2,7 @@
 
 Each event of a stream has all of the answer so far. An event for each token would make an answer of
 n tokens n * n / 2 long, so the longer it is, the more tokens come in one: an answer is sent about
-`_GROWTH` times in all, and several of one request are about as much: what a client does not read
+`_GROWTH` times in all, and several of one request are not much more: what a client does not read
 waits in memory.
 """
 
@@ -60,7 +60,7 @@ class SGLangFormat(ResponseFormat):
     """Forms bodies of /generate, with what `asked` wants of them."""
 
     id_prefix = "generate"
-    has_usage_events = False
+    repeats = True
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SGLangFormat(ResponseFormat):
         self.id = request_id
         self._asked = asked
         self._so_far: dict[int, _SoFar] = {}
-        self._growth = max(1, _GROWTH // asked.num_answers)
+        self._growth = max(4, _GROWTH // asked.num_answers)
 
     def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
