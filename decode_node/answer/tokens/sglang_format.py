@@ -145,6 +145,10 @@ class SGLangFormat(ResponseFormat):
             info.output_token_ids_logprobs = others
         elif self._asked.top_logprobs_num:
             info.output_top_logprobs = others
+        # Clients look for these whether or not they asked for them.
+        info.input_token_logprobs = []
+        if self._asked.top_logprobs_num:
+            info.input_top_logprobs = []
         if (first := self._asked.first_described) is None:
             return
         prompt = result.choice.request.spec.own_prompt_token_ids[first : first + 1]
