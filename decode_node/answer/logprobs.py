@@ -129,7 +129,7 @@ def chat_logprobs(
 ) -> ChatLogprobs:
     """Returns log probabilities as chats have them. `are_named`: they are of tokens that the client
     named; then the answer's own token is among them, once, as in vLLM."""
-    content = []
+    content: list[TokenLogprob] = []
     for position in logprobs:
         top = [
             TopLogprob(tokens.name(id_), finite_logprob(value), list(tokens.token_bytes(id_)))
@@ -138,7 +138,8 @@ def chat_logprobs(
         chosen, others = top[0], top[1:]
         if are_named and position.token_ids[0] not in position.token_ids[1:]:
             others = top
-        content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, others))
+        whole = TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, others)
+        content.append(cast("TokenLogprob", msgspec.Raw(_encode(whole))))  # As those of prompts.
     return ChatLogprobs(content)
 
 

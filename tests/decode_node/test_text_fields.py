@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from decode_node.answer.logprobs import TokenNames, chat_logprobs
+from decode_node.protocol.chat.chat_answer import ChatLogprobs
 from engine.contracts.outputs import TokenLogprobs
 from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
@@ -305,13 +307,19 @@ async def test_log_probabilities_of_named_tokens() -> None:
         assert own in entry["top_logprobs"]
 
 
+def written(found: ChatLogprobs) -> ChatLogprobs:
+    """Each place is encoded by itself: one call for millions would hold the interpreter."""
+    assert all(type(one) is msgspec.Raw for one in found.content)
+    return msgspec.json.decode(msgspec.json.encode(found), type=ChatLogprobs)
+
+
 def test_a_token_that_is_named_and_taken_is_told_once() -> None:
     tokens = TokenNames(Tokenizer.stand_in(9), by_id=True)
     taken = TokenLogprobs([7, 5, 7], [-0.5, -2.0, -0.5], 1)
-    [entry] = chat_logprobs(tokens, [taken], are_named=True).content
+    [entry] = written(chat_logprobs(tokens, [taken], are_named=True)).content
     assert [top.token for top in entry.top_logprobs] == ["token_id:5", "token_id:7"]
     other = TokenLogprobs([8, 5, 7], [-0.1, -2.0, -0.5], 1)
-    [entry] = chat_logprobs(tokens, [other], are_named=True).content
+    [entry] = written(chat_logprobs(tokens, [other], are_named=True)).content
     assert [top.token for top in entry.top_logprobs] == ["token_id:8", "token_id:5", "token_id:7"]
     assert entry.token == "token_id:8"
 
