@@ -22,7 +22,8 @@ class CompletionRequest(GenerationBody):
     """The body of POST /v1/completions."""
 
     prompt: Any = None
-    """A text, the ids of its tokens, or a list of either, each computed and answered by itself."""
+    """A text, the ids of its tokens, or a list of up to 64 (`--max-choices`) of either, each
+    computed and answered by itself."""
     echo: bool | None = None
     """Repeat the prompt before the answer; with `logprobs`, tell the prompt's as well."""
     logprobs: Int | None = None

@@ -21,12 +21,11 @@ class AskLimits:
     def check(self, body: GenerationBody, num_prompts: int) -> None:
         """Raises `BadRequest` for too many answers or log probabilities."""
         for param, count in (("n", body.num_choices), ("best_of", body.num_beams)):
-            if count >= 1 and count * num_prompts <= self.max_choices:
-                continue
-            what, told = param, f"{count}"
-            if num_prompts > 1:
-                what, told = f"{param} times the number of prompts", f"{count} times {num_prompts}"
-            raise BadRequest(f"{what} must be 1 to {self.max_choices}, not {told}", param=param)
+            if not 1 <= count <= self.max_choices:
+                message = f"{param} must be 1 to {self.max_choices} (--max-choices), not {count}"
+                raise BadRequest(message, param=param)
+            if count * num_prompts > self.max_choices:
+                raise self._too_many(param, count, num_prompts)
         for name, asked in (
             ("logprobs", body.wanted_logprobs),
             ("prompt_logprobs", body.prompt_logprobs),
@@ -36,6 +35,15 @@ class AskLimits:
                 raise BadRequest(
                     f"{param} must be between 0 and {self.max_logprobs}, not {asked}", param=param
                 )
+
+    def _too_many(self, param: str, count: int, num_prompts: int) -> BadRequest:
+        """Returns the refusal of too many prompts. `param` is the field with `count`, the answers
+        to each."""
+        limit = f"one request has {self.max_choices} answers at most (--max-choices)"
+        if count == 1:
+            return BadRequest(f"prompt has {num_prompts} prompts, and {limit}", param="prompt")
+        message = f"{param} is {count} for each of {num_prompts} prompts, and {limit}"
+        return BadRequest(message, param=param)
 
     def check_answer(self, body: GenerationBody, spec: RequestSpec, num_prompts: int) -> None:
         """Raises `BadRequest` for an answer that would have too many log probabilities as a whole,

@@ -84,7 +84,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [1], "n": 0}, "n"),
     ({"prompt": [1], "n": -1}, "n"),
     ({"prompt": [1], "n": 10**6}, "n"),
-    ({"prompt": [[1]] * 65}, "n"),
+    ({"prompt": [1], "n": 2**64}, "n"),
+    ({"prompt": [[1], [2]], "n": 33}, "n"),
+    ({"prompt": [[1]] * 65}, "prompt"),
     ({"prompt": [1], "best_of": 2}, "best_of"),
     ({"prompt": [1], "suffix": "x"}, "suffix"),
     ({"prompt": [1], "echo": True, "logprobs": 21}, "logprobs"),
@@ -583,7 +585,8 @@ async def test_prompts_are_counted_before_anybody_looks_at_them(
     monkeypatch.setattr(CompletionRequest, "prompts", None)
     async with http_node() as node:
         body = {"prompt": ["ab"] * 60_000}
-        check_error(await node.client.post(COMPLETIONS, json=body), 400, "n")
+        error = check_error(await node.client.post(COMPLETIONS, json=body), 400, "prompt")
+        assert "prompt has 60000 prompts" in error["message"] and "--max-choices" in error["message"]
 
 
 async def test_a_prompt_beyond_the_context_is_refused_by_its_length(

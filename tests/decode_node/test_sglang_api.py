@@ -135,6 +135,9 @@ async def test_a_stream_tells_the_prompts_tokens_once() -> None:
     [
         ({"text": None}, "text", "not both"),
         ({"text": ""}, "text", "empty"),
+        ({"text": ["a"] * 65}, "text", "text has 65 prompts, and one request has 64 answers"),
+        ({"text": None, "input_ids": [[1]] * 65}, "input_ids", "input_ids has 65 prompts"),
+        ({"sampling_params": {"n": 2**64}}, "sampling_params.n", "must be 1 to 64 (--max-choices)"),
         ({"text": None, "input_ids": [[1], []]}, "input_ids", "no tokens"),
         ({"sampling_params": [{}, {}]}, "sampling_params", "must be an object"),
         ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "at least"),
@@ -151,7 +154,7 @@ async def test_a_stream_tells_the_prompts_tokens_once() -> None:
         ({"session_params": {"id": "a"}}, "session_params", "send the whole prompt"),
         ({"return_hidden_states": True}, "return_hidden_states", "log probabilities"),
     ],
-    ids=range(13),
+    ids=range(16),
 )
 async def test_refusals_name_the_field_as_the_client_wrote_it(
     fields: dict[str, Any], param: str, words: str

@@ -27,6 +27,8 @@ Name = Annotated[str, Field(max_length=MAX_STRING)]
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64), BeforeValidator(_whole)]
 """Integers that messages between processes can carry; tighter limits follow where a field is
 used."""
+Count = Annotated[int, BeforeValidator(_whole)]
+"""Integers of any size: errors name the operator's limit, and no other."""
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31), BeforeValidator(_whole)]
 IS_IGNORED = "ignored"
 Ignored = Annotated[Any, IS_IGNORED]

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Literal, TypeVar
 
 from decode_node.protocol.bodies.bad_words import EncodeAll, spell_bad_words
-from decode_node.protocol.bodies.body import Ignored, Int, Int32, Name, StrictBody
+from decode_node.protocol.bodies.body import Count, Ignored, Int, Int32, Name, StrictBody
 from decode_node.protocol.bodies.kept_part import KeptPart
 from decode_node.protocol.bodies.sampling_fields import SamplingFields
 from decode_node.protocol.bodies.structured_output import StructuredFields
@@ -48,7 +48,7 @@ class GenerationBody(SamplingFields, StructuredFields):
 
     use_beam_search: bool | None = None
     """Answer with the best that a beam search finds, `n` of them, in place of drawing tokens."""
-    best_of: Int | None = None
+    best_of: Count | None = None
     """The width of the beam search; `n` where it is not given. Only 1 without `use_beam_search`."""
     length_penalty: float | None = None
     """Beam search compares sums of log probabilities, divided by the length to this power; 1."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from decode_node.protocol.bodies.body import Int, StrictBody
+from decode_node.protocol.bodies.body import Count, Int, StrictBody
 
 
 class SamplingFields(StrictBody):
@@ -19,8 +19,9 @@ class SamplingFields(StrictBody):
     """How freely tokens are drawn: 0 always takes the most likely one; up to 100."""
     top_p: float | None = None
     """Sample from the smallest set of tokens whose probability reaches this; 0 to 1."""
-    n: Int | None = None
-    """The number of answers; choice i is drawn with `seed` + i."""
+    n: Count | None = None
+    """The number of answers to each prompt; choice i is drawn with `seed` + i. All prompts together
+    have at most 64 answers (`--max-choices`)."""
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     """Up to 64 texts that end the answer; it ends before them."""
     seed: Int | None = None

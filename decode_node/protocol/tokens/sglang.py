@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from decode_node.observe.timeline import Timeline
-from decode_node.protocol.bodies.body import Ignored, Int, Int32, Name, StrictBody
+from decode_node.protocol.bodies.body import Count, Ignored, Int, Int32, Name, StrictBody
 from decode_node.protocol.bodies.structured_output import JsonText
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.other_names import named_fields
@@ -33,8 +33,9 @@ class SGLangSampling(StrictBody):
     usual length, or what is left of the context. 0 computes the prompt alone."""
     min_new_tokens: Int | None = None
     """No end of sequence, stop token or stop text ends the answer before this many tokens."""
-    n: Int | None = None
-    """The number of answers; choice i is drawn with `sampling_seed` + i."""
+    n: Count | None = None
+    """The number of answers to each prompt; choice i is drawn with `sampling_seed` + i. All prompts
+    together have at most 64 answers (`--max-choices`)."""
     temperature: float | None = None
     """How freely tokens are drawn: 0 always takes the most likely one; up to 100."""
     top_p: float | None = None
@@ -88,7 +89,7 @@ class SGLangRequest(StrictBody):
     """The body of POST /generate."""
 
     text: Any = None
-    """A text, or a list of them, each computed and answered by itself."""
+    """A text, or a list of up to 64 (`--max-choices`), each computed and answered by itself."""
     input_ids: Any = None
     """The ids of its tokens, or a list of such lists, in its place."""
     sampling_params: SGLangSampling | None = None
