@@ -23,6 +23,7 @@ MAX_LOGPROBS = 128
 """Engines can give this many; a decode node's setting allows fewer."""
 DEFAULT_MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_TOP_K = (1 << 31) - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
@@ -170,7 +171,11 @@ def check_sampling(
 ) -> None:
     """Raises `InvalidRequest` naming the first parameter that is out of its range."""
     _check_ranges(params)
-    check(0 <= params.top_k < 1 << 31, "top_k", f"must be 0 (off) or more, not {params.top_k}")
+    check(
+        0 <= params.top_k <= MAX_TOP_K,
+        "top_k",
+        f"must be 0 (off) to {MAX_TOP_K}, not {params.top_k}",
+    )
     check(0 <= params.seed < 1 << 64, "seed", "must have 64 bits")
     check(
         0 <= params.min_tokens <= params.max_tokens,

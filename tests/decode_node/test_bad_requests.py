@@ -291,6 +291,20 @@ async def test_bodies_that_are_no_json_object(raw: bytes) -> None:
             assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"top_k": 2**31}, "top_k must be 0 (off) to 2147483647"),
+    ],
+    ids=range(1),
+)
+async def test_limits_are_told_as_they_are(fields: dict[str, Any], words: str) -> None:
+    async with http_node() as node:
+        body = {"prompt": [1], **fields}
+        error = check_error(await node.client.post(COMPLETIONS, json=body), 400, next(iter(fields)))
+        assert words in error["message"]
+
+
 async def test_the_context_message_has_both_numbers() -> None:
     async with http_node(strict_max_tokens=True) as node:
         body = {"prompt": [1] * 10, "max_tokens": CONTEXT}
