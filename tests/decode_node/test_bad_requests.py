@@ -600,7 +600,9 @@ async def test_prompts_are_counted_before_anybody_looks_at_them(
     async with http_node() as node:
         body = {"prompt": ["ab"] * 60_000}
         error = check_error(await node.client.post(COMPLETIONS, json=body), 400, "prompt")
-        assert "prompt has 60000 prompts" in error["message"] and "--max-choices" in error["message"]
+        assert (
+            "prompt has 60000 prompts" in error["message"] and "--max-choices" in error["message"]
+        )
 
 
 async def test_a_prompt_beyond_the_context_is_refused_by_its_length(

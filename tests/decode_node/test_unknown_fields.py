@@ -17,6 +17,8 @@ from decode_node.protocol.bodies.parse_body import parse_body
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.messages.messages import MessagesRequest
 from decode_node.protocol.responses.responses import ResponsesRequest
+from decode_node.protocol.tokens.generate import GenerateRequest
+from decode_node.protocol.tokens.sglang import SGLangRequest
 from edge.http.errors import BadRequest
 from tests.decode_node.http_node import http_node
 
@@ -57,14 +59,33 @@ async def test_strict_fields_refuses_them(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [(ResponsesRequest, "text.format"), (MessagesRequest, "output_config.format")],
+    [
+        (ResponsesRequest, "text.format"),
+        (MessagesRequest, "output_config.format"),
+        (GenerateRequest, "sampling_params.structured_outputs"),
+        (SGLangRequest, "sampling_params.json_schema, regex, ebnf"),
+    ],
 )
 def test_structured_output_by_another_apis_name_is_led_to_its_own(
     kind: type[StrictBody], place: str
 ) -> None:
-    body = {"input": "hi"} if kind is ResponsesRequest else {"messages": [USER], "max_tokens": 1}
-    with pytest.raises(BadRequest, match=f"response_format is not supported: .*{place}"):
-        parse_body(_json({**body, "response_format": {"type": "json_object"}}), kind)
+    named = {"response_format": {"type": "json_object"}}
+    bodies: dict[type[StrictBody], list[dict[str, Any]]] = {
+        ResponsesRequest: [{"input": "hi", **named}],
+        MessagesRequest: [{"messages": [USER], "max_tokens": 1, **named}],
+        GenerateRequest: [
+            {"token_ids": [1], "sampling_params": {}, **named},
+            {"token_ids": [1], "sampling_params": named},
+        ],
+        SGLangRequest: [
+            {"text": "hi", "sampling_params": {"grammar": "root ::= 'a'"}},
+            {"text": "hi", "sampling_params": named},
+        ],
+    }
+    for body in bodies[kind]:
+        with pytest.raises(BadRequest, match=f"is not supported: .*{place}") as one:
+            parse_body(_json(body), kind)
+        assert "/v1/" not in one.value.message
 
 
 @pytest.mark.parametrize("name", sorted(NOT_BUILT.keys() - ChatCompletionRequest.model_fields))

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -39,6 +39,8 @@ class StrictBody(BaseModel):
     """An object of a request, or a part of one."""
 
     model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
+    form_advice: ClassVar[str] = ""
+    """Says, in errors, where this API has the form of the answer."""
 
     def unknown_fields(self) -> list[str]:
         """Returns the names that no field has, here and in parts, like `stream_options.typo`."""

@@ -31,7 +31,15 @@ _SAMPLERS = "this sampling method is not built; use temperature, top_p, top_k or
 _ADAPTERS = "name a loaded adapter as `model` instead"
 _CODE = "code and parameters of extensions are not taken from requests"
 # Completions of both kinds declare all names of it.
-_STRUCTURE = "/v1/responses has it as text.format, /v1/messages as output_config.format"
+_STRUCTURE = (
+    "/v1/responses has it as text.format, /v1/messages as output_config.format, "
+    "/inference/v1/generate as sampling_params.structured_outputs, /generate as "
+    "sampling_params.json_schema, regex, ebnf or structural_tag"
+)
+_GRAMMAR = "it is called structured_outputs.grammar here"
+_DECODING = "it is called structured_outputs here, as in newer vLLM"
+_OF_FORMS = (_STRUCTURE, _GRAMMAR, _DECODING)
+"""Advice in whose place stands that of the API which has other names for it."""
 _CHATS = "only /v1/chat/completions could have it, and it is not built"
 
 NOT_BUILT: dict[str, NotBuilt] = {
@@ -62,7 +70,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "repeat_penalty": NotBuilt("it is called repetition_penalty here", (1, 1.0)),
     "n_predict": NotBuilt("it is called max_tokens here", (-1,)),
     "no_stop_trim": NotBuilt("it is called include_stop_str_in_output here"),
-    "grammar": NotBuilt("it is called structured_outputs.grammar here"),
+    "grammar": NotBuilt(_GRAMMAR),
     "dry_multiplier": NotBuilt(_SAMPLERS),
     "xtc_probability": NotBuilt(_SAMPLERS),
     "typical_p": NotBuilt(_SAMPLERS, (1, 1.0)),
@@ -77,7 +85,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "stop_regex": NotBuilt("use stop"),
     "response_format": NotBuilt(_STRUCTURE, ({"type": "text"},)),
     "structured_outputs": NotBuilt(_STRUCTURE),
-    "guided_decoding": NotBuilt("it is called structured_outputs here, as in newer vLLM"),
+    "guided_decoding": NotBuilt(_DECODING),
     "guided_json": NotBuilt(_STRUCTURE),
     "guided_regex": NotBuilt(_STRUCTURE),
     "guided_choice": NotBuilt(_STRUCTURE),
@@ -106,13 +114,15 @@ NOT_BUILT: dict[str, NotBuilt] = {
 }
 
 
-def refuse_not_built(body: StrictBody, place: str = "") -> None:
+def refuse_not_built(body: StrictBody, place: str = "", form_advice: str = "") -> None:
     """Raises `BadRequest` for the first undeclared field that asks for what is not built. `place`:
-    what stands in front of its name."""
+    what stands in front of its name. `form_advice`: of the body that `body` is a part of."""
+    form_advice = form_advice or body.form_advice
     for name, value in (body.model_extra or {}).items():
         if (entry := NOT_BUILT.get(name)) and entry.is_asked_by(value):
+            advice = (entry.advice in _OF_FORMS and form_advice) or entry.advice
             raise BadRequest(
-                f"{place}{name} is not supported: {entry.advice}",
+                f"{place}{name} is not supported: {advice}",
                 param=place + name,
                 code="unsupported_parameter",
             )

@@ -50,7 +50,7 @@ def validate(content: dict[str, Any], kind: type[BodyT]) -> BodyT:
         raise describe(error, content) from None
     refuse_not_built(found)
     if isinstance(sampling := getattr(found, _SAMPLING, None), StrictBody):
-        refuse_not_built(sampling, f"{_SAMPLING}.")
+        refuse_not_built(sampling, f"{_SAMPLING}.", found.form_advice)
     return found
 
 

@@ -181,6 +181,8 @@ class CountTokensRequest(StrictBody):
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
+    form_advice = "it is called output_config.format here"
+
     max_tokens: Int
     """The most tokens to generate, thinking included. More than the context has left gets that, and
     stop_reason `model_context_window_exceeded` if it ends there (`--strict-max-tokens` refuses)."""

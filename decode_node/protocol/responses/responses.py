@@ -70,6 +70,8 @@ class ChatOfResponses(ChatOfAnother):
 class ResponsesRequest(StrictBody):
     """The body of POST /v1/responses."""
 
+    form_advice = "it is called text.format here"
+
     model: Name | None = None
     """A name that this server gives its model; any of them, or none."""
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]

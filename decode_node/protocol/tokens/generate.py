@@ -53,6 +53,8 @@ class GenerateSampling(SamplingFields):
 class GenerateRequest(StrictBody):
     """The body of POST /inference/v1/generate."""
 
+    form_advice = "it is called sampling_params.structured_outputs here"
+
     token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)]
     """The ids of the prompt's tokens."""
     sampling_params: GenerateSampling

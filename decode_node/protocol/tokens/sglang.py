@@ -88,6 +88,8 @@ class SGLangSampling(StrictBody):
 class SGLangRequest(StrictBody):
     """The body of POST /generate."""
 
+    form_advice = "here it is sampling_params.json_schema, regex, ebnf or structural_tag"
+
     text: Any = None
     """A text, or a list of up to 64 (`--max-choices`), each computed and answered by itself."""
     input_ids: Any = None
