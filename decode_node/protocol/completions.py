@@ -14,6 +14,7 @@ from decode_node.observe.timeline import RequestMetrics, Timeline
 from decode_node.protocol.bodies.body import Int
 from decode_node.protocol.bodies.generation_body import GenerationBody, too_long
 from decode_node.protocol.bodies.kept_part import KeptPart
+from decode_node.protocol.bodies.not_built import NOT_BUILT
 from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import BadRequest
 
@@ -46,9 +47,14 @@ class CompletionRequest(GenerationBody):
         return bool(self.echo) and self.logprobs is not None
 
     @property
+    def may_have_no_tokens(self) -> bool:
+        """Says whether `max_tokens` may be 0: the answer tells something of the prompt."""
+        return bool(self.echo or self.prompt_logprobs is not None)
+
+    @property
     def is_prompt_only(self) -> bool:
         """Says whether `max_tokens` is 0, which asks about the prompt alone."""
-        return self.max_tokens == 0 and bool(self.echo or self.prompt_logprobs is not None)
+        return self.max_tokens == 0 and self.may_have_no_tokens
 
     @property
     def wanted_max_tokens(self) -> int | None:
@@ -58,7 +64,14 @@ class CompletionRequest(GenerationBody):
     def check_supported(self) -> None:
         super().check_supported()
         if self.suffix:
-            raise BadRequest("suffix is not supported", param="suffix")
+            raise BadRequest(
+                f"suffix is not supported: {NOT_BUILT['suffix'].advice}",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        if self.may_have_no_tokens and self.max_tokens is not None and self.max_tokens < 0:
+            message = f"max_tokens must be at least 0, not {self.max_tokens}"
+            raise BadRequest(message, param="max_tokens")
 
     @property
     def num_prompts(self) -> int:

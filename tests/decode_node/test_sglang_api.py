@@ -140,7 +140,11 @@ async def test_a_stream_tells_the_prompts_tokens_once() -> None:
         ({"sampling_params": {"n": 2**64}}, "sampling_params.n", "must be 1 to 64 (--max-choices)"),
         ({"text": None, "input_ids": [[1], []]}, "input_ids", "no tokens"),
         ({"sampling_params": [{}, {}]}, "sampling_params", "must be an object"),
-        ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "at least"),
+        (
+            {"sampling_params": {"max_new_tokens": -1}},
+            "sampling_params.max_new_tokens",
+            "at least 0",
+        ),
         ({"sampling_params": {"regex": "("}}, "sampling_params.regex", "regular expression"),
         ({"sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex", "use stop"),
         ({"return_logprob": True, "stream": True}, "return_logprob", "whole answer"),

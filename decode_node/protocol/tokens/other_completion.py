@@ -13,8 +13,8 @@ class CompletionOfAnother(CompletionRequest):
     """A request of another API as the completion that it amounts to."""
 
     @property
-    def is_prompt_only(self) -> bool:
-        return self.max_tokens == 0
+    def may_have_no_tokens(self) -> bool:
+        return True
 
     def check_supported(self) -> None:
         if self.stream and self.prompt_logprobs is not None:
