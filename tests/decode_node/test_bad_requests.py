@@ -295,14 +295,27 @@ async def test_bodies_that_are_no_json_object(raw: bytes) -> None:
     ("fields", "words"),
     [
         ({"top_k": 2**31}, "top_k must be 0 (off) to 2147483647"),
+        ({"max_tokens": -1}, "max_tokens must be at least 1, not -1"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens must be at least 0, not -1"),
+        ({"stop": ["x"] * 10**4}, "stop has 10000 items, more than 64"),
+        ({"stop_token_ids": [1] * 10**4}, "stop_token_ids has 10000 items, more than 256"),
+        ({"metadata": [1] * 10**4}, "metadata has 10000 items, more than 4096"),
     ],
-    ids=range(1),
+    ids=range(6),
 )
 async def test_limits_are_told_as_they_are(fields: dict[str, Any], words: str) -> None:
     async with http_node() as node:
         body = {"prompt": [1], **fields}
         error = check_error(await node.client.post(COMPLETIONS, json=body), 400, next(iter(fields)))
         assert words in error["message"]
+
+
+async def test_a_suffix_is_refused_as_what_is_not_built() -> None:
+    async with http_node() as node:
+        body = {"prompt": "a", "suffix": "b"}
+        error = check_error(await node.client.post(COMPLETIONS, json=body), 400, "suffix")
+        assert error["code"] == "unsupported_parameter"
+        assert error["message"].endswith("put both into the prompt")
 
 
 async def test_the_context_message_has_both_numbers() -> None:

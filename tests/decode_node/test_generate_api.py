@@ -122,6 +122,7 @@ async def test_nothing_is_drawn_by_the_models_own_defaults() -> None:
         ({"token_ids": "text"}, "token_ids", "must be a list"),
         ({"sampling_params": None}, "sampling_params", "must be an object"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature", "between"),
+        ({"sampling_params": {"max_tokens": -1}}, "sampling_params.max_tokens", "at least 0, not"),
         ({"sampling_params": {"n": 0}}, "sampling_params.n", "must be 1 to 64"),
         ({"sampling_params": {"logprobs": -1}}, "sampling_params.logprobs", "between 0 and 20"),
         ({"sampling_params": {"extra_args": {"a": 1}}}, "sampling_params.extra_args", "extensions"),
@@ -135,7 +136,7 @@ async def test_nothing_is_drawn_by_the_models_own_defaults() -> None:
             "sampling_params.truncate_prompt_tokens",
             "/v1/completions",
         ),
-        ({"sampling_params": {"bad_words": ["a"] * 5000}}, "sampling_params.bad_words", "4096"),
+        ({"sampling_params": {"bad_words": ["a"] * 5000}}, "sampling_params.bad_words", "256"),
         (
             {"sampling_params": {"prompt_logprobs": 1}, "stream": True},
             "sampling_params.prompt_logprobs",
@@ -146,7 +147,7 @@ async def test_nothing_is_drawn_by_the_models_own_defaults() -> None:
         ({"features": {"mm_hashes": {}}}, "features", "/v1/chat/completions"),
         ({"model": "other"}, "model", "does not exist"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 async def test_refusals_name_the_field_as_the_client_wrote_it(
     fields: dict[str, Any], param: str | None, words: str

@@ -15,6 +15,12 @@ from decode_node.protocol.bodies.not_built import refuse_not_built
 from decode_node.protocol.bodies.wrong_type import describe
 from edge.http.bodies.json_fault import json_fault
 from edge.http.errors import BadRequest
+from engine.contracts.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_MESSAGES = 4096
 _MAX_PARTS = 4096
@@ -23,6 +29,15 @@ _MAX_KEYS = 2048
 """Limit of keys of any object in a body."""
 _MAX_ITEMS = 4096
 """Limit of items of any list in a body but messages, prompts and tokens."""
+_MOST = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_sequences": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+    "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
+    "token_ids_logprob": MAX_LOGPROB_TOKEN_IDS,
+}
+"""Limits of lists that are refused for fewer items than that where they are used."""
 _UNLIMITED = ("messages", "prompt", "tokens", "token_ids", "input_ids")
 _SAMPLING = "sampling_params"
 BodyT = TypeVar("BodyT", bound=StrictBody)
@@ -81,4 +96,6 @@ def _check_lists(content: dict[str, Any], place: str, unlimited: tuple[str, ...]
     for name, value in content.items():
         is_list = isinstance(value, list) and name not in unlimited
         if is_list and len(value) > _MAX_ITEMS:
-            raise BadRequest(f"more than {_MAX_ITEMS} items", param=(place + name)[:MAX_STRING])
+            param = (place + name)[:MAX_STRING]
+            most = _MOST.get(name, _MAX_ITEMS)
+            raise BadRequest(f"{param} has {len(value)} items, more than {most}", param=param)
