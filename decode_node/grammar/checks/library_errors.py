@@ -12,6 +12,10 @@ _KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _FORMAT = re.compile(r"Unknown format: (.*)")
 _IN_REGEX = re.compile(r"(?:lookarounds not supported yet|^error: (?P<reason>.*))", re.MULTILINE)
 _SAID = [
+    (
+        r"NoExtension(Bias)?",
+        "no text can follow it, as where a $ref or a rule leads only back to itself",
+    ),
     (r"Regex is empty:.*", "no text matches its patterns"),
     (r"Invalid type: (.*)", r"\1 is no type of a JSON schema"),
     (

@@ -78,6 +78,10 @@ async def test_a_grammar_that_compiles_comes_back(shared: GrammarChecker) -> Non
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
+        (
+            {"$ref": "#"},
+            "no text can follow it, as where a $ref or a rule leads only back to itself",
+        ),
         ({"not": {"type": "string"}}, "the keyword not is not supported"),
         ({"if": True, "then": True}, "the keywords if, then are not supported"),
         ({"type": "array", "uniqueItems": True}, "the keyword uniqueItems is not supported"),
