@@ -20,13 +20,13 @@ import xxhash
 
 from edge.http import headers as names
 from edge.http.bodies.json_fault import json_fault
-from edge.http.errors import BadRequest
+from edge.http.errors import BadRequest, HttpError
 from router.request.image_urls import image_names, may_hold_images, shortened
 from router.request.model_route import ModelRoute, plain_route
 from router.request.prompt_blocks import BLOCK_BYTES, MOST_BYTES, hash_blocks
 from router.request.prompt_parts import PromptPart, parts_of, several_prompts
 from router.request.prompt_text import PromptText, estimate_tokens
-from router.request.proxied_path import PROXIED_PATHS
+from router.request.proxied_path import PROXIED_PATHS, ProxiedPath
 from router.request.tenants import ANYONE, Priority, Tenant
 
 _MAX_KEY_LENGTH = 256
@@ -178,8 +178,7 @@ def read_request_info(
     Raises `BadRequest` when the body is not a JSON object, and what `route` raises."""
     fields = _read_body(body)
     form = PROXIED_PATHS[path]
-    asked = _text(_first_given(fields, form.model))
-    led = route(asked)
+    asked, led = _model(fields, form, route)
     given = _first_given(fields, form.prompt)
     options = _read_part(fields.get(form.options, _NOTHING)) if form.options else fields
     has_images = given is not None and may_hold_images(body)
@@ -226,6 +225,20 @@ def read_request_info(
         priority=_priority(headers, tenant),
         ttft_deadline_s=_milliseconds(headers.get(names.TTFT_DEADLINE, "")) / 1000,
     )
+
+
+def _model(
+    fields: _Body, form: ProxiedPath, route: Callable[[str], ModelRoute]
+) -> tuple[str, ModelRoute]:
+    """Returns the model's name, and where it leads. Errors name the field that the client sent."""
+    sent = (name for name in form.model if _first_given(fields, (name,)) is not None)
+    param = next(sent, "model")
+    asked = _text(_first_given(fields, (param,)))
+    try:
+        return asked, route(asked)
+    except HttpError as error:
+        error.param = param
+        raise
 
 
 def _read_body(body: bytes) -> _Body:

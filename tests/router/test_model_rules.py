@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge.http.errors import BadRequest
+from edge.http.errors import BadRequest, HttpError
 from router.errors import ConfigurationError, ModelNotFound
 from router.models.known_models import KnownModels, ModelTable
 from router.models.model_rules import ModelRules, read_rules
@@ -247,6 +247,22 @@ def test_an_unknown_model_is_refused_with_the_names_that_there_are() -> None:
     with pytest.raises(BadRequest, match="Name a model"):
         table.route("")
     assert known_models("", "only").table.route("").versions == (("only", 1.0),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (b'"lora_path": "zz"', "lora_path"),
+        (b'"lora_path": null, "model": "zz"', "model"),
+        (b'"model": null', "model"),
+    ],
+    ids=range(3),
+)
+def test_the_field_that_named_an_unknown_model_is_told(fields: bytes, param: str) -> None:
+    table = known_models(CANARY, "m-v1", "m-v2").table
+    with pytest.raises(HttpError) as caught:
+        read_request_info("/generate", "r", {}, b"{%s}" % fields, route=table.route)
+    assert caught.value.param == param
 
 
 def test_a_model_whose_nodes_are_gone_is_expected_back_for_a_while() -> None:
