@@ -18,6 +18,9 @@ HALF = "half of a surrogate pair"
         (b'{"a": "\xff"}', "UTF-8"),
         ('{"a": "é"}'.encode("utf-8-sig"), "byte order mark"),
         ('{"a": "é"}'.encode("utf-16"), "UTF-8"),
+        (b'{"a": NaN}', "NaN (byte 6) is not JSON"),
+        (b'{"NaN": [1, -Infinity]}', "Infinity (byte 13) is not JSON"),
+        (b'{"a": None}', "invalid character"),
         (b"[" * 5000, "nested too deeply"),
         (rb'{"a": "\ud83d"}', HALF),
         (rb'{"a": "\uD83D and \uDE00"}', HALF),
@@ -27,7 +30,7 @@ HALF = "half of a surrogate pair"
         (rb'{"a": "\\ud83d"', "truncated"),
         (rb'{"a": "' + b"x" * (1 << 18) + rb'\ud83d"}', "truncated"),
     ],
-    ids=range(13),
+    ids=range(16),
 )
 def test_the_fault_of_a_body(body: bytes, words: str) -> None:
     with pytest.raises((msgspec.DecodeError, UnicodeDecodeError, RecursionError)) as caught:

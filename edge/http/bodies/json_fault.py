@@ -17,6 +17,10 @@ _HALF = re.compile(
 """Matches the escape of half a surrogate pair: who cuts text between its UTF-16 units sends it, and
 a parser says of it that the data were truncated."""
 
+_PLACE = re.compile(r"\(byte (\d+)\)")
+_NO_NUMBER = re.compile(rb"NaN|Infinity")
+"""Matches what Python and JavaScript write of numbers that JSON does not have."""
+
 
 def json_fault(body: bytes, error: Exception) -> str:
     """Returns what is wrong with a body that raised `error` when it was decoded."""
@@ -30,4 +34,6 @@ def json_fault(body: bytes, error: Exception) -> str:
         return "it is not UTF-8"
     if len(body) <= _MAX_SEARCHED and _HALF.search(body):
         return "a \\u escape is half of a surrogate pair, as if text was cut inside of a character"
+    if (place := _PLACE.search(str(error))) and (found := _NO_NUMBER.match(body, int(place[1]))):
+        return f"{found[0].decode()} (byte {place[1]}) is not JSON; send a finite number or null"
     return str(error)[:_MAX_CHARS]
