@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from typing import Any
 
@@ -627,6 +628,17 @@ async def test_a_prompt_beyond_the_context_is_refused_by_its_length(
         error = check_error(await node.client.post(COMPLETIONS, json=body), 400, "prompt")
         assert error["code"] == "context_length_exceeded"
         assert "500000" in error["message"] and str(CONTEXT) in error["message"]
+
+
+async def test_a_text_beyond_the_context_is_refused_in_tokens() -> None:
+    """Tokens of a text are not counted if it cannot fit, whatever they are."""
+    async with http_node() as node:
+        longest = node.tokenizer.max_token_length
+        text = "x" * (CONTEXT * longest + 1)
+        body = {"messages": [{"role": "user", "content": text}]}
+        error = check_error(await node.client.post(CHATS, json=body), 400, "messages")
+        found = re.search(r"at least (\d+) tokens > (\d+) maximum", error["message"])
+        assert found and int(found[1]) > CONTEXT and int(found[1]) * longest >= len(text)
 
 
 async def test_what_is_done_to_a_long_body_leaves_the_event_loop_alone(

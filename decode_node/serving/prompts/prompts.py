@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from functools import partial
 
 from decode_node.chat_templates.control_tokens import MARK
@@ -228,6 +229,6 @@ class Prompts:
 
     def _check_length(self, text: str, param: str) -> None:
         """Refuses a text that cannot fit for its length, before seconds are spent on it."""
-        context = self._max_tokens
-        if len(text) > context * self._tokenizer.max_token_length:
-            raise too_long(context, f"{len(text)} characters", param)
+        context, longest = self._max_tokens, self._tokenizer.max_token_length
+        if len(text) > context * longest:
+            raise too_long(context, f"at least {math.ceil(len(text) / longest)} tokens", param)
