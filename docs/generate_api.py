@@ -122,6 +122,7 @@ FIELDS = """
 | what becomes of a field | |
 |---|---|
 | accepted | It does what its row says. |
+| required | The same; a body, or the part it belongs to, is a 400 without it. |
 | limited | Only the values that its row names are accepted; others are a 400. |
 | ignored | It is part of the API and changes nothing here. |
 | [not built](#known-but-not-built) | A 400 that names it, unless its value asks for nothing. |
@@ -353,6 +354,7 @@ def rows(body: type[BaseModel], leave_out: set[str]) -> list[str]:
             )
         meaning = " ".join(field.description.split()).replace("|", "\\|")
         fate = "limited" if meaning.startswith("Only ") else "accepted"
+        fate = "required" if field.is_required() else fate
         if IS_IGNORED in field.metadata:
             ignored.setdefault(meaning, []).append(f"`{shown}`")
         else:

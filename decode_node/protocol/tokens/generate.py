@@ -62,7 +62,7 @@ class GenerateRequest(StrictBody):
     model: Name | None = None
     """A name that this server gives its model; any of them, or none."""
     output_mode: Literal["tokens", "text", "derender"] | None = None
-    """Answer with `tokens`, as where it is not given, or with their `text`, too. What parses the
+    """Only `tokens`, as where it is not given, or `text`, which has the text, too. What parses the
     text is /v1/chat/completions."""
     return_token_ids: bool | None = None
     """Tell the ids of the prompt's tokens, too."""
