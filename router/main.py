@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import uvloop
 
+from edge.address import is_loopback
 from edge.command_line import parse_settings
 from edge.http.event_loop.large_blocks import return_large_blocks
 from edge.http.event_loop.long_work import take_short_turns
@@ -19,6 +22,8 @@ from router.models.rules_file import RulesFile
 from router.nodes.address import NodeRole, parse_node_list
 from router.server import RouterServer, bind, https_files
 
+logger = logging.getLogger(__name__)
+
 
 def main(argv: list[str] | None = None) -> int:
     settings = parse_settings(RouterSettings, "tandem router", argv)
@@ -32,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         if settings.admin_port is not None:
             admin_listener = bind(settings.admin_host, settings.admin_port)
         server = RouterServer(settings, listener, admin_listener=admin_listener)
+        tell_who_operates(settings)
     except (ConfigurationError, SecurityError, TracingError) as error:
         tell_failure("error", error)
         return 2
@@ -43,6 +49,20 @@ def main(argv: list[str] | None = None) -> int:
     take_short_turns()
     uvloop.run(server.run_until_drained())
     return 0
+
+
+def tell_who_operates(settings: RouterSettings) -> None:
+    """Warns where everyone who reaches the API may act as an operator, from other hosts, too."""
+    has_keys = bool(settings.api_keys.get_secret_value()) or settings.api_key_file is not None
+    if has_keys or settings.admin_port is not None or is_loopback(settings.host):
+        return
+    logger.warning(
+        "everyone who reaches %s:%d may take nodes out of use, change their roles and reset "
+        "caches, because nothing shows a key; set --api-keys or --api-key-file, or --admin-port, "
+        "which moves all that to a port of its own",
+        settings.host,
+        settings.port,
+    )
 
 
 def print_checked(settings: RouterSettings) -> int:

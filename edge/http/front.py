@@ -1,9 +1,10 @@
 """Says how a service looks from outside: below which path, and to pages of which other sites.
 
 A page of another site may read our answers only if its origin is allowed (CORS). None is,
-unless settings say so. What a browser may send without asking first, forms and plain text, is never
-taken for JSON (`edge.http.connection.client_connection`); everything else it asks for by a
-preflight.
+unless settings say so. What a browser may send without asking first, forms, plain text and requests
+without a body, is refused where it says that another site's page made it send them; everything else
+it asks for by a preflight. A body of the API must have the type of JSON
+(`edge.http.connection.client_connection`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from edge.http import headers as names
 
@@ -20,6 +22,9 @@ _ORIGIN = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})
 _METHODS = "GET, POST"
 _EXPOSED = f"{names.REQUEST_ID}, retry-after, {names.PREFILL_NODE}"
 _PREFLIGHT_AGE_S = "600"
+_SAFE = "GET", "HEAD", "OPTIONS"
+_UNASKED = "", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain"
+"""Types of bodies that a page may send without a preflight."""
 
 
 def check_origin(origin: str) -> None:
@@ -66,7 +71,29 @@ class HttpFront:
         origin = headers.get("origin", "")
         return origin in self.origins or (bool(origin) and ANY_ORIGIN in self.origins)
 
+    def refuses(self, method: str, headers: Mapping[str, str]) -> bool:
+        """Returns whether a page of a site that is not allowed made a browser send this, which
+        could change something, and the browser did not ask first."""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        unasked = method not in _SAFE and kind in _UNASKED
+        return unasked and _is_of_other_site(headers) and not self.allows(headers)
+
     def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
         """Returns whether a browser asks before a page's request. It shows no key."""
         asks = "origin" in headers and "access-control-request-method" in headers
         return bool(self.origins) and method == "OPTIONS" and asks
+
+
+def _is_of_other_site(headers: Mapping[str, str]) -> bool:
+    """Returns whether a browser says so. Those of today say it themselves where the connection
+    is trusted; a proxy in front of us may have changed the host that an origin is compared with."""
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")
+    if origin is None:
+        return False
+    try:
+        return urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+    except ValueError:
+        return True

@@ -4,7 +4,7 @@
 - Every request has a trace: the caller's, or one that begins here. Log lines read it too.
 - A line in the log tells of each request, if it is wanted (`edge.logs.request_log`).
 - Paths lose what a proxy in front of us has left on, and pages of other sites learn whether they
-  may read the answer (`edge.http.front`).
+  may read the answer; what they may not send is refused (`edge.http.front`).
 - Clients connect anew where their connection has no future. An answer that begins before its
   request has arrived says so, because the rest of the request will never be read. And while a
   service drains every answer does: the next connection then goes to another one, and none is cut
@@ -29,6 +29,10 @@ _REQUEST_ID = names.REQUEST_ID.encode()
 _PROBES = "/health", "/ready", "/ping", "/metrics"
 """Paths whose requests nothing wants in a log."""
 _LONGEST_PATH = 128
+_OTHER_SITE = (
+    "a page of another site sent this, which is not among --allowed-origins; programs send no "
+    "Origin header"
+)
 _CLIENT_LEFT = 499
 """Never sent; logged for requests whose client left before the answer."""
 
@@ -88,6 +92,8 @@ class OuterEdge:
         try:
             if self._front.is_preflight(scope["method"], headers):
                 await self._answer_preflight(headers, send_outward)
+            elif self._front.refuses(scope["method"], headers):
+                await send_error(send_outward, OriginRefused(_OTHER_SITE))
             else:
                 await self._app(scope, receive_watched, send_outward)
         finally:

@@ -105,6 +105,37 @@ FORM = b"application/x-www-form-urlencoded"
 
 
 @pytest.mark.parametrize(
+    ("said", "is_refused"),
+    [
+        (SITE, True),
+        (b"origin: null\r\n", True),
+        (b"sec-fetch-site: cross-site\r\n", True),
+        (b"sec-fetch-site: same-site\r\norigin: http://a\r\n", True),
+        (b"sec-fetch-site: same-origin\r\norigin: https://outside\r\n", False),
+        (b"sec-fetch-site: none\r\n", False),
+        (b"origin: http://a\r\n", False),
+        (b"", False),
+    ],
+)
+@pytest.mark.parametrize("kind", [FORM, b"text/plain;charset=UTF-8", b"multipart/form-data", None])
+async def test_what_another_site_s_page_sends_unasked_reaches_nothing(
+    said: bytes, kind: bytes | None, is_refused: bool
+) -> None:
+    """Also what has no body, and where nothing has to show a key: on operators' paths."""
+    line = b"" if kind is None else b"content-type: " + kind + b"\r\n"
+    request = b"POST /x HTTP/1.1\r\nhost: a\r\n" + KEY + line + said + END
+    answer, asked = await exchange(HttpFront(), request)
+    assert (b"origin_refused" in answer) == is_refused
+    assert answer.startswith(b"HTTP/1.1 403 ") == is_refused
+    assert bool(asked) != is_refused
+    if b"origin:" in said:
+        answer, _ = await exchange(HttpFront(origins=["*"]), request)
+        assert b"origin_refused" not in answer
+    answer, _ = await exchange(HttpFront(), request.replace(b"POST", b"GET"))
+    assert b"origin_refused" not in answer
+
+
+@pytest.mark.parametrize(
     ("kind", "is_taken"),
     [
         (b"application/json", True),

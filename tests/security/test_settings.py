@@ -5,6 +5,8 @@ from __future__ import annotations
 from base64 import b64encode
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -18,6 +20,8 @@ from edge.security.cluster_token import TOKEN_HEADER
 from edge.security.config import PlaintextRefused, Role, SecurityConfig, SecurityError
 from edge.security.credentials import CallerRefused, Credentials
 from edge.security.metrics import CredentialsCollector
+from router.config import RouterSettings
+from router.main import tell_who_operates
 from tests.security.authority import Authority, move_service, tls_config
 
 SECRET, OTHER = "a" * 32, "b" * 32
@@ -221,3 +225,21 @@ def test_a_service_knows_why_others_refuse_it(made, identity, words, tmp_path, c
     assert fault() == "" if not words else words in fault()
     assert len(caplog.records) == bool(words)
     assert Credentials().watched_fault(Role.PREFILL)() == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "0.0.0.0", "admin_port": 0}, False),
+        ({"host": "0.0.0.0", "api_keys": "secret"}, False),
+        ({"host": "::", "api_key_file": Path("keys.toml")}, False),
+    ],
+)
+def test_a_router_that_everyone_may_operate_says_so(
+    settings: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tell_who_operates(RouterSettings(**settings))
+    said = "everyone who reaches" in caplog.text and "--admin-port" in caplog.text
+    assert said == warns
