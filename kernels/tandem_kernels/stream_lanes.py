@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,12 +29,14 @@ def in_lane(lane: int) -> Iterator[None]:
         _lane.reset(before)
 
 
-def lane_counters(count: int, device: torch.device) -> Tensor:
-    """Returns `count` counters for each lane. They must not be made while a graph is recorded: they
-    would live with the graph."""
+def lane_counters(kernels: str, count: int, device: torch.device) -> Tensor:
+    """Returns `count` counters of the lane that launches now, which `kernels` share, zero between
+    any two of them. All lanes' are made at the first call, which must not be while a graph is
+    recorded: they would live with the graph."""
+    return _of_all_lanes(kernels, count, device)[_lane.get()]
+
+
+@cache
+def _of_all_lanes(kernels: str, count: int, device: torch.device) -> Tensor:
+    """`kernels` is a part of the key: others of as many counters have their own."""
     return torch.zeros((LANES, count), dtype=torch.int32, device=device)
-
-
-def own_counters(of_lanes: Tensor) -> Tensor:
-    """Returns those of the lane that launches now."""
-    return of_lanes[_lane.get()]

@@ -3,12 +3,10 @@ split along the inner dimension."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from tandem_kernels.stream_lanes import lane_counters, own_counters
+from tandem_kernels.stream_lanes import lane_counters
 
 MAX_TILES = 1 << 14
 """Steps of more tiles have programs enough without parts of the inner dimension."""
@@ -16,9 +14,4 @@ MAX_TILES = 1 << 14
 
 def arrival_counts(device: torch.device) -> Tensor:
     """Returns a counter for each tile, zero between kernels of a lane."""
-    return own_counters(_counts_of_lanes(device))
-
-
-@cache
-def _counts_of_lanes(device: torch.device) -> Tensor:
-    return lane_counters(MAX_TILES, device)
+    return lane_counters("experts", MAX_TILES, device)

@@ -8,8 +8,6 @@ the library.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,7 @@ from tandem_kernels.gemm.fp4_products import operand_constants, products
 from tandem_kernels.gemm.fp4_tiles import SIDE
 from tandem_kernels.gemm.fp4_tuning import FIXED, Fp4Tuning, fp4_tuning
 from tandem_kernels.part_sums import sum_of_parts
-from tandem_kernels.stream_lanes import lane_counters, own_counters
+from tandem_kernels.stream_lanes import lane_counters
 
 MAX_STRIPS = 1 << 14
 """More than GEMMs whose inner dimension is split have."""
@@ -228,9 +226,4 @@ def launch(
 
 def _arrival_counts(device: torch.device) -> Tensor:
     """Returns a counter for each strip, zero between kernels of a lane."""
-    return own_counters(_counts_of_lanes(device))
-
-
-@cache
-def _counts_of_lanes(device: torch.device) -> Tensor:
-    return lane_counters(MAX_STRIPS, device)
+    return lane_counters("fp4_gemm", MAX_STRIPS, device)

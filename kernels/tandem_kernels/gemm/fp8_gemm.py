@@ -12,7 +12,6 @@ may be int8 as well, which is summed in int32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -29,7 +28,7 @@ from tandem_kernels.gemm.fp8_library import fp8_product, one, scaled_mm
 from tandem_kernels.gemm.fp8_paths import FEW_BLOCK_ROWS, fp8_path
 from tandem_kernels.gemm.integer_sums import no_sums
 from tandem_kernels.part_sums import sum_of_parts
-from tandem_kernels.stream_lanes import lane_counters, own_counters
+from tandem_kernels.stream_lanes import lane_counters
 
 _MAX_PROGRAMS = 4096
 """Programs along the outputs, at most: each has a counter."""
@@ -285,12 +284,7 @@ def prepare(device: torch.device) -> None:
 
 def _tickets(device: torch.device) -> Tensor:
     """Returns the counters of programs that have ended, all 0 between kernels of a lane."""
-    return own_counters(_tickets_of_lanes(device))
-
-
-@cache
-def _tickets_of_lanes(device: torch.device) -> Tensor:
-    return lane_counters(_MAX_PROGRAMS, device)
+    return lane_counters("fp8_gemm", _MAX_PROGRAMS, device)
 
 
 def fp8_gemm(

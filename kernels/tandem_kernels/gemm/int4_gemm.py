@@ -10,8 +10,6 @@ order of the dimension, so the result does not depend on who that was. Many rows
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,7 @@ from tandem_kernels.device import supports_pdl
 from tandem_kernels.gemm.int4_packing import block_size, packed_group_size
 from tandem_kernels.gemm.int4_tiles import gate_and_up, multiplied_strip, strip_columns
 from tandem_kernels.gemm.int4_tuning import FIXED, Int4Tuning, int4_tuning
-from tandem_kernels.stream_lanes import lane_counters, own_counters
+from tandem_kernels.stream_lanes import lane_counters
 
 MAX_STRIPS = 1 << 14
 """More than GEMMs whose inner dimension is split have."""
@@ -239,9 +237,4 @@ def launch(
 
 def _arrival_counts(device: torch.device) -> Tensor:
     """Returns a counter for each strip, zero between kernels of a lane."""
-    return own_counters(_counts_of_lanes(device))
-
-
-@cache
-def _counts_of_lanes(device: torch.device) -> Tensor:
-    return lane_counters(MAX_STRIPS, device)
+    return lane_counters("int4_gemm", MAX_STRIPS, device)
