@@ -74,7 +74,7 @@ class HttpFront:
     def refuses(self, method: str, headers: Mapping[str, str]) -> bool:
         """Returns whether a page of a site that is not allowed made a browser send this, which
         could change something, and the browser did not ask first."""
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = names.media_type(headers)
         unasked = method not in _SAFE and kind in _UNASKED
         return unasked and _is_of_other_site(headers) and not self.allows(headers)
 

@@ -11,6 +11,7 @@ A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE, LOAD
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import quote, unquote
 
 from edge.tracing.context import REQUEST_ID as REQUEST_ID
@@ -94,3 +95,8 @@ def encode_name(name: str) -> str:
 
 def decode_name(text: str) -> str:
     return unquote(text)
+
+
+def media_type(headers: Mapping[str, str]) -> str:
+    """Returns the type of a body without its parameters, in lower case; empty if none is said."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope
 from edge.http.bodies.body_room import BodyLease, BodyRoom
 from edge.http.bodies.json_counter import JsonCounter
 from edge.http.errors import BadRequest, RequestTimeout, RequestTooLarge, UnsupportedBody
+from edge.http.headers import media_type
 from edge.http.request_head import RequestHead
 from edge.tracing.context import plain_request_id
 
@@ -148,7 +149,7 @@ def _checked_length(headers: Mapping[str, str], max_bytes: int) -> int:
         raise UnsupportedBody(
             "compressed request bodies are not taken", code="unsupported_content_encoding"
         )
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(headers)
     if kind != "application/json" and not (
         kind.startswith("application/") and kind[-5:] == "+json"
     ):
