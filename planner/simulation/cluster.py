@@ -287,7 +287,7 @@ class SimCluster:
             decode.pending.popleft()
             decode.used_tokens += job.num_held
             decode.num_running += 1
-            decode.num_idle += job.request.info.is_idle_class
+            decode.num_idle += job.is_idle_class
             self._start_prefill(job, decode)
 
     def _start_prefill(self, job: Job, decode: SimDecodeNode) -> None:
@@ -377,7 +377,7 @@ class SimCluster:
         self.measured.num_overfull += node.used_tokens + job.num_held > node.kv_tokens
         node.used_tokens += job.num_held
         node.num_running += 1
-        node.num_idle += job.request.info.is_idle_class
+        node.num_idle += job.is_idle_class
         pace_s = self.shape.steps.decode_s(1, 0)
         self.timeline.at(
             self.timeline.now + job.request.num_output * pace_s, lambda: self._leave(node, job)
@@ -387,7 +387,7 @@ class SimCluster:
         request = job.request
         self._left -= 1
         self._leave(node, job)
-        if request.info.is_idle_class:
+        if job.is_idle_class:
             self.measured.num_batch += 1
             self.measured.num_batch_tokens += request.num_prompt + request.num_output
         job.router.policy.finished(request.info, request.num_output)
@@ -402,7 +402,7 @@ class SimCluster:
     def _leave(self, node: SimDecodeNode, job: Job) -> None:
         node.used_tokens -= job.num_held
         node.num_running -= 1
-        node.num_idle -= job.request.info.is_idle_class
+        node.num_idle -= job.is_idle_class
         job.decode_work.close()
 
     def _gaps(self, job: Job | None, seconds: float, count: float) -> None:

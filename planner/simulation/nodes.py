@@ -61,7 +61,7 @@ class SimPrefillNode:
             num_waiting_requests=len(engine.waiting),
             num_running_requests=len(engine.computing),
             num_idle_requests=sum(
-                job.request.info.is_idle_class for job in (*engine.waiting, *engine.computing)
+                job.is_idle_class for job in (*engine.waiting, *engine.computing)
             ),
             num_waiting_tokens=self.num_waiting_tokens,
             num_free_blocks=num_blocks,
