@@ -25,7 +25,7 @@ from tandem_kernels.device import is_gpu, num_programs
 from tandem_kernels.elementwise.mix_many import mix_many_kernel
 from tandem_kernels.elementwise.norm_forms import Norm
 from tandem_kernels.elementwise.rms_norm import normed_row
-from tandem_kernels.elementwise.streams import doubly_stochastic, sigmoid
+from tandem_kernels.elementwise.streams import sigmoid, sum_of_logits, write_shares
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
 from tandem_kernels.stream_forms import (
@@ -195,15 +195,11 @@ def share_streams_kernel(
     there = split < splits
     of_part = split * num_tokens + token
     length = _length(squares, of_part, there, width, norm_eps, COUNT)
-    given = logits + (of_part * (COUNT * (2 + COUNT)) + COUNT)[:, None]
-    found = tl.load(given + one[None, :], mask=there[:, None], other=0.0)
-    mixed = tl.load(given + COUNT + pair[None, :], mask=there[:, None], other=0.0)
-    share = tl.sum(found, axis=0) * length * tl.load(scale + 1) + tl.load(base + COUNT + one)
-    tl.store(post + token * COUNT + one, 2.0 * sigmoid(share))
-    mixed = tl.sum(mixed, axis=0) * length * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
-    mixed = doubly_stochastic(tl.reshape(mixed, [COUNT, COUNT]), eps, ITERATIONS)
-    to = comb + token * (COUNT * COUNT) + one[:, None] * COUNT + one[None, :]
-    tl.store(to, mixed)
+    OUTPUTS: tl.constexpr = COUNT * (2 + COUNT)
+    own, step = logits + token * OUTPUTS + COUNT, num_tokens * OUTPUTS
+    of_post = sum_of_logits(own, one, step, splits, SPLITS) * length
+    of_comb = sum_of_logits(own + COUNT, pair, step, splits, SPLITS) * length
+    write_shares(of_post, of_comb, base, scale, post, comb, token, eps, COUNT, ITERATIONS)
 
 
 def mix_streams(

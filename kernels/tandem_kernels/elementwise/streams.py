@@ -92,7 +92,7 @@ def doubly_stochastic(given: tl.tensor, eps: tl.tensor, ITERATIONS: tl.constexpr
 
 
 @triton.jit
-def _sum_of_parts(
+def sum_of_logits(
     parts: tl.tensor, place: tl.tensor, step: tl.tensor, splits: tl.tensor, SPLITS: tl.constexpr
 ) -> tl.tensor:
     """Sums up number `place` [N] of each part. All are loaded at once: a walk over them would wait
@@ -100,6 +100,30 @@ def _sum_of_parts(
     split = tl.arange(0, SPLITS)[:, None]
     found = tl.load(parts + split * step + place[None, :], mask=split < splits, other=0.0)
     return tl.sum(found, axis=0)
+
+
+@triton.jit
+def write_shares(
+    of_post: tl.tensor,
+    of_comb: tl.tensor,
+    base: tl.tensor,
+    scale: tl.tensor,
+    post: tl.tensor,
+    comb: tl.tensor,
+    token: tl.tensor,
+    eps: tl.tensor,
+    COUNT: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+) -> None:
+    """Writes `post` [n] and `comb` [n, n] of a token, from their logits [n] and [n * n]. Nothing is
+    stored before all is loaded, since loads are never moved before a store."""
+    one = tl.arange(0, COUNT)
+    pair = tl.arange(0, COUNT * COUNT)
+    of_post = of_post * tl.load(scale + 1) + tl.load(base + COUNT + one)
+    of_comb = of_comb * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
+    tl.store(post + token * COUNT + one, 2.0 * sigmoid(of_post))
+    mixed = doubly_stochastic(tl.reshape(of_comb, [COUNT, COUNT]), eps, ITERATIONS)
+    tl.store(comb + token * (COUNT * COUNT) + one[:, None] * COUNT + one[None, :], mixed)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "splits"])
@@ -135,19 +159,13 @@ def read_streams_kernel(
     length = 1.0 / tl.sqrt_rn(tl.sum(square, axis=0) / (COUNT * width) + norm_eps)
     own = logits + token * OUTPUTS
     step = num_tokens * OUTPUTS
-    given = _sum_of_parts(own, one, step, splits, SPLITS) * length
+    given = sum_of_logits(own, one, step, splits, SPLITS) * length
     pre = sigmoid(given * tl.load(scale) + tl.load(base + one)) + eps
     if OUTPUTS > COUNT:
-        # Nothing is stored before all is loaded, since loads are never moved before a store.
         pair = tl.arange(0, COUNT * COUNT)
-        of_post = _sum_of_parts(own + COUNT, one, step, splits, SPLITS) * length
-        of_comb = _sum_of_parts(own + 2 * COUNT, pair, step, splits, SPLITS) * length
-        of_post = of_post * tl.load(scale + 1) + tl.load(base + COUNT + one)
-        of_comb = of_comb * tl.load(scale + 2) + tl.load(base + 2 * COUNT + pair)
-        tl.store(post + token * COUNT + one, 2.0 * sigmoid(of_post))
-        mixed = doubly_stochastic(tl.reshape(of_comb, [COUNT, COUNT]), eps, ITERATIONS)
-        to = comb + token * (COUNT * COUNT) + one[:, None] * COUNT + one[None, :]
-        tl.store(to, mixed)
+        of_post = sum_of_logits(own + COUNT, one, step, splits, SPLITS) * length
+        of_comb = sum_of_logits(own + 2 * COUNT, pair, step, splits, SPLITS) * length
+        write_shares(of_post, of_comb, base, scale, post, comb, token, eps, COUNT, ITERATIONS)
     lane = tl.arange(0, BLOCK)
     for start in range(0, width, BLOCK):
         column = start + lane
