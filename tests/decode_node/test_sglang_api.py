@@ -170,6 +170,16 @@ async def test_refusals_name_the_field_as_the_client_wrote_it(
         assert words in error["message"]
 
 
+async def test_larger_priorities_run_first_as_in_sglang() -> None:
+    """Its servers take larger values first, unless `--schedule-low-priority-values-first`; vLLM,
+    whose direction all other paths have, takes smaller ones."""
+    async with http_node() as node:
+        for sent, expected in ((3, -3), (-(2**31), 2**31 - 1), (None, 0)):
+            await post(node, text="a", priority=sent)
+            assert node.engine.only.request.spec.priority == expected
+            node.engine.forget_ended()
+
+
 async def test_an_adapter_is_named_in_place_of_the_model() -> None:
     async with http_node() as node:
         fields = {"text": "a", "lora_path": "mine", "model": "tiny"}

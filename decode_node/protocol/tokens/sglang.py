@@ -23,6 +23,7 @@ from edge.http.errors import BadRequest
 
 _USUAL_TOKENS = 128
 """SGLang ends an answer here where a request does not say."""
+_MAX_PRIORITY = 2**31 - 1
 
 
 class SGLangSampling(StrictBody):
@@ -119,7 +120,7 @@ class SGLangRequest(StrictBody):
     rid: Name | None = None
     """The name of the answer, in place of the X-Request-Id header."""
     priority: Int32 | None = None
-    """Smaller runs first, where nodes schedule by priority."""
+    """Larger runs first, where nodes schedule by priority, as in SGLang: elsewhere smaller does."""
     cache_salt: Name | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     extra_key: Name | None = None
@@ -203,7 +204,7 @@ class SGLangRequest(StrictBody):
             model=self.model if self.lora_path is None else self.lora_path,
             stream=self.stream,
             request_id=self.rid,
-            priority=self.priority,
+            priority=None if self.priority is None else min(-self.priority, _MAX_PRIORITY),
             cache_salt=salt or None,
             logprobs=num_top,
             prompt_logprobs=None if self.first_described is None else num_top,
