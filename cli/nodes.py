@@ -17,7 +17,7 @@ from cli.openai_client import ApiError, error_message, unreachable, without_v1
 from edge.command_line import parse_settings
 
 _TIMEOUT_S = 30.0
-_COLUMNS = ("id", "node", "role", "state", "model", "version", "requests")
+_COLUMNS = ("id", "node", "grpc", "role", "state", "model", "version", "requests")
 
 Facts = Mapping[str, Any]
 

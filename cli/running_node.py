@@ -58,8 +58,8 @@ def reason(error: grpc.aio.AioRpcError) -> str:
     match error.code():
         case grpc.StatusCode.UNAVAILABLE:
             return (
-                "no node answers gRPC there; its log names its gRPC port (--grpc-port), which is "
-                f"not the one of HTTP ({error.details()})"
+                "no node answers gRPC there; `tandem nodes` lists its gRPC port (--grpc-port), "
+                f"which is not the one of HTTP ({error.details()})"
             )
         case grpc.StatusCode.UNIMPLEMENTED:
             return "what answers gRPC there is not a node, or is of a release without this call"

@@ -25,10 +25,10 @@ async def test_nodes_are_listed_drained_and_taken_back(capsys: Captured) -> None
 
         code, table = await run()
         head, *rows = (line.split() for line in table.splitlines())
-        assert code == 0 and head[:4] == ["ID", "NODE", "ROLE", "STATE"]
-        assert [row[:4] for row in rows] == [
-            ["d", decode.target, "decode", "ready"],
-            ["p", prefill.target, "prefill", "ready"],
+        assert code == 0 and head[:5] == ["ID", "NODE", "GRPC", "ROLE", "STATE"]
+        assert [row[:5] for row in rows] == [
+            ["d", decode.target, f"{decode.host}:{decode.status_port}", "decode", "ready"],
+            ["p", prefill.target, prefill.target, "prefill", "ready"],
         ]
         assert await run("drain", "p") == (
             0,

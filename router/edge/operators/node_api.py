@@ -50,11 +50,13 @@ def node_routes(drains: NodeDrains, may_change: Callable[[], bool] = lambda: Tru
 
 
 def _described(registry: NodeRegistry, node: Node) -> dict[str, Any]:
-    """Returns what the list says of a node. `requests`: those that it has, of all routers."""
+    """Returns what the list says of a node. `grpc`: where calls of operators reach it; `requests`:
+    those that it has, of all routers."""
     report = node.report
     return {
         "id": report.node_id if report else "",
         "node": node.address.target,
+        "grpc": node.address.status_target,
         "role": node.address.role,
         "state": registry.state(node),
         "model": node.model,
