@@ -62,7 +62,7 @@ def _client_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:
 def _operator_routes(api: Api) -> list[BaseRoute]:
     metrics = api.metrics.registry if api.settings.metrics_port is None else None
     return [
-        *admin_routes(api.reset_prefix_cache, metrics),
+        *admin_routes(api.reset_prefix_cache, api.state.answers.abort, metrics),
         *profile_routes(api.profiles),
         *adapter_routes(api.adapters),
     ]

@@ -108,6 +108,7 @@ class DecodeNode:
         self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
         self._status.reset_prefix_cache = self._proxy.reset_prefix_cache
+        self._status.abort_answers = self._state.answers.abort
         self._status.kv_paths = self._proxy.paths.report
         self._proxy.paths.on_change = self._status.notify
         # A router goes on elsewhere with answers that are aborted.
@@ -362,7 +363,7 @@ def create_node_app(
     serving = OpenAIServing(
         RequestReader(served, grammars, forces_usage=settings.enable_force_include_usage),
         ChoicePreparer(engine.config, cuts_answers=not settings.strict_max_tokens),
-        Responder(proxy, metrics, liveness),
+        Responder(proxy, state.answers, metrics, liveness),
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
     cards = ModelCards(served, settings.model, chat_format(parsers, tokenizer))

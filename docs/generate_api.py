@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, SecretStr
 from starlette.routing import Route
 
+from decode_node.answer.running.aborts import OpenAnswers
 from decode_node.app import node_routes
 from decode_node.config import DecodeNodeSettings
 from decode_node.protocol.bodies.body import IS_IGNORED
@@ -199,6 +200,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
 }
 NO_BODY = {
+    "/abort_request",
+    "/abort_requests",
     "/reset_prefix_cache",
     "/start_profile",
     "/stop_profile",
@@ -233,6 +236,9 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
   0.33, and by `token`, as it did before: clients of both read it. Images, `derender`, experts and
   sampling masks are not there. Weights that a trainer makes come as adapters
   (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the model's own.
+- `/abort_request` and `/abort_requests` of a router end answers at all decode nodes, and those that
+  wait in it; not what waits in another router. What was generated is answered, with the finish
+  reason `abort` (`/v1/messages`: `max_tokens`, `/v1/responses`: `incomplete`).
 - Log probabilities are the model's own (vLLM's `raw_logprobs`), whatever temperature, `top_p` and
   penalties are. A trainer that wants those of the tokens as they were drawn leaves all of these
   neutral, or computes them itself.
@@ -283,6 +289,7 @@ def node_paths() -> dict[str, tuple[set[str], str]]:
     settings = DecodeNodeSettings(model="any", enable_tokenizer_info_endpoint=True)
     api: Any = SimpleNamespace(
         settings=settings,
+        state=SimpleNamespace(answers=OpenAnswers()),
         tokenizer=None,
         reset_prefix_cache=None,
         profiles=None,

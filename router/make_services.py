@@ -34,6 +34,7 @@ from router.nodes.health import EjectionPolicy
 from router.nodes.http.transport import HttpTransport, Transport
 from router.nodes.load_monitor import LoadMonitor
 from router.nodes.node import Patience
+from router.nodes.operations.aborts import Aborts
 from router.nodes.operations.prefix_caches import PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.observe.adapter_metrics import AdaptersCollector
@@ -99,8 +100,13 @@ class Services:
 
     def for_operators(self) -> OperatorParts:
         """Returns what `operator_routes` takes."""
-        adapters = self.adapters.adapters
-        return self.registry, self.credentials, self.metrics, self.caches, adapters, self.feed
+        aborts = Aborts(
+            registry=self.registry,
+            credentials=self.credentials,
+            open_requests=self.recent.all_open,
+        )
+        adapters, feed = self.adapters.adapters, self.feed
+        return self.registry, self.credentials, self.metrics, self.caches, aborts, adapters, feed
 
     def known_gates(self) -> dict[str, AdmissionGate]:
         """Returns the gates of models that exist and were asked for, by model."""

@@ -298,7 +298,7 @@ ROUTER_EDGE_ORDER = [
 
 ANSWER_ORDER = [
     {"call_ids", "choice", "content_logprobs", "event", "journal", "logprobs"},
-    {"format", "output_readers"},
+    {"format", "output_readers", "running"},
     {"answer", "chat_format", "completion_format"},
     {"messages", "responses", "sse", "tokens"},
 ]

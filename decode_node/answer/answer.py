@@ -33,18 +33,16 @@ from decode_node.answer.choice import (
 from decode_node.answer.event import event
 from decode_node.answer.format import ResponseFormat
 from decode_node.answer.journal import JournalWriter, group_line
-from decode_node.disagg.credits import Claim
-from decode_node.disagg.proxy import DisaggProxy, OnEnd
+from decode_node.answer.running.aborts import AbortableRuns, OpenAnswers
+from decode_node.answer.running.delivery import Delivery, Take
 from decode_node.errors import Unavailable
 from decode_node.metrics import DecodeMetrics
-from decode_node.observe.timeline import PrefillRecord, Timeline
+from decode_node.observe.timeline import Timeline
 from edge.http.event_loop import long_work
 from engine.contracts.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 
-Take = Callable[[Choice, RequestOutput], None]
-"""Takes the outputs of an answer, in the order of each choice. It does not wait."""
 Write = Callable[[bytes], None]
 """Takes whole events to be sent at once: mostly `EventWriter.write`."""
 
@@ -58,67 +56,6 @@ _MANY_LOGPROBS = 256
 """Positions of log probabilities that are written in the event loop; more, in a thread."""
 _MANY_TOKENS = 2048
 """Tokens of whole answers that are parsed in the event loop; more, in a thread."""
-
-
-class Delivery:
-    """Takes the outputs of one request from the engine, which has one choice or several, and gives
-    them to `take`, having kept room for them.
-
-    1. `begin`  the request has room
-    2. `give`   each output, in the midst of the engine's call
-    3. `until_ended` returns behind the last, or raises what went wrong; from then on nothing is
-                given
-    """
-
-    def __init__(self, request: GenerationRequest, choices: Sequence[Choice], take: Take) -> None:
-        names = request.choice_ids or (request.request_id,)
-        self.prefill: PrefillRecord = choices[0].record.prefill
-        for choice in choices:
-            choice.record.prefill = self.prefill
-        self._choices = dict(zip(names, enumerate(choices), strict=True))
-        self._num_prompt_tokens = len(request.spec.prompt_token_ids)
-        self._num_running = len(names)
-        self._take = take
-        self._has_ended = False
-        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def begin(self, claim: Claim, on_end: OnEnd) -> None:
-        self._claim = claim
-        self._on_end = on_end
-
-    def give(self, output: RequestOutput | Exception) -> None:
-        """Takes an output in the midst of others': what goes wrong is this request's alone."""
-        if self._has_ended:
-            return
-        try:
-            if isinstance(output, Exception):
-                raise output
-            index, choice = self._choices[output.request_id]
-            record = choice.record
-            record.on_output(output)
-            self._claim.grow_to(self._num_prompt_tokens + len(record.new_token_ids), index)
-            if output.finish_reason is not None:
-                self._claim.end_choice(index)
-                self._on_end(record, output)
-                self._num_running -= 1
-            self._take(choice, choice.checked(output))
-        except Exception as error:
-            self._has_ended = True
-            self._end.set_exception(error)
-        else:
-            if not self._num_running:
-                self._has_ended = True
-                self._end.set_result(None)
-
-    async def until_ended(self) -> None:
-        """Is awaited once, and returns when it is the turn of what follows an answer: its last
-        token is with the client, those of others may not be. Raises what `give` has met."""
-        try:
-            await self._end
-        finally:
-            self._has_ended = True
-            del self._end  # Its error holds the frames that it has passed, which hold this.
-        await long_work.pause()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +81,16 @@ class Answer:
 
     def __init__(
         self,
-        proxy: DisaggProxy,
+        runs: AbortableRuns,
+        open_answers: OpenAnswers,
         choices: Sequence[Choice],
         form: ResponseFormat,
         metrics: DecodeMetrics,
         journal: JournalWriter | None,
         options: AnswerOptions,
     ) -> None:
-        self._proxy = proxy
+        self._runs = runs
+        self._open = open_answers
         self._choices = choices
         self._form = form
         self._metrics = metrics
@@ -233,10 +172,11 @@ class Answer:
         """
         requests = list(requests_of(self._choices))
         try:
-            if len(requests) == 1:
-                await self._run_one(requests[0], take)
-            else:
-                await self._run_all(requests, take)
+            with self._open.giving(self._runs):
+                if len(requests) == 1:
+                    await self._run_one(requests[0], take)
+                else:
+                    await self._run_all(requests, take)
         except EngineDeadError as error:
             raise Unavailable(f"the engine of this node has died: {error}") from error
 
@@ -250,7 +190,7 @@ class Answer:
         request = GenerationRequest.of_choices(
             f"{first.request.request_id}+{len(choices) - 1}", [one.request for one in choices]
         )
-        await self._proxy.run(request, Delivery(request, choices, take), first.prefill_nodes)
+        await self._runs.run(request, choices, Delivery(request, choices, take))
 
     async def _run_all(self, requests: list[list[Choice]], take: Take) -> None:
         """Runs a task for each request; the first failure ends all."""

@@ -51,6 +51,8 @@ class Choice:
     """Which a router names for its prompt; None: the proxy's own."""
     num_given_tokens: int = 0
     """Tokens of the outputs that the generation has given so far."""
+    is_aborted: bool = False
+    """An operator or trainer wants its end, so that an abort is one."""
 
     @property
     def cached_tokens(self) -> int:
@@ -65,6 +67,8 @@ class Choice:
         """Returns what the client gets for an output. Raises `CannotFollow`,
         `GenerationFailed` or `Unavailable` for an answer that does not come to its own end."""
         if output.finish_reason is not None:
+            if output.finish_reason == "abort" and self.is_aborted:
+                return output
             _check_end(output)
         if output.is_replay:
             output.logprobs = self.resumed_logprobs

@@ -19,6 +19,9 @@ from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import HttpError
 from engine.frontend.output_processor import RequestOutput
 
+CUT = ("length", "abort")
+"""Finish reasons of answers that were not done. Not every API has the second."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatOptions:

@@ -226,6 +226,14 @@ class DisaggProxy:
         for request_id in list(self._in_engine):
             self._engine.abort(request_id)
 
+    def abort(self, request_id: str) -> bool:
+        """Ends a request that the engine has, whose stream ends with `abort`. Returns False for one
+        that it does not have."""
+        is_there = request_id in self._in_engine
+        if is_there:
+            self._engine.abort(request_id)
+        return is_there
+
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False when running requests hold blocks; try again
         later."""

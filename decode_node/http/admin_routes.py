@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from decode_node.errors import PermissionDenied, Unavailable
 from decode_node.http.callers import Caller
 from decode_node.http.engine_answers import engine_answers
+from edge.http.bodies.abort_bodies import ReadAbort, read_abort, read_aborts
 from edge.http.exposition import Exposition
+
+Abort = Callable[[Collection[str] | None], int]
+"""Ends the answers of these names, or all; returns how many they are."""
 
 
 def admin_routes(
-    reset_prefix_cache: Callable[[], Awaitable[bool]], metrics: CollectorRegistry | None
+    reset_prefix_cache: Callable[[], Awaitable[bool]],
+    abort: Abort,
+    metrics: CollectorRegistry | None,
 ) -> list[Route]:
     """Returns the routes. They are for routers and, where nothing has to show a key, for all.
     `metrics` None: they have a port of their own."""
@@ -35,7 +41,27 @@ def admin_routes(
             )
         return Response(status_code=200)
 
-    routes = [Route("/reset_prefix_cache", reset, methods=["POST"])]
+    async def abort_one(request: Request) -> Response:
+        """Ends the answer `rid`, or with `abort_all` all answers, with what they have and the
+        finish reason `abort`, as SGLang does. A router: at all nodes, and what waits in it. For
+        operators alone."""
+        return await end_answers(request, read_abort)
+
+    async def abort_several(request: Request) -> Response:
+        """Ends the answers `request_ids` in the same way, or all where it is empty, as vLLM does.
+        For operators alone."""
+        return await end_answers(request, read_aborts)
+
+    async def end_answers(request: Request, read: ReadAbort) -> Response:
+        if request.state.caller is not Caller.TRUSTED:
+            raise PermissionDenied("only operators may end answers; ask the router's admin port")
+        return JSONResponse({"aborted": abort(await read(request))})
+
+    routes = [
+        Route("/reset_prefix_cache", reset, methods=["POST"]),
+        Route("/abort_request", abort_one, methods=["POST"]),
+        Route("/abort_requests", abort_several, methods=["POST"]),
+    ]
     return routes if metrics is None else [_metrics_route(metrics), *routes]
 
 

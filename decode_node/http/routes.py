@@ -18,6 +18,7 @@ from decode_node.answer.journal import (
     MAX_RESUME_BYTES,
     read_resume,
 )
+from decode_node.answer.running.aborts import OpenAnswers
 from decode_node.config import DecodeNodeSettings
 from decode_node.errors import Unavailable
 from decode_node.http.callers import Caller
@@ -54,12 +55,14 @@ logger = logging.getLogger(__name__)
 class ApiState:
     """Says whether this node takes requests, and which it has taken. `unhealthy` holds why it
     cannot serve, and is empty when it can; `own_fault` tells why others refuse it. `open`: those
-    whose answer has not ended, be their prompt known or not."""
+    whose answer has not ended, be their prompt known or not; `answers`: those of them whose prompt
+    is."""
 
     draining: bool = False
     unhealthy: str = ""
     own_fault: Callable[[], str] = str
     open: OpenRequests = field(default_factory=OpenRequests)
+    answers: OpenAnswers = field(default_factory=OpenAnswers)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
 
     def check_alive(self) -> None:
@@ -123,6 +126,7 @@ class Api:
             trace=trace,
             load_format=headers.get(names.LOAD_FORMAT, ""),
             kept=KeptResponse.of_header(headers.get(names.RESPONSE, "")),
+            is_aborted=headers.get(names.ABORTED) == "1",
         )
         self.ignored.note(unknown)
         await long_work.pause()

@@ -50,6 +50,8 @@ class RequestContext:
     """Says what a router means by an adapter's name; "": whatever has it."""
     kept: KeptResponse | None = None
     """Says what a router tells of a response that it keeps."""
+    is_aborted: bool = False
+    """Its end was wanted before it came here."""
 
     def place_of(self, prompt: int) -> PromptPlace:
         """Returns where the prompt of this number goes. What the place says of a beginning is of

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from decode_node.answer.answer import Answer, AnswerOptions
 from decode_node.answer.choice import Choice
 from decode_node.answer.journal import JournalWriter, Resume
+from decode_node.answer.running.aborts import AbortableRuns, OpenAnswers
 from decode_node.answer.sse import (
     EventStreamResponse,
     JournaledResponse,
@@ -23,10 +24,18 @@ from edge.http.answers.load_report import load_headers
 
 
 class Responder:
-    """Has requests computed by `proxy`. `liveness`: how streams show that they live."""
+    """Has requests computed by `proxy`. `answers` knows those that are being given; `liveness`:
+    how streams show that they live."""
 
-    def __init__(self, proxy: DisaggProxy, metrics: DecodeMetrics, liveness: Liveness) -> None:
+    def __init__(
+        self,
+        proxy: DisaggProxy,
+        answers: OpenAnswers,
+        metrics: DecodeMetrics,
+        liveness: Liveness,
+    ) -> None:
         self._proxy = proxy
+        self._answers = answers
         self._metrics = metrics
         self._liveness = liveness
 
@@ -47,7 +56,9 @@ class Responder:
             wants_timeline=context.wants_timeline,
             wants_metrics=bool(body.include_metrics),
         )
-        answer = Answer(self._proxy, choices, form, self._metrics, journal, options)
+        known_as = {body.request_id or context.request_id, form.id}
+        runs = AbortableRuns(self._proxy, known_as, is_aborted=context.is_aborted)
+        answer = Answer(runs, self._answers, choices, form, self._metrics, journal, options)
 
         def headers() -> dict[str, str]:
             known = prefill_headers(choices[0].record)

@@ -4,7 +4,7 @@ Clients may say:          SESSION, AGENT_SESSIONS, PRIORITY, TTFT_DEADLINE, TIME
                           LOAD_FORMAT
 Operators may say:        ENDPOINT
 Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, PROMPT_PLACES, JOURNAL,
-                          RESUME, MODEL, ADAPTER, SSE_KEEPALIVE, RESPONSE
+                          RESUME, MODEL, ADAPTER, SSE_KEEPALIVE, RESPONSE, ABORTED
 A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED, LOAD
 A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE, LOAD
 """
@@ -59,6 +59,8 @@ that says so keeps the client's stream alive, and learns from the head of the an
 RESPONSE = "x-tandem-response"
 """Says of a response that the router keeps what its answer has to tell
 (`edge.http.answers.kept_response`)."""
+ABORTED = "x-tandem-aborted"
+"""Says by `1` that the end of the answer was wanted before a node had the request."""
 MODEL = "x-tandem-model"
 """The name by which the node serves the model, where the client asked by one that only routers
 know. Percent-encoded, as is MODEL_VERSION."""
@@ -84,6 +86,7 @@ FROM_ROUTERS = frozenset(
         ADAPTER,
         SSE_KEEPALIVE,
         RESPONSE,
+        ABORTED,
     }
 )
 

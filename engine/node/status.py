@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -55,6 +55,7 @@ _HOST = host_name()
 
 ResetPrefixCache = Callable[[], Awaitable[bool]]
 """Returns False when running requests hold blocks."""
+AbortAnswers = Callable[[Collection[str] | None], int]
 
 
 class WatchedEngine(MeasuredEngine, Protocol):
@@ -109,6 +110,8 @@ class NodeStatus:
         self.switch = switch or RoleSwitch(role)
         self.reset_prefix_cache: ResetPrefixCache = engine.reset_prefix_cache
         """Forgets cached prefixes, here and wherever the node's owner remembers them."""
+        self.abort_answers: AbortAnswers = lambda names: 0
+        """Ends the answers of these names, or all that the node gives; returns how many."""
         self.profiles = engine.profiles
         self.adapters = engine.adapters
         self.serves_prefixes = False
@@ -310,6 +313,16 @@ class NodeStatusServicer(RoleServicer):
             return node_pb2.ResetPrefixCacheAnswer(is_reset=await self._status.reset_prefix_cache())
         except (EngineCallTimeout, EngineDeadError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def AbortAnswers(
+        self,
+        request: node_pb2.AbortAnswersRequest,
+        context: grpc.aio.ServicerContext[
+            node_pb2.AbortAnswersRequest, node_pb2.AbortAnswersAnswer
+        ],
+    ) -> node_pb2.AbortAnswersAnswer:
+        names = None if request.all else frozenset(request.names)
+        return node_pb2.AbortAnswersAnswer(num_aborted=self._status.abort_answers(names))
 
     async def SetDrained(
         self,

@@ -136,6 +136,20 @@ class RankTrace(_message.Message):
     error: str
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., path: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
+class AbortAnswersRequest(_message.Message):
+    __slots__ = ("names", "all")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    all: bool
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., all: bool = ...) -> None: ...
+
+class AbortAnswersAnswer(_message.Message):
+    __slots__ = ("num_aborted",)
+    NUM_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    num_aborted: int
+    def __init__(self, num_aborted: _Optional[int] = ...) -> None: ...
+
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

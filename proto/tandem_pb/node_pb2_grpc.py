@@ -45,6 +45,11 @@ class NodeStatusStub(object):
                 request_serializer=tandem__pb_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tandem__pb_dot_node__pb2.ResetPrefixCacheAnswer.FromString,
                 _registered_method=True)
+        self.AbortAnswers = channel.unary_unary(
+                '/tandem.v1.NodeStatus/AbortAnswers',
+                request_serializer=tandem__pb_dot_node__pb2.AbortAnswersRequest.SerializeToString,
+                response_deserializer=tandem__pb_dot_node__pb2.AbortAnswersAnswer.FromString,
+                _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/tandem.v1.NodeStatus/StartProfile',
                 request_serializer=tandem__pb_dot_node__pb2.StartProfileRequest.SerializeToString,
@@ -90,6 +95,13 @@ class NodeStatusServicer(object):
 
     def ResetPrefixCache(self, request, context):
         """Forgets all cached prefixes, unless running requests hold blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortAnswers(self, request, context):
+        """Ends answers early, with what they have. A node that gives none ends none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +165,11 @@ def add_NodeStatusServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tandem__pb_dot_node__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tandem__pb_dot_node__pb2.ResetPrefixCacheAnswer.SerializeToString,
+            ),
+            'AbortAnswers': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortAnswers,
+                    request_deserializer=tandem__pb_dot_node__pb2.AbortAnswersRequest.FromString,
+                    response_serializer=tandem__pb_dot_node__pb2.AbortAnswersAnswer.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
@@ -240,6 +257,33 @@ class NodeStatus(object):
             '/tandem.v1.NodeStatus/ResetPrefixCache',
             tandem__pb_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
             tandem__pb_dot_node__pb2.ResetPrefixCacheAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortAnswers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.NodeStatus/AbortAnswers',
+            tandem__pb_dot_node__pb2.AbortAnswersRequest.SerializeToString,
+            tandem__pb_dot_node__pb2.AbortAnswersAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,7 @@ class RequestInfo:
         generates: False for a question that any decode node answers at once.
         is_stream: The client wants events, as they come.
         asked_model: The name that the client wrote; empty when it wrote none.
+        given_name: The client's own for the answer, in place of `request_id`.
         model_name: The model it stands for, whose versions may be several.
         model: The version that serves it, by its nodes' first name for it.
         adapter: The adapter of that model that answers; empty for the model itself.
@@ -105,6 +106,7 @@ class RequestInfo:
 
     path: str
     request_id: str
+    given_name: str = ""
     generates: bool = True
     is_stream: bool = False
     asked_model: str = ""
@@ -202,6 +204,7 @@ def read_request_info(
     return RequestInfo(
         path=path,
         request_id=request_id,
+        given_name=_text(_first_given(fields, ("request_id", "rid"))),
         generates=form.generates,
         is_stream=form.generates and _is_true(fields.get("stream", _NOTHING)),
         asked_model=asked,

@@ -40,6 +40,8 @@ class RequestHistory:
 
     Attributes:
         at: Unix seconds of the beginning.
+        names: By which clients know the answer.
+        is_aborted: Its end is wanted.
         on_gap: Is called with the seconds between two pieces of a stream, from the second on.
         choice: Why the first prefill node was chosen; `predicted_s` was expected until the first
             token.
@@ -55,6 +57,8 @@ class RequestHistory:
     tenant: str = ""
     at: float = field(default_factory=time.time)
     generates: bool = True
+    names: frozenset[str] = frozenset()
+    is_aborted: bool = False
     model: str = ""
     session: bytes = b""
     session_source: str = ""
@@ -80,6 +84,7 @@ class RequestHistory:
 
     def read(self, info: RequestInfo) -> None:
         self.generates = info.generates
+        self.names = frozenset((info.given_name or info.request_id, info.request_id))
         self.model = info.model
         self.session = info.session_key
         self.session_source = info.session_source

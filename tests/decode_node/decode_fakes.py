@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from decode_node.answer.answer import Delivery
+from decode_node.answer.running.delivery import Delivery
 from decode_node.disagg.prefill_events import (
     FirstToken,
     KVTaken,

@@ -18,6 +18,8 @@ from router.request.proxied_path import PROXIED_PATHS
 from tandem_pb.node_pb2 import (
     NODE_ROLE_DECODE,
     NODE_ROLE_PREFILL,
+    AbortAnswersAnswer,
+    AbortAnswersRequest,
     Adapter,
     AdapterCall,
     LoadAdapterRequest,
@@ -57,6 +59,7 @@ class StatusService(NodeStatusServicer):
         self.silent = False
         self.num_watchers = 0
         self.num_resets = 0
+        self.aborts: list[AbortAnswersRequest] = []
         self.adapter_calls: list[str] = []
         self.adapter_fault = ""
         """Says why the node loads no adapter."""
@@ -83,6 +86,12 @@ class StatusService(NodeStatusServicer):
     ) -> ResetPrefixCacheAnswer:
         self.num_resets += 1
         return ResetPrefixCacheAnswer(is_reset=not self.load.num_running_requests)
+
+    async def AbortAnswers(
+        self, request: AbortAnswersRequest, context: grpc.aio.ServicerContext
+    ) -> AbortAnswersAnswer:
+        self.aborts.append(request)
+        return AbortAnswersAnswer(num_aborted=1)
 
     async def LoadAdapter(
         self, request: LoadAdapterRequest, context: grpc.aio.ServicerContext

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from decode_node.answer.chat_format import ChatOptions
 from decode_node.answer.choice import Choice, ChoiceResult
 from decode_node.answer.event import event
-from decode_node.answer.format import FormatOptions, ResponseFormat
+from decode_node.answer.format import CUT, FormatOptions, ResponseFormat
 from decode_node.answer.logprobs import TokenTexts
 from decode_node.answer.messages.message_blocks import MessageBlocks
 from decode_node.observe.timeline import Timeline
@@ -110,7 +110,7 @@ class MessagesFormat(ResponseFormat):
 
     def _note_end(self, choice: Choice, reason: str | None, stop_reason: int | str | None) -> None:
         self._stop = {"stop_reason": "end_turn", "stop_sequence": None}
-        if reason == "length":
+        if reason in CUT:
             why = "model_context_window_exceeded" if choice.is_cut else "max_tokens"
             self._stop["stop_reason"] = why
         elif isinstance(stop_reason, str):

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from decode_node.answer.chat_format import ChatOptions
 from decode_node.answer.choice import Choice, ChoiceResult
 from decode_node.answer.event import event
-from decode_node.answer.format import FormatOptions, ResponseFormat
+from decode_node.answer.format import CUT, FormatOptions, ResponseFormat
 from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenTexts
 from decode_node.answer.responses.response_items import Event, ResponseItems
@@ -105,7 +105,7 @@ class ResponsesFormat(ResponseFormat):
         (result,) = results
         self._items.take(self._readers.read_whole(result))
         self._finish_reason = result.finish_reason
-        self._items.close(is_complete=result.finish_reason != "length")
+        self._items.close(is_complete=result.finish_reason not in CUT)
         response = self._response(self._status(), self._items.items, usage, timeline)
         return self._encoder.encode(response)
 
@@ -122,11 +122,11 @@ class ResponsesFormat(ResponseFormat):
         found = self._items.take(self._readers.read(choice.index, output))
         if output.finished:
             self._finish_reason = output.finish_reason
-            found += self._items.close(is_complete=output.finish_reason != "length")
+            found += self._items.close(is_complete=output.finish_reason not in CUT)
         return found
 
     def _status(self) -> str:
-        return "incomplete" if self._finish_reason == "length" else "completed"
+        return "incomplete" if self._finish_reason in CUT else "completed"
 
     def _event(self, name: str, fields: Json) -> bytes:
         data = {"type": name, "sequence_number": self.num_events, **fields}

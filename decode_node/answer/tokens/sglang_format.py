@@ -182,6 +182,8 @@ def _finish(
         return None
     if reason == "length":
         return FinishReason(type=reason, length=len(token_ids))
+    if reason == "abort":
+        return FinishReason(type=reason, message="the answer was aborted")
     if stop_reason is None and token_ids:
         stop_reason = token_ids[-1]
     return FinishReason(type=reason, matched=UNSET if stop_reason is None else stop_reason)

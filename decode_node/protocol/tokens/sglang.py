@@ -274,12 +274,13 @@ LogprobEntry = tuple[float | None, int, str | None]
 
 
 class FinishReason(msgspec.Struct, kw_only=True):
-    """Says why an answer ended: `stop`, with the text or the token id that was `matched`, or
-    `length`."""
+    """Says why an answer ended: `stop`, with the text or the token id that was `matched`,
+    `length`, or `abort` where it was ended by /abort_request."""
 
     type: str
     matched: int | str | UnsetType = UNSET
     length: int | UnsetType = UNSET
+    message: str | UnsetType = UNSET
 
 
 class MetaInfo(msgspec.Struct, kw_only=True):

@@ -14,13 +14,15 @@ _MAX_BYTES = 8192
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
-async def read_small_body(request: Request, kind: type[BodyT]) -> BodyT:
+async def read_small_body(
+    request: Request, kind: type[BodyT], max_bytes: int = _MAX_BYTES
+) -> BodyT:
     """Reads a body with the fields of `kind`. Raises `BadRequest`, `RequestTooLarge`."""
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > _MAX_BYTES:
-            raise RequestTooLarge(f"the body has at most {_MAX_BYTES} bytes")
+        if len(body) > max_bytes:
+            raise RequestTooLarge(f"the body has at most {max_bytes} bytes")
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

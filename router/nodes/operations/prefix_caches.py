@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
-
-from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
-from edge.security.config import PlaintextRefused, Role
+from edge.grpc_answers import readable
 from edge.security.credentials import Credentials
-from router.nodes.address import NodeAddress
+from router.nodes.operations.each_node import ask_each
+from router.nodes.operations.named_node import TIMEOUT_S
 from router.nodes.registry import NodeRegistry
 from tandem_pb.node_pb2 import ResetPrefixCacheAnswer, ResetPrefixCacheRequest
 from tandem_pb.node_pb2_grpc import NodeStatusStub
 
-logger = logging.getLogger(__name__)
-
-_TIMEOUT_S = 10.0
-_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 RESET = "reset"
 IN_USE = "in use: requests are running; try again when they have ended"
 
@@ -36,27 +28,12 @@ class PrefixCaches:
 
     async def reset(self) -> dict[str, str]:
         """Returns what became of each node's cache, by `role host:port`; `RESET` is success."""
-        addresses = [node.address for node in self.registry.all_nodes()]
-        outcomes = await asyncio.gather(*map(self._reset_one, addresses))
+        outcomes = await ask_each(self.credentials, self.registry.all_nodes(), self._reset)
         self.forget()
-        names = [f"{address.role} {address}" for address in addresses]
-        return dict(zip(names, outcomes, strict=True))
+        return outcomes
 
-    async def _reset_one(self, address: NodeAddress) -> str:
-        target, role = address.status_target, Role(address.role)
-        try:
-            await self.credentials.meet(target)
-            async with self.credentials.channel(target, role, _OPTIONS) as channel:
-                stub = NodeStatusStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
-                answer: ResetPrefixCacheAnswer | None = await stub.ResetPrefixCache(
-                    ResetPrefixCacheRequest(),
-                    timeout=_TIMEOUT_S,
-                    metadata=self.credentials.metadata(),
-                )
-            is_reset = readable(answer).is_reset
-        except grpc.aio.AioRpcError as error:
-            logger.warning("%s: its cache cannot be reset: %s", address, error.code().name)
-            return f"failed: {error.code().name}"
-        except (GarbledAnswer, PlaintextRefused) as error:
-            return f"failed: {error}"
-        return RESET if is_reset else IN_USE
+    async def _reset(self, stub: NodeStatusStub) -> str:
+        answer: ResetPrefixCacheAnswer | None = await stub.ResetPrefixCache(
+            ResetPrefixCacheRequest(), timeout=TIMEOUT_S, metadata=self.credentials.metadata()
+        )
+        return RESET if readable(answer).is_reset else IN_USE

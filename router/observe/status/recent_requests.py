@@ -44,5 +44,8 @@ class RecentRequests:
     def num_open(self) -> int:
         return len(self._open)
 
+    def all_open(self) -> list[RequestHistory]:
+        return list(self._open)
+
     def newest_open(self, count: int) -> Iterator[RequestHistory]:
         return islice(reversed(self._open), count)

@@ -207,6 +207,8 @@ class Attempts:
             headers[names.PREFIX] = f"{info.prefix_blocks[-1]:016x}"
         if info.session_id:
             headers[names.SESSION] = info.session_id
+        if request.record.is_aborted:
+            headers[names.ABORTED] = "1"
         if request.kept:
             headers[names.RESPONSE] = request.kept
         if info.tenant.salt:

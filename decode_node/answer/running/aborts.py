@@ -1,0 +1,98 @@
+"""Ends answers before their own end, where an operator or a trainer names them.
+
+What was generated stays, and the answer ends as complete, with finish_reason `abort`:
+
+    waits for room or for a prefill node    the wait ends, and no token comes
+    the engine has it                       the engine ends it
+    it comes with `ABORTED` of a router     nothing is computed
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from decode_node.answer.choice import Choice
+from decode_node.answer.running.delivery import Delivery
+from decode_node.disagg.proxy import DisaggProxy
+from engine.frontend.input_processor import GenerationRequest
+
+
+class OpenAnswers:
+    """Knows the answers that are being given."""
+
+    def __init__(self) -> None:
+        self._open: set[AbortableRuns] = set()
+
+    @contextmanager
+    def giving(self, runs: AbortableRuns) -> Iterator[None]:
+        """Is entered while an answer is given."""
+        self._open.add(runs)
+        try:
+            yield
+        finally:
+            self._open.discard(runs)
+
+    def abort(self, names: Collection[str] | None) -> int:
+        """Ends the answers of these names, or all; returns how many they are."""
+        found = [runs for runs in self._open if names is None or runs.has_name_in(names)]
+        for runs in found:
+            runs.abort()
+        return len(found)
+
+
+class AbortableRuns:
+    """Runs the requests of one answer, until they end or it is aborted.
+
+    Args:
+        names: By which clients know the answer.
+        is_aborted: It was before it came here. What another node has begun goes on all the same:
+            the client has a part of it already.
+    """
+
+    def __init__(self, proxy: DisaggProxy, names: Collection[str], *, is_aborted: bool) -> None:
+        self._proxy = proxy
+        self._names = names
+        self._is_aborted = is_aborted
+        self._running: dict[str, tuple[Sequence[Choice], asyncio.Timeout]] = {}
+
+    def has_name_in(self, names: Collection[str]) -> bool:
+        return any(name in names for name in self._names)
+
+    async def run(
+        self,
+        request: GenerationRequest,
+        choices: Sequence[Choice],
+        delivery: Delivery,
+    ) -> None:
+        """Returns when all choices have ended. Raises as `DisaggProxy.run`."""
+        if not self._is_aborted or request.spec.num_resumed_tokens:
+            deadline = asyncio.timeout(None)
+            try:
+                async with deadline:
+                    self._running[request.request_id] = choices, deadline
+                    try:
+                        await self._proxy.run(request, delivery, choices[0].prefill_nodes)
+                    finally:
+                        del self._running[request.request_id]
+                return
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+        _mark(choices)
+        delivery.end_unbegun()
+
+    def abort(self) -> None:
+        """Ends what has not ended. Idempotent."""
+        self._is_aborted = True
+        now = asyncio.get_running_loop().time()
+        for request_id, (choices, deadline) in list(self._running.items()):
+            _mark(choices)
+            if not self._proxy.abort(request_id):
+                deadline.reschedule(now)
+
+
+def _mark(choices: Sequence[Choice]) -> None:
+    for choice in choices:
+        choice.is_aborted = True

@@ -1,0 +1,76 @@
+"""A router ends answers at all its decode nodes, and those that wait in it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from tests.router.cluster import Cluster, eventually
+from tests.router.fakes import stream_tokens
+
+BODY = {"model": "demo", "prompt": "hello", "stream": True}
+
+
+async def test_every_decode_node_is_asked_by_the_names_of_both_apis(cluster: Cluster) -> None:
+    nodes = [await cluster.decode("d"), await cluster.decode("e")]
+    prefill = await cluster.prefill()
+    router = await cluster.router(*nodes, prefill)
+    for path, body, names in (
+        ("/abort_request", {"rid": "a", "abort_all": False}, ["a"]),
+        ("/abort_requests", {"request_ids": ["a", "b"]}, ["a", "b"]),
+        ("/abort_request", {"rid": "", "abort_all": True}, []),
+        ("/abort_requests", {}, []),
+    ):
+        async with router.post(body, path=path) as response:
+            assert response.status == 200
+            told = {f"decode {node.target}": "aborted 1" for node in nodes}
+            assert await response.json() == {"nodes": told}
+        for node in nodes:
+            asked = node.status.aborts.pop()
+            assert (sorted(asked.names), asked.all) == (names, not names)
+    assert prefill.status.aborts == []
+    async with router.post({"rid": ""}, path="/abort_request") as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, "rid")
+
+
+async def test_what_waits_in_the_line_goes_to_a_node_as_aborted(cluster: Cluster) -> None:
+    may_answer = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await may_answer.wait()
+        return await stream_tokens(1)(request)
+
+    node = await cluster.decode("d", answer)
+    router = await cluster.router(node, max_prefills_per_node=1)
+    asked = [asyncio.create_task(router.text(BODY))]
+    await eventually(lambda: node.num_open == 1)
+    for name in ("mine", "other"):
+        asked.append(asyncio.create_task(router.text({**BODY, "rid": name})))
+    line = router.services.gates.of("demo").line
+    await eventually(lambda: len(line) == 2)
+    async with router.post({"rid": "mine"}, path="/abort_request") as response:
+        assert response.status == 200
+    may_answer.set()
+    await asyncio.gather(*asked)
+    sent = {b"mine" in body: headers.get("x-tandem-aborted") for headers, body in node.requests[1:]}
+    assert sent == {True: "1", False: None}
+    assert "x-tandem-aborted" not in node.requests[0][0]
+
+
+async def test_clients_with_a_key_end_nothing(cluster: Cluster) -> None:
+    node = await cluster.decode()
+    router = await cluster.router(node, api_keys="key")
+    headers: dict[str, Any] = {"authorization": "Bearer key"}
+    async with router.post({"abort_all": True}, path="/abort_request", **headers) as response:
+        assert (response.status, node.status.aborts) == (403, [])
+
+
+async def test_a_node_that_does_not_answer_is_said(cluster: Cluster) -> None:
+    node = await cluster.decode()
+    router = await cluster.router(node)
+    await node.stop()
+    async with router.post({"abort_all": True}, path="/abort_request") as response:
+        assert response.status == 503
+        assert (await response.json())["nodes"] == {f"decode {node.target}": "failed: UNAVAILABLE"}
