@@ -40,13 +40,14 @@ class RankShare:
     """Says for which tokens of a batch one rank chooses.
 
     Attributes:
-        batch: The whole batch; its lengths are those of this share's.
+        batch, num_tokens: The whole batch.
         rows: [N] int64, the tokens of the share; behind the last real one it stands again.
         metadata: The share as a batch: each request once for each run, mostly without a token.
         order: [runs of all ranks] int64, where the runs stand in what is gathered.
     """
 
     batch: AttentionMetadata
+    num_tokens: int
     rows: Tensor
     metadata: AttentionMetadata
     order: Tensor
@@ -63,6 +64,7 @@ class RankShare:
         turn = runs // size
         return cls(
             batch,
+            num_tokens,
             rows.clamp(max=num_tokens - 1).flatten(),
             _of_runs(batch, first, length),
             _turned(turn, runs % size, size) * _RUNS + turn,
@@ -139,14 +141,17 @@ class SharedChoice:
         if not self.is_shared(num_tokens, metadata, queries.device):
             return self._chosen(queries, weights, pages, metadata)
         share = shares.of(metadata, num_tokens, self.group)
-        own = self._chosen(
-            queries.view(torch.uint8).index_select(0, share.rows).view(queries.dtype),
-            weights.index_select(0, share.rows),
-            pages,
-            share.metadata,
-        )
+        own = queries.view(torch.uint8).index_select(0, share.rows).view(queries.dtype)
+        return self.choose_together(own, weights.index_select(0, share.rows), pages, share)
+
+    def choose_together(
+        self, queries: Tensor, weights: Tensor, pages: IndexPages, share: RankShare
+    ) -> Tensor:
+        """Returns what is chosen for all tokens of the share's batch, [T, top_k] int32; this rank
+        chooses for its own, with queries [N, H, D] and weights [N, H]."""
+        own = self._chosen(queries, weights, pages, share.metadata)
         runs = self.group.gather_rows(own).view(len(share.order), -1)
-        return runs.index_select(0, share.order).view(-1, self.top_k)[:num_tokens]
+        return runs.index_select(0, share.order).view(-1, self.top_k)[: share.num_tokens]
 
     def is_shared(self, num_tokens: int, metadata: AttentionMetadata, device: torch.device) -> bool:
         """Returns whether ranks share a choice: by shapes alone, for all must agree, and what is

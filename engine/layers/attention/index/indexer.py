@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine.layers.attention.latent_backend import LatentMetadata
 from engine.layers.attention.layer import AttentionInputs
-from engine.layers.attention.shared_choice import RankShares, SharedChoice
+from engine.layers.attention.shared_choice import RankShare, RankShares, SharedChoice
 from engine.layers.float32_sums import float32_sums
 from engine.layers.linear import MergedColumnParallelLinear, repeated
 from engine.layers.methods.base import ColumnPart
@@ -97,27 +97,66 @@ class Indexer(nn.Module):
         """Writes the step's keys and chooses: [T, hidden] and [T, q_rank] -> positions as
         `tandem_kernels.reference.index.index_topk` returns them. None: every context of the step is
         attended as a whole. Rows that are attended as a whole may be anything."""
-        sizes = self.sizes
-        queries, weights = ops.index_rope_and_cache(
-            self.wq_b(q_latent).view(len(x), sizes.heads, sizes.dim),
-            self.wk(x),
-            (self.k_norm.weight, self.k_norm.bias),
-            self._head_weights(x),
-            inputs.positions,
-            inputs.cos_sin_cache,
-            pages,
-            inputs.slot_mapping,
-            _NORM_EPS,
-        )
-        metadata, shares = inputs.metadata, inputs.choice.shares
+        k, head_weights = self.wk(x), self._head_weights(x)
+        places = inputs.positions, inputs.slot_mapping
+        share = self._share(inputs, len(x), x.device)
+        if share is not None:
+            rows, nothing = share.rows, k.new_empty((len(k), 0, k.shape[1]))
+            self._rotate(nothing, k, head_weights[:, :0], places, pages, inputs)
+            own = inputs.positions[rows], torch.full_like(rows, -1)
+            given = self._queries(q_latent[rows]), k[rows], head_weights[rows], own
+            return self.choice.choose_together(*self._rotate(*given, pages, inputs), pages, share)
+        given = self._queries(q_latent), k, head_weights, places
+        queries, weights = self._rotate(*given, pages, inputs)
         if inputs.choice.stays:
             return inputs.choice.chosen
+        return self._choose(queries, weights, pages, inputs)
+
+    def _queries(self, q_latent: Tensor) -> Tensor:
+        return self.wq_b(q_latent).view(len(q_latent), self.sizes.heads, self.sizes.dim)
+
+    def _rotate(
+        self,
+        queries: Tensor,
+        k: Tensor,
+        head_weights: Tensor,
+        places: tuple[Tensor, Tensor],
+        pages: IndexPages,
+        inputs: AttentionInputs,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates, and writes keys; `places` are positions and slots."""
+        norm = self.k_norm.weight, self.k_norm.bias
+        positions, slots = places
+        table = inputs.cos_sin_cache
+        rest = positions, table, pages, slots, _NORM_EPS
+        return ops.index_rope_and_cache(queries, k, norm, head_weights, *rest)
+
+    def _share(
+        self, inputs: AttentionInputs, num_tokens: int, device: torch.device
+    ) -> RankShare | None:
+        """Returns this rank's share of a step in which all tokens choose; then those of other ranks
+        need no queries here. None: there is none, or it is one of a part of the step."""
+        metadata = inputs.metadata
+        if isinstance(metadata, LatentMetadata):
+            if metadata.choosing is None or metadata.rows != slice(0, num_tokens):
+                return None
+            metadata = metadata.choosing
+        if inputs.choice.stays or not is_sparse(metadata, self.sizes.top_k):
+            return None
+        if not self.choice.is_shared(num_tokens, metadata, device):
+            return None
+        return inputs.choice.shares.of(metadata, num_tokens, self.choice.group)
+
+    def _choose(
+        self, queries: Tensor, weights: Tensor, pages: IndexPages, inputs: AttentionInputs
+    ) -> Tensor | None:
+        metadata, shares = inputs.metadata, inputs.choice.shares
         if not isinstance(metadata, LatentMetadata):
             return self._chosen(queries, weights, pages, metadata, shares)
         parts = (
             (metadata.before, slice(0, metadata.rows.start)),
             (metadata.choosing, metadata.rows),
-            (metadata.after, slice(metadata.rows.stop, len(x))),
+            (metadata.after, slice(metadata.rows.stop, len(queries))),
         )
         found = {
             rows.start: self._chosen(queries[rows], weights[rows], pages, part, shares)
@@ -126,7 +165,7 @@ class Indexer(nn.Module):
         }
         if not any(chosen is not None for chosen in found.values()):
             return None
-        whole = queries.new_empty((len(x), sizes.top_k), dtype=torch.int32)
+        whole = queries.new_empty((len(queries), self.sizes.top_k), dtype=torch.int32)
         for start, chosen in found.items():
             if chosen is not None:
                 whole[start : start + len(chosen)] = chosen
