@@ -28,6 +28,11 @@ def test_queries_and_keys(dtype: torch.dtype, fp8: bool) -> None:
     check.index_rope_and_cache(ops.index_rope_and_cache.kernel, (18, 32, 8), dtype, fp8=fp8)
 
 
+def test_keys_alone_are_those_beside_queries() -> None:
+    """A rank makes queries for the tokens that it chooses for, and keys of all."""
+    check.index_keys_alone(ops.index_rope_and_cache.kernel, (18, 32, 8))
+
+
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("scores_at_once", [1 << 20, 1])
 def test_choice_of_prompts(

@@ -78,6 +78,25 @@ def index_rope_and_cache(
     assert stored[untouched].isnan().all() and stored[slots[written]].isfinite().all()
 
 
+def index_keys_alone(op: Op, sizes: tuple[int, int, int], device: str = "cpu") -> None:
+    """Checks that keys are the same bits with and without queries. `sizes` is (H, D, R)."""
+    num_heads, dim, rope = sizes
+    q, k = torch.randn(5, num_heads, dim, device=device).half(), torch.randn(5, dim, device=device)
+    norm = torch.randn(dim, device=device), torch.randn(dim, device=device)
+    weights = torch.randn(5, num_heads, device=device)
+    table = torch.randn(5, rope, device=device)
+    places = torch.arange(5, device=device)
+    stored = []
+    for heads in (num_heads, 0):
+        pages = index_pages(2, 4, dim, fp8=True, device=device)
+        given = q[:, :heads], k.half(), norm, weights[:, :heads], places, table, pages, places, 1e-6
+        queries, _ = op(*given)
+        assert queries.shape == (5, heads, dim) and pages.scales is not None
+        stored.append((pages.keys.view(torch.uint8)[:1], pages.scales[:1]))
+    (keys, scales), (keys_alone, scales_alone) = stored
+    assert torch.equal(keys, keys_alone) and torch.equal(scales, scales_alone)
+
+
 def _rotated(x: torch.Tensor, angles: torch.Tensor, rope: int) -> torch.Tensor:
     cos, sin = angles.double().chunk(2, dim=-1)
     first, second = x[..., : rope // 2], x[..., rope // 2 : rope]
