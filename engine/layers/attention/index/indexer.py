@@ -113,7 +113,8 @@ class Indexer(nn.Module):
         return self._choose(queries, weights, pages, inputs)
 
     def _queries(self, q_latent: Tensor) -> Tensor:
-        return self.wq_b(q_latent).view(len(q_latent), self.sizes.heads, self.sizes.dim)
+        made: Tensor = self.wq_b(q_latent)
+        return made.view(len(q_latent), self.sizes.heads, self.sizes.dim)
 
     def _rotate(
         self,
