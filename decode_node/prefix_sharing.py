@@ -1,7 +1,7 @@
 """A decode node gives the KV of its answers to prefill nodes, for the next turns of conversations.
 
 1. `only_kept_answers`   at the start: not where a model's answers stand in no later prompt, nor
-                         where no state is kept behind them
+                         where no state is kept behind them, as with drafts
 2. `serve_answers`       `Prefixes` is served, and load reports name the prompts whose answers end
 """
 
@@ -31,8 +31,9 @@ def only_kept_answers(
     transfer = config.kv_transfer
     if transfer is None or not transfer.shares_prefixes:
         return config
-    if any(group.is_state for group in config.kv_layout.groups):
-        why = "states are kept behind prompts, and not behind answers"
+    has_states = any(group.is_state for group in config.kv_layout.groups)
+    if has_states and config.decode_query_len > 1:
+        why = "with drafts states are kept behind prompts, and not behind answers"
     elif keeps_answers(tokenizer, reasons=parsers.reasoning_format is not None):
         return config
     else:

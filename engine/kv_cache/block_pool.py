@@ -119,16 +119,31 @@ class BlockPool:
                 self.free_queue.remove(block)
             block.ref_cnt += 1
 
-    def cache_full_blocks(self, blocks: list[KVCacheBlock], hashes: list[BlockHash]) -> None:
-        """Gives each `blocks[i]`, which is full and confirmed, the name `hashes[i]`."""
+    def cache_full_blocks(
+        self, blocks: list[KVCacheBlock], hashes: list[BlockHash], *, tells: bool = True
+    ) -> None:
+        """Gives each `blocks[i]`, which is full and confirmed, the name `hashes[i]`. Not `tells`:
+        `tell` records it later, if anything does."""
         if not self.enable_caching:
             return
         for block, block_hash in zip(blocks, hashes, strict=True):
             if block.block_hash is None:
                 block.block_hash = block_hash
                 self._cached.insert(block_hash, block)
-                if self.on_cached is not None:
-                    self.on_cached(block)
+                if tells:
+                    self.tell(block)
+
+    def tell(self, block: KVCacheBlock) -> None:
+        """Has a block recorded that can be found."""
+        if self.on_cached is not None:
+            self.on_cached(block)
+
+    def yield_first(self, named: Iterable[tuple[KVCacheBlock, BlockHash | None]]) -> None:
+        """Moves the free blocks that still have these names to the front: they are taken next."""
+        for block, name in named:
+            if block.ref_cnt == 0 and block.block_hash == name:
+                self.free_queue.remove(block)
+                self.free_queue.appendleft(block)
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Removes a user from each block, in the order in which they should be taken again.

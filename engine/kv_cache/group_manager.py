@@ -48,6 +48,7 @@ class RequestBlocks:
         borrowed: Kept states that the request begins with copies of, until those are made.
         kept: Copies of its states that nothing can find yet, with the groups that they are of.
         num_kept_tokens: The tokens behind which they were copied.
+        passing: The last copies behind its answer that others find, with their names.
         num_prompt_tokens: Those that are promised blocks of windows that roll.
         num_promised: These blocks.
     """
@@ -57,8 +58,14 @@ class RequestBlocks:
     borrowed: list[KVCacheBlock] = field(default_factory=list)
     kept: list[tuple[int, KVCacheBlock]] = field(default_factory=list)
     num_kept_tokens: int = 0
+    passing: list[tuple[KVCacheBlock, BlockHash | None]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_promised: int = 0
+
+    @property
+    def check_len(self) -> int:
+        """Returns how many tokens a row has when the step is done that copies what is kept."""
+        return self.num_kept_tokens + 2
 
 
 class GroupManager:
@@ -325,12 +332,21 @@ class StateGroupManager(GroupManager):
         return []
 
     def is_kept(self, request: Request, num_tokens: int) -> bool:
-        """Returns whether a state behind this many tokens can be found already."""
-        return self._pool.get_cached_block(self._name(request, num_tokens)) is not None
+        """Returns whether a state behind this many tokens can be found already; not where steps
+        that are out have yet to say which tokens these are."""
+        is_known = num_tokens <= request.num_tokens
+        return is_known and (
+            self._pool.get_cached_block(self._name(request, num_tokens)) is not None
+        )
 
-    def publish(self, request: Request, block: KVCacheBlock, num_tokens: int) -> None:
-        """Lets others find a copy of the request's state behind its first `num_tokens` tokens."""
-        self._pool.cache_full_blocks([block], [self._name(request, num_tokens)])
+    def publish(
+        self, request: Request, block: KVCacheBlock, num_tokens: int, is_passing: bool
+    ) -> None:
+        """Lets others find a copy of the request's state behind its first `num_tokens` tokens.
+        `is_passing`: a later one may follow, so it does not go to host memory yet."""
+        self._pool.cache_full_blocks(
+            [block], [self._name(request, num_tokens)], tells=not is_passing
+        )
 
     def _name(self, request: Named, num_tokens: int) -> bytes:
         hashes = extend_block_hashes(request, self._stride)

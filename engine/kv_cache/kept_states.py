@@ -1,10 +1,12 @@
 """Keeps copies of requests' states where others may find them.
 
-1. `place_to_keep`  where a prompt ends its first part, so that the state is right there
+1. `place_to_keep`  where a prompt ends its first part, so that the state is right there; an answer
+                    without drafts is at each such place once
 2. `keep`           copies it before the next step computes more
 3. `settle`         the step is done: the copy can be found, and what a request began with a
-                    copy of is given back
+                    copy of is given back. Of an answer's copies the last one stays longest
 4. `copies_of`      a request that finds one begins with a copy of that
+5. `leave`          of an answer only what was kept last goes to host memory
 """
 
 from __future__ import annotations
@@ -49,11 +51,14 @@ class KeptStates:
 
     def keep(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> list[BlockCopy]:
         """Keeps the request's states, which are those behind its first `num_tokens` tokens until
-        the next step computes more. Nothing is kept that can be found, or while blocks are scarce.
+        the next step computes more: where a prefix may end. Nothing is kept that can be found, or
+        while blocks are scarce, or earlier copies are not made yet.
 
         Returns:
             The copies, to be made before that step computes anything.
         """
+        if num_tokens % self._stride or blocks.kept or not self._pool.enable_caching:
+            return []
         missing = [group for group in self._states if not group.is_kept(request, num_tokens)]
         if not missing or self._pool.num_free_blocks < _SPARE * len(missing):
             return []
@@ -68,9 +73,20 @@ class KeptStates:
         self._pool.free_blocks(blocks.borrowed)
         blocks.borrowed = []
         if num_tokens > blocks.num_kept_tokens:
+            is_passing = blocks.num_kept_tokens > request.num_prompt_tokens
             for state in self._states:
                 for group, block in blocks.kept:
                     if group == state.index:
-                        state.publish(request, block, blocks.num_kept_tokens)
-            self._pool.free_blocks(block for _, block in blocks.kept)
+                        state.publish(request, block, blocks.num_kept_tokens, is_passing)
+            copies = [block for _, block in blocks.kept]
+            self._pool.free_blocks(copies)
             blocks.kept = []
+            if is_passing:
+                self._pool.yield_first(blocks.passing)
+                blocks.passing = [(block, block.block_hash) for block in copies]
+
+    def leave(self, blocks: RequestBlocks) -> None:
+        """Comes when the request gives up its blocks."""
+        for block, name in blocks.passing:
+            if block.block_hash == name:
+                self._pool.tell(block)

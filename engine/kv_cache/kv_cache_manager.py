@@ -376,6 +376,7 @@ class KVCacheManager:
         if blocks is None:
             return []
         self._promised.count -= blocks.num_promised
+        self.states.leave(blocks)
         return self._held(blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:

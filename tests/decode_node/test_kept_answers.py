@@ -49,13 +49,18 @@ def test_without_a_template_prompts_are_continued_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "is_shared"), [(kv_layers(None, 5), True), (with_states(kv_layers(None)), False)]
+    ("layers", "query_len", "is_shared"),
+    [
+        (kv_layers(None, 5), 3, True),
+        (with_states(kv_layers(None)), 1, True),
+        (with_states(kv_layers(None)), 3, False),
+    ],
 )
 def test_answers_are_offered_where_what_is_behind_them_is_kept(
-    layers: tuple[KVLayers, ...], is_shared: bool, caplog: pytest.LogCaptureFixture
+    layers: tuple[KVLayers, ...], query_len: int, is_shared: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     transfer = KVTransferConfig(kv_role="kv_consumer", shares_prefixes=True)
-    config = make_config(kv_layers=layers, kv_transfer=transfer)
+    config = make_config(kv_layers=layers, kv_transfer=transfer, decode_query_len=query_len)
     tokenizer = Tokenizer(byte_level_backend(), ChatTemplate(PLAIN, {}))
     found = only_kept_answers(config, tokenizer, OutputParsers({}))
     assert found.kv_transfer is not None

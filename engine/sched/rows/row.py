@@ -112,6 +112,11 @@ class Row:
         return self.phase is RowPhase.GONE
 
     @property
+    def is_alone(self) -> bool:
+        """Returns whether neither choices nor beams go on with what it has."""
+        return not (self.request.choice_ids or self.request.is_beam)
+
+    @property
     def remaining_prefill(self) -> int:
         return self.prefill_len - self.num_reserved
 

@@ -261,6 +261,8 @@ class RunningRows:
         if reserved >= last and row.num_certain(reserved, query_len) >= last:
             self._stop_decoding(row, RowPhase.DRAINING)
         elif self._make_room(row, wanted if wanted < most else most):
+            if query_len == 1 and row.is_alone:
+                self.builder.keep_states(row, reserved)
             if decodes:
                 calendar.plan(row, step_id)
             else:
@@ -341,8 +343,7 @@ class RunningRows:
             if first < row.keep_at:
                 count = min(count, row.keep_at - first)
             else:
-                states = self._kv_cache.states
-                self.builder.copy_blocks(states.keep(row.request, row.blocks, row.keep_at))
+                self.builder.keep_states(row, row.keep_at)
                 row.keep_at = 0
         if row.request.spec.images:
             most = self.images.step_tokens - self.calendar.num_tokens
@@ -408,6 +409,8 @@ class RunningRows:
             row.check_len = self._next_check(row, num_tokens - 1)
 
     def _next_check(self, row: Row, num_computed_tokens: int) -> int:
+        if row.blocks.kept:
+            return min(row.max_len, row.blocks.check_len)
         block_size = self._kv_cache.least_block_size
         return min(row.max_len, (num_computed_tokens // block_size + 1) * block_size + 1)
 

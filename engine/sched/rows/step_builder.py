@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from itertools import chain
 
 import msgspec
 
@@ -44,6 +45,7 @@ class StepBuilder:
         self._decode_add: list[int] = []
         self._decode_remove: list[int] = []
         self._block_copies: list[BlockCopy] = []
+        self._kept_states: dict[int, list[BlockCopy]] = {}  # [row index]
         self.images: EncoderWork | None = None
         """Tells what the step does with images."""
         self._chunks: list[tuple[Row, int]] = []
@@ -70,6 +72,7 @@ class StepBuilder:
         """Withdraws everything else that was said of the row: workers apply the end first, and
         the row may have a new owner by then."""
         self._finished_rows.append(index)
+        self._kept_states.pop(index, None)
         if index in self._decode_remove:
             self._decode_remove.remove(index)
         if index in self._decode_add:
@@ -88,6 +91,13 @@ class StepBuilder:
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """Records copies that are made before the step computes anything."""
         self._block_copies += copies
+
+    def keep_states(self, row: Row, num_tokens: int) -> None:
+        """Keeps the row's states, which are those behind its first `num_tokens` tokens before the
+        step, where a prefix may end."""
+        if copies := self._kv_cache.states.keep(row.request, row.blocks, num_tokens):
+            self._kept_states[row.index] = copies
+            row.check_len = min(row.check_len, row.blocks.check_len)
 
     def add_to_decode(self, index: int) -> None:
         if index in self._decode_remove:
@@ -134,7 +144,7 @@ class StepBuilder:
             self._decode_add,
             self._decode_remove,
             kv,
-            self._block_copies,
+            [*self._block_copies, *chain.from_iterable(self._kept_states.values())],
         )
         if num_drafts is not None or self.images is not None:
             fields = msgspec.structs.asdict(output) | {"num_drafts": num_drafts}

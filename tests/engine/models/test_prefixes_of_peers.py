@@ -88,9 +88,7 @@ def counter(node: GroupedNode, name: str) -> float:
     ("family", "tp_size", "block_size"),
     [
         ("qwen3_next", 2, 16),
-        ("granite_hybrid", 1, 16),
         ("lfm3", 1, 16),  # short convolutions beside windows
-        ("kimi_linear", 1, 16),
         ("deepseek_v4", 2, 4),  # a prefix ends at multiples of 128 tokens
         ("gemma2", 1, 16),
     ],

@@ -158,6 +158,7 @@ class StepMachine:
         step = self.scheduler.schedule()
         if step is not None:
             self.scheduled.append(step)
+            self.check_copies(step)
         self.check_blocks()
         self.check_bounds()
         return step
@@ -304,6 +305,15 @@ class StepMachine:
             return
         prompt = client.request.all_token_ids[: client.request.num_prompt_tokens]
         assert client.prompt_ranks == prompt_ranks(prompt)
+
+    def check_copies(self, step: SchedulerOutput) -> None:
+        """Checks that what a step copies belongs to requests, and to each once."""
+        targets = [target for _, target in step.block_copies]
+        if targets:
+            kv_cache = self.scheduler._kv_cache
+            names = kv_cache.request_ids()
+            owned = {block.block_id for name in names for block in kv_cache.held_blocks(name)}
+            assert len(set(targets)) == len(targets) and owned.issuperset(targets)
 
     def check_blocks(self) -> None:
         """Checks that every block is either free or has exactly the users that its count says."""

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig, KVLayers
+from engine.contracts.request_spec import IDLE_PRIORITY
 from tests.engine.sched.factories import (
     compressed_layers,
     kv_layers,
@@ -164,17 +165,61 @@ def caching(machine: StepMachine, name: str, prompt: list[int], **sampling: obje
 def test_a_prompt_s_states_are_kept_behind_its_last_full_block(depth: int) -> None:
     machine = StepMachine(hybrid(max_num_batched_tokens=16), 60, depth=depth)
     prompt = list(range(1, 31))
-    assert caching(machine, "first", prompt) == 0
+    assert caching(machine, "first", prompt, max_tokens=2) == 0
     assert machine.worker.num_copies == 2
     # 28 tokens are seven blocks; behind them there is a token to compute.
-    assert caching(machine, "again", prompt) == 28
-    assert caching(machine, "longer", [*prompt, *range(40, 50)]) == 28
+    assert caching(machine, "again", prompt, max_tokens=2) == 28
+    assert caching(machine, "longer", [*prompt, *range(40, 50)], max_tokens=1) == 28
     # That one has kept its own states, behind 36 tokens, and found those that were there.
     assert machine.worker.num_copies == 2 + 2 + 4
     assert caching(machine, "other", [*prompt[:26], 60, 61, 62, 63]) == 0
     assert caching(machine, "longest", [*prompt, *range(40, 50), 5]) == 36
     assert machine.scheduler.reset_prefix_cache()
     assert caching(machine, "forgotten", prompt) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_states_are_kept_behind_each_full_block_of_an_answer(depth: int) -> None:
+    """All but the last of an answer's copies are displaced before anything else, and do not go to
+    host memory."""
+    machine = StepMachine(hybrid(max_num_batched_tokens=16), 60, depth=depth, num_host_slots=64)
+    client = machine.add(make_request("first", list(range(1, 31)), max_tokens=16))
+    machine.finish()
+    assert machine.worker.num_copies == 2 * 5, "behind 28, 32, 36, 40 and 44"
+    assert machine.host is not None
+    assert machine.host.tier.counters["host_tier_stored_blocks"] == 11 + 2 * 2
+    pool = machine.scheduler._kv_cache.block_pool
+    while pool.num_evicted < 2 * 3:
+        pool.free_blocks(pool.get_new_blocks(1 + sum(not b.block_hash for b in pool.blocks)))
+    tokens = client.request.all_token_ids
+    lengths = [len(tokens), len(tokens) - 1, 44, 29]
+    found = [caching(machine, str(n), tokens[:n], max_tokens=1) for n in lengths]
+    assert found == [44, 44, 28, 28]
+
+
+def test_a_preempted_answer_goes_on_behind_the_last_states_that_were_kept() -> None:
+    machine = StepMachine(hybrid(), 60, depth=2)
+    machine.add(make_request("a", list(range(1, 15)), max_tokens=30))
+    while machine.scheduler.stats().generation_tokens < 20:
+        machine.step()
+    running = machine.scheduler._running
+    running.preempt(next(running.table.live()))
+    machine.finish()
+    assert machine.scheduler.stats().prompt_tokens_computed == 14
+    machine.check_all_done()
+
+
+def test_a_row_that_a_step_takes_away_keeps_nothing_in_it() -> None:
+    """Its blocks may be filled from elsewhere while that step runs."""
+    machine = StepMachine(hybrid(max_num_seqs=1), 60, depth=2)
+    batch = make_request("batch", list(range(1, 30)), max_tokens=30, priority=IDLE_PRIORITY)
+    client = machine.add(batch)
+    while len(client.tokens) < 6:
+        machine.step()
+    machine.add(make_request("other", [50] * 9))
+    machine.finish()
+    assert machine.scheduler.stats().num_preemptions == 1
+    machine.check_all_done()
 
 
 def test_a_kept_state_is_found_where_blocks_of_tokens_are_large() -> None:
@@ -190,7 +235,7 @@ def test_a_kept_state_is_found_where_blocks_of_tokens_are_large() -> None:
 def test_states_are_not_kept_where_a_prompt_must_be_whole() -> None:
     machine = StepMachine(hybrid(enable_chunked_prefill=False), 60)
     for name in ("first", "again"):
-        assert caching(machine, name, list(range(1, 31))) == 0
+        assert caching(machine, name, list(range(1, 31)), max_tokens=2) == 0
     assert machine.worker.num_copies == 0
 
 
@@ -253,7 +298,7 @@ def test_a_conversation_that_the_cache_forgot_comes_from_host_memory(depth: int)
     prompt = list(range(1, 31))
     assert caching(machine, "first", prompt, max_tokens=2) == 0
     caching(machine, "other", [50] * 50, max_tokens=2)
-    longer = [*prompt, *range(40, 50)]
+    longer = [*prompt, *range(40, 49)]
     assert caching(machine, "second", longer, max_tokens=2) == 28
     assert machine.scheduler.stats().prompt_tokens_loaded == 28
     caching(machine, "another", [51] * 50, max_tokens=2)

@@ -126,18 +126,21 @@ def test_what_came_in_part_is_found_by_nobody(
 
 
 def test_a_pull_writes_into_no_block_that_others_find() -> None:
-    """The cache has the answer's tokens, and no state behind them: both come, into new blocks."""
+    """The cache has the conversation's tokens, and no states: both come, into new blocks."""
     layers, block_size, end = SHAPES["states"]
     machine = machine_of(layers, block_size)
     first = machine.add(make_request("first", PROMPT, max_tokens=20))
     machine.finish()
+    pool = machine.scheduler._kv_cache.block_pool
+    states = [(one, one.block_hash) for one in pool.blocks if len(one.block_hash or b"") == 33]
+    pool.yield_first(states)
+    pool.free_blocks(pool.get_new_blocks(len(states)))
     machine.peer_tokens = lambda ask: end + 16
     second = ask(machine, [*PROMPT, *first.expected, 7, 8, 9])
     machine.schedule()
     machine.answer_asks()
     (pull,) = machine.connector.pulls.values()
-    assert pull.position == end
-    pool = machine.scheduler._kv_cache.block_pool
+    assert pull.position == 0
     written = [block for table in pull.block_ids for block in table[pull.position // block_size :]]
     assert all(pool.blocks[block].block_hash is None for block in written)
     machine.finish()
