@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests import forked_programs
+from tests import forked_programs, quick_imports
 
+quick_imports.hide_here()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else gRPC starts its threads again in a child between fork and exec, where they may abort it.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# Else jsonschema makes forty parsers of international addresses, for a format of no schema here.
-sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 ROOT = Path(__file__).resolve().parent.parent
 

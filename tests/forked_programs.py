@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from host.termination import bound, die_with_parent
+from tests.quick_imports import hide_here
 
 PROGRAMS = {
     "cli": "cli.__main__",
@@ -266,6 +267,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     gc.disable()
+    hide_here()  # Some import Ray later.
     for module in PROGRAMS.values():
         importlib.import_module(module)
     _name([STORE, "tests"])

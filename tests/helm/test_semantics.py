@@ -30,6 +30,7 @@ from tests.helm.scenarios import (
     workloads,
 )
 from tests.helm.service_settings import POD_IP, containers, settings_of
+from tests.quick_imports import HIDE
 
 TIERS = ("prefill", "decode")
 ENGINES = (*TIERS, "node")
@@ -573,7 +574,7 @@ def test_ray_takes_the_flags_it_is_given() -> None:
     lines = ray_lines("multi-host")
     assert [line[1] for line in lines] == ["start", "health-check", "start"]
     code = (
-        "import json, sys\n"
+        f"{HIDE}import json\n"
         "from ray.scripts.scripts import cli\n"
         "for line in json.load(sys.stdin):\n"
         "    command = cli.commands[line[1]]\n"

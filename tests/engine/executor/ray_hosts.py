@@ -23,6 +23,7 @@ from pathlib import Path
 from cli.local_cluster.cluster import free_ports
 from tests.network_namespaces import NoNamespacesError, Switch, opened_switch
 from tests.processes import descendants, find_processes, is_alive
+from tests.quick_imports import hidden_by
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("leader", "other")
@@ -105,8 +106,8 @@ class RayHosts:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-        folders = os.pathsep.join(str(ROOT / part) for part in ("", "proto", "kernels"))
-        python = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": folders}
+        folders = [hidden_by(folder), *(str(ROOT / part) for part in ("", "proto", "kernels"))]
+        python = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(folders)}
         self._env = {**os.environ, **self.env, **python}
         self.nodes: list[RayNode] = []
         try:
