@@ -219,6 +219,8 @@ class HelmCli:
             check=False,
             env={
                 **os.environ,
+                # It ends before it has left more garbage than there is memory.
+                "GOGC": "off",
                 "HELM_CACHE_HOME": _scratch("cache"),
                 "HELM_CONFIG_HOME": _scratch("config"),
                 "HELM_DATA_HOME": _scratch("data"),
