@@ -50,7 +50,7 @@ def _paged(q: Tensor, kv_cache: PagedKV, metadata: Any, *rest: Any) -> tuple[str
         kernels.append("window_attention_kernel")
         tiles.append(f"the window of {metadata.window} at once, {decodes} x {heads}")
     elif kind == "decode":
-        tuning = decode_tuning(decodes * heads, q.shape[-1], kv_cache.dtype)
+        tuning = decode_tuning(q.device, decodes * heads, q.shape[-1], kv_cache.dtype)
         kernels.append("decode_attention_kernel, merge_kernel")
         tiles.append(_fields(tuning, "tile", "num_warps", "num_stages", "programs_per_sm"))
     if kind == "prefill" or decodes < requests:
@@ -68,12 +68,12 @@ def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, *res
     size = q_latent.element_size()
     if metadata.num_decodes and not metadata.fixed_order:
         rows = q_latent.shape[1] * metadata.decode_query_len
-        tuning = latent_decode_tuning(rows, size)
+        tuning = latent_decode_tuning(q_latent.device, rows, size)
         return (
             "latent_decode_kernel, latent_merge_kernel",
             _fields(tuning, "rows", "tile", "num_warps", "num_stages"),
         )
-    long = latent_tuning(size)
+    long = latent_tuning(q_latent.device, size)
     return "latent_attention_kernel", _fields(long, "rows", "tile", "num_warps", "num_stages")
 
 
@@ -86,7 +86,9 @@ def _sparse_latents(q_latent: Tensor, q_rope: Tensor, cache: Tensor, chosen: Ten
     from tandem_kernels.attention.sparse_latent_attention import copies_ahead, sparse_tuning
 
     is_ahead = copies_ahead(q_latent, q_rope, metadata, kv_scales)
-    tuning = sparse_tuning(q_latent.shape[1], q_latent.element_size(), is_ahead=is_ahead)
+    tuning = sparse_tuning(
+        q_latent.device, q_latent.shape[1], q_latent.element_size(), is_ahead=is_ahead
+    )
     kernel = "sparse_ahead_kernel" if is_ahead else "sparse_latent_kernel"
     return kernel, _fields(tuning, *_OF_HEADS)
 
@@ -112,7 +114,7 @@ def _of_blocks(q: Tensor, kv_cache: PagedKV, chosen: Tensor, metadata: Any, choi
                *rest: Any) -> tuple[str, str]:  # fmt: skip
     from tandem_kernels.attention.block_sparse_attention import block_sparse_tuning
 
-    tuning = block_sparse_tuning(choice.size, q.element_size())
+    tuning = block_sparse_tuning(q.device, choice.size, q.element_size())
     return "block_sparse_kernel", _fields(tuning, "tile", "num_warps", "num_stages")
 
 
@@ -146,7 +148,7 @@ def _of_states(
 def _few_rows(x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
     from tandem_kernels.gemm.few_row_gemm import few_row_tuning
 
-    tuning = few_row_tuning(len(x), *weight.shape)
+    tuning = few_row_tuning(x.device, len(x), *weight.shape)
     return "few_row_gemm_kernel", _fields(tuning, "cols", "depth", "num_warps", "num_stages")
 
 
@@ -155,7 +157,7 @@ def _small_m(gated: bool) -> Callable[..., tuple[str, str]]:
         from tandem_kernels.gemm.small_m_gemm import small_m_tuning
 
         fields = "cols", "depth", "num_warps", "num_stages"
-        return "small_m_gemm_kernel", _fields(small_m_tuning(gated), *fields)
+        return "small_m_gemm_kernel", _fields(small_m_tuning(arguments[0].device, gated), *fields)
 
     return of
 

@@ -84,6 +84,21 @@ def num_programs(device: torch.device, programs_per_sm: int) -> int:
     return programs_per_sm * (2 if gpu is None else gpu.num_sms)
 
 
+def gpu_names(device: torch.device) -> tuple[str, ...]:
+    """Returns the names under which tables of tunings may have a GPU: its own, and its family's,
+    `sm_90`; of no GPU, none."""
+    return _names_of_device(device) if _assumed is None else _names_of(_assumed)
+
+
+@cache
+def _names_of_device(device: torch.device) -> tuple[str, ...]:
+    return _names_of(_facts_of(device)) if device.type == "cuda" else ()
+
+
+def _names_of(gpu: GpuFacts) -> tuple[str, ...]:
+    return gpu.name, "sm_{}{}".format(*gpu.capability)
+
+
 def gpu_name(device: torch.device) -> str:
     """Returns the GPU's name as tables of tunings have it, `NVIDIA_H200`; of no GPU, `cpu`."""
     gpu = gpu_facts(device)

@@ -152,6 +152,8 @@ from tandem_kernels.sampler import (
     token_masks,
 )
 
+CPU = torch.device("cpu")
+"""Takes the general tables of tunings."""
 MULTIPLES = (
     "_stride",
     "vocab_size",
@@ -313,7 +315,7 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
 
 def small_m_cases(capability: int) -> Iterator[Case]:
     for gated in (False, True):
-        tuning = small_m_gemm.small_m_tuning(gated)
+        tuning = small_m_gemm.small_m_tuning(CPU, gated)
         yield Case(
             small_m_gemm.small_m_gemm_kernel,
             f"gated={gated}",
@@ -338,7 +340,7 @@ def few_row_cases(capability: int) -> Iterator[Case]:
     for rows, outputs in ((4, 128), (1, 2880), (16, 2880)):
         is_router = outputs == 128
         inner = 2880 if is_router else 4096
-        tuning = few_row_gemm.few_row_tuning(rows, outputs, inner)
+        tuning = few_row_gemm.few_row_tuning(CPU, rows, outputs, inner)
         yield Case(
             few_row_gemm.few_row_gemm_kernel,
             f"rows={rows} outputs={outputs}",
@@ -368,7 +370,7 @@ def few_row_qkv_cases() -> Iterator[Case]:
     ):
         num_q_heads, num_kv_heads, head_dim = heads
         is_whole = dtype == "bf16"
-        tuning = few_row_gemm.few_row_tuning(rows, (num_q_heads + 2 * num_kv_heads) * head_dim)
+        tuning = few_row_gemm.few_row_tuning(CPU, rows, (num_q_heads + 2 * num_kv_heads) * head_dim)
         yield Case(
             few_row_qkv.few_row_qkv_kernel,
             f"{dtype} rows={rows}",
@@ -422,7 +424,7 @@ def fp8_cases(capability: int) -> Iterator[Case]:
     yield Case(fp8_activations.scale_product_kernel, "", types, scale)
     quantised = {**types, **named("*fp8e4nv", "x", "weight")}
     for rows, gated, blocks in itertools.product((1, 64), (False, True), (False, True)):
-        tuning = fp8_gemm.fp8_tuning(rows, 4096, 4096, gated=gated, blocks=blocks)
+        tuning = fp8_gemm.fp8_tuning(CPU, rows, 4096, 4096, gated=gated, blocks=blocks)
         yield Case(
             fp8_gemm.fp8_small_m_kernel,
             f"rows={rows} gated={gated} blocks={blocks}",
@@ -445,7 +447,7 @@ def fp8_cases(capability: int) -> Iterator[Case]:
         )
 
     for rows, outputs, inner in ((1, 32768, 1024), (4, 4096, 8192), (2, 1536, 3840)):
-        few = fp8_few_rows.few_fp8_tuning(rows, outputs, inner)
+        few = fp8_few_rows.few_fp8_tuning(CPU, rows, outputs, inner)
         yield Case(
             fp8_few_rows.fp8_few_row_kernel,
             f"rows={rows} inner={inner}",
@@ -529,7 +531,7 @@ def int8_cases(capability: int) -> Iterator[Case]:
     yield Case(fp8_activations.rms_norm_fp8_kernel, "int8", types, norm, {"num_warps": 8})
     quantised = {**types, **named("*i8", "x", "weight")}
     for rows, gated in itertools.product((1, 64), (False, True)):
-        tuning = fp8_gemm.fp8_tuning(rows, 4096, 4096, gated=gated, blocks=False)
+        tuning = fp8_gemm.fp8_tuning(CPU, rows, 4096, 4096, gated=gated, blocks=False)
         constants = {
             "ROWS": max(16, rows),
             "COLS": tuning.cols,
@@ -552,7 +554,7 @@ def int8_cases(capability: int) -> Iterator[Case]:
 
 
 def int8_tile_case(num_rows: int, parts: int) -> Case:
-    tuning = int8_gemm.int8_tuning(num_rows, 4096)
+    tuning = int8_gemm.int8_tuning(CPU, num_rows, 4096)
     rows, cols, depth = tuning.rows, tuning.cols // parts, tuning.depth
     return Case(
         int8_gemm.int8_gemm_kernel,
@@ -651,7 +653,7 @@ def int4_cases(capability: int) -> Iterator[Case]:
         many = capability >= 90 and dtype == "bf16"
         shapes = list(itertools.product((1, 32, 64, 256) if many else (1,), (4096,), (False, True)))
         for rows, outputs, gated in [*shapes, (256, 14336, True)] if many else shapes:
-            tuning = int4_tuning.int4_tuning(rows, outputs, 4096, gated=gated)
+            tuning = int4_tuning.int4_tuning(CPU, rows, outputs, 4096, gated=gated)
             yield Case(
                 int4_gemm.int4_gemm_kernel,
                 f"{dtype} rows={rows} outputs={outputs} gated={gated}",
@@ -698,7 +700,7 @@ def fp4_cases(capability: int) -> Iterator[Case]:
     for rows, gated, words in itertools.product(steps, (False, True), (544, 576)):
         if words == 544 and rows not in (1, 64):
             continue
-        tuning = fp4_tuning.fp4_tuning(rows, 4096, 4096, gated=gated)
+        tuning = fp4_tuning.fp4_tuning(CPU, rows, 4096, 4096, gated=gated)
         yield Case(
             fp4_gemm.fp4_gemm_kernel,
             f"rows={rows} gated={gated} words={words}",
@@ -859,14 +861,14 @@ def attention_cases(capability: int) -> Iterator[Case]:
         label = f"{dtype} head_dim={head_dim} fp8={is_fp8}"
         vary = (head_dim, capability, is_fp8) == (128, 90, False)
         cached = torch.float8_e4m3fn if is_fp8 else DTYPES[dtype]
-        decode = decode_tuning.decode_tuning(8 * 64, head_dim, cached)
+        decode = decode_tuning.decode_tuning(CPU, 8 * 64, head_dim, cached)
         plain = {"WINDOW": 0, "HAS_SINKS": False, "sinks": None}
         rare = {"WINDOW": 1024, "HAS_SINKS": True}
         shape_of_tile = {**shape, "TILE": decode.tile, "OVERLAP": capability >= 90}
         few = not is_fp8 and (vary or head_dim == 64)
         decodes = [(64, False), *([(16, False)] if vary else []), *([(64, True)] if few else [])]
         for block_size, ahead in decodes:
-            decode = decode_tuning.decode_tuning(8 if ahead else 8 * 64, head_dim, cached)
+            decode = decode_tuning.decode_tuning(CPU, 8 if ahead else 8 * 64, head_dim, cached)
             yield Case(
                 decode_attention.decode_attention_kernel,
                 f"{label} block_size={block_size} ahead={ahead}",
@@ -914,7 +916,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
         few = ((16, 16, 64), (256, 2048, 128))
         more = (*few, (8192, 2**20, 16)) if vary else few if is_fp8 else ()
         for max_rows, total_rows, block_size in ((8192, 2**20, 128), *more):
-            prefill = prefill_tuning.prefill_tuning(
+            prefill = prefill_tuning.prefill_tuning(CPU, 
                 max_rows, total_rows, 8192, head_dim, DTYPES[dtype], block_size,
                 by_warpgroups=capability >= 90 and not is_fp8,
             )  # fmt: skip
@@ -1297,9 +1299,9 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
     )  # fmt: skip
     turned = latent_decode.LatentDecodeTuning(16, 64, 4, 3, turned=True)
     for tuning, splits, block_size in (
-        (latent_decode.latent_decode_tuning(16, 2), 4, 64),
-        (latent_decode.latent_decode_tuning(16, 2), 1, 16),
-        (latent_decode.latent_decode_tuning(128, 2), 1, 64),
+        (latent_decode.latent_decode_tuning(CPU, 16, 2), 4, 64),
+        (latent_decode.latent_decode_tuning(CPU, 16, 2), 1, 16),
+        (latent_decode.latent_decode_tuning(CPU, 128, 2), 1, 64),
         *(((turned, 1, 64),) if capability >= 90 else ()),
     ):
         yield Case(
@@ -1329,7 +1331,7 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
         {**types, "out": "*bf16"},
         {**shape, "SPLITS": 4, "OVERLAP": capability >= 90},
     )
-    tuning = latent_attention.latent_tuning(2)
+    tuning = latent_attention.latent_tuning(CPU, 2)
     yield Case(
         latent_attention.latent_attention_kernel,
         f"rows={tuning.rows} fp8={is_fp8}",
@@ -1801,7 +1803,7 @@ def sparse_cases(capability: int) -> Iterator[Case]:
         {"TOP_K": 2048, "QUERY_LEN": 1, "BLOCK_SIZE": 64, "BLOCK": 1024},
     )
     for num_heads, splits, is_fp8 in ((16, 4, False), (128, 1, False), (128, 1, fp8)):
-        tuning = sparse_latent_attention.sparse_tuning(num_heads, 2)
+        tuning = sparse_latent_attention.sparse_tuning(CPU, num_heads, 2)
         yield Case(
             sparse_latent_attention.sparse_latent_kernel,
             f"heads={num_heads} splits={splits} fp8={is_fp8}",
@@ -1863,7 +1865,7 @@ def sparse_ahead_cases(capability: int) -> Iterator[Case]:
             {"num_warps": 8, "maxnreg": index_select.REGISTERS},
         )  # fmt: skip
     for num_heads, splits in ((16, 1), (128, 4)) if capability == 90 else ():
-        tuning = sparse_latent_attention.sparse_tuning(num_heads, 2, is_ahead=True)
+        tuning = sparse_latent_attention.sparse_tuning(CPU, num_heads, 2, is_ahead=True)
         yield Case(
             sparse_latents_ahead.sparse_ahead_kernel,
             f"heads={num_heads} splits={splits}",
@@ -2106,7 +2108,7 @@ def block_sparse_cases(capability: int) -> Iterator[Case]:
         constants = {**shape, "TOP_LANES": 16, "WIDTH": 1024}
         choose = block_scores.choose_blocks_kernel
         yield Case(choose, f"query_len={query_len}", types, constants, {"num_warps": 4})
-    tuning = block_sparse_attention.block_sparse_tuning(128, 2)
+    tuning = block_sparse_attention.block_sparse_tuning(CPU, 128, 2)
     for splits, is_fp8, page in ((4, False, 16), (1, fp8, 64)):
         yield Case(
             block_sparse_attention.block_sparse_kernel,

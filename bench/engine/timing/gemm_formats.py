@@ -124,7 +124,7 @@ class FewRows(Bf16):
     def ways(self) -> Mapping[str, Way]:
         if self.shape.gated:
             return super().ways()
-        usual = few_row_tuning(self.rows, self.shape.outputs, self.shape.inputs)
+        usual = few_row_tuning(self.x.device, self.rows, self.shape.outputs, self.shape.inputs)
         return {**super().ways(), "chosen": partial(self.tiled, usual)}
 
     def tiled(self, tuning: FewRowTuning, index: int) -> None:
@@ -133,7 +133,7 @@ class FewRows(Bf16):
     def tunings(self) -> Iterator[FewRowTuning]:
         if self.shape.gated:
             return
-        yield few_row_tuning(self.rows, self.shape.outputs, self.shape.inputs)
+        yield few_row_tuning(self.x.device, self.rows, self.shape.outputs, self.shape.inputs)
         if self.rows > REGISTER_ROWS:
             for cols, depth, stages in itertools.product((16, 32), (128, 256, 512), (3, 4, 5)):
                 yield FewRowTuning(cols, depth, 4, stages)
@@ -157,7 +157,7 @@ class Int4(Weights):
 
     def ways(self) -> Mapping[str, Way]:
         usual = int4_tuning(
-            self.rows, self.shape.outputs, self.shape.inputs, gated=self.shape.gated
+            self.x.device, self.rows, self.shape.outputs, self.shape.inputs, gated=self.shape.gated
         )
         return {"chosen": partial(self.tiled, usual), "written out": self._written_out}
 
@@ -170,7 +170,9 @@ class Int4(Weights):
 
     def tunings(self) -> Iterator[Int4Tuning]:
         gated = self.shape.gated
-        yield int4_tuning(self.rows, self.shape.outputs, self.shape.inputs, gated=gated)
+        yield int4_tuning(
+            self.x.device, self.rows, self.shape.outputs, self.shape.inputs, gated=gated
+        )
         yield from tilings("gemm-int4", partial(Int4Tuning, swapped=True), self.rows, gated=gated)
 
 
@@ -200,7 +202,9 @@ class Nvfp4(Weights):
 
     def tunings(self) -> Iterator[Fp4Tuning]:
         gated = self.shape.gated
-        yield fp4_tuning(self.rows, self.shape.outputs, self.shape.inputs, gated=gated)
+        yield fp4_tuning(
+            self.x.device, self.rows, self.shape.outputs, self.shape.inputs, gated=gated
+        )
         yield from tilings("gemm-fp4", Fp4Tuning, self.rows, gated=gated)
 
 

@@ -8,7 +8,7 @@ steps can be recorded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,6 +27,7 @@ from tandem_kernels.attention.latent_tile import store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs
 from tandem_kernels.product_precision import precision_of
+from tandem_kernels.tunings.table import TuningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,16 @@ class BlockSparseTuning:
     most_splits: int = 16
 
 
-def block_sparse_tuning(size: int, itemsize: int) -> BlockSparseTuning:
+def _within_block(taken: BlockSparseTuning, size: int, itemsize: int) -> BlockSparseTuning:
+    return replace(taken, tile=min(size, taken.tile))
+
+
+_TABLE = TuningTable("block_sparse", BlockSparseTuning, ("size", "itemsize"), _within_block)
+
+
+def block_sparse_tuning(device: torch.device, size: int, itemsize: int) -> BlockSparseTuning:
     """Chooses by the tokens of a block and the bytes of a number."""
-    if itemsize > 2:
-        return BlockSparseTuning(tile=min(size, 32), num_warps=4, num_stages=1)
-    return BlockSparseTuning(tile=min(size, 64), num_warps=4, num_stages=3)
+    return _TABLE.choose(device, size, itemsize)
 
 
 @triton.jit
@@ -200,7 +206,7 @@ def block_sparse_attention(
     num_tokens, num_heads, head_dim = q.shape
     kv_heads, block_size, _, value_dim = sizes_of(kv_cache)
     out = torch.empty((num_tokens, num_heads, value_dim), dtype=q.dtype, device=q.device)
-    tuning = block_sparse_tuning(choice.size, q.element_size())
+    tuning = block_sparse_tuning(q.device, choice.size, q.element_size())
     splits = 1
     if not metadata.fixed_order:
         splits = _num_splits(q.device, tuning, num_tokens * kv_heads, choice)

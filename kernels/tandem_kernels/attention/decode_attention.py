@@ -289,7 +289,7 @@ def decode_attention(
     num_kv_heads = sizes.num_kv_heads
     num_units, group = num_reqs * num_kv_heads, num_q_heads // num_kv_heads
     is_fp8, few = kv_scales is not None, num_units <= _FEW_UNITS
-    tuning = tuning or decode_tuning(num_units, head_dim, kv_cache.dtype)
+    tuning = tuning or decode_tuning(q.device, num_units, head_dim, kv_cache.dtype)
     programs = num_programs(q.device, tuning.programs_per_sm)
     acc_shape, state_shape = (programs, 2, group, sizes.value_dim), (programs, 2, 2, group)
     partial_acc = torch.empty(acc_shape, dtype=torch.float32, device=q.device)

@@ -20,6 +20,7 @@ from tandem_kernels.attention.latent_decode import blocks_of, latent_decode
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E, request_of
 from tandem_kernels.product_precision import precision_of
+from tandem_kernels.tunings.table import TuningTable, as_it_is
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,12 @@ class LatentTuning:
     num_stages: int
 
 
-def latent_tuning(itemsize: int) -> LatentTuning:
+_TABLE = TuningTable("latent_attention", LatentTuning, ("itemsize",), as_it_is)
+
+
+def latent_tuning(device: torch.device, itemsize: int) -> LatentTuning:
     """Chooses by the bytes of a number."""
-    if itemsize > 2:
-        return LatentTuning(rows=16, tile=16, num_warps=4, num_stages=1)
-    return LatentTuning(rows=64, tile=32, num_warps=8, num_stages=3)
+    return _TABLE.choose(device, itemsize)
 
 
 @triton.jit(do_not_specialize=["first_req", "num_reqs"])
@@ -168,7 +170,7 @@ def _attend_others(
     """Attends for the requests behind the decodes, which have one token each."""
     num_tokens, num_heads, latent = q_latent.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
-    tuning = latent_tuning(q_latent.element_size())
+    tuning = latent_tuning(q_latent.device, q_latent.element_size())
     heads = min(tuning.rows, triton.next_power_of_2(num_heads))
     block_q = max(1, tuning.rows // heads)
     tiles = triton.cdiv(num_tokens - first_req, block_q) + num_reqs - first_req

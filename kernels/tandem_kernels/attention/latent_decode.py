@@ -33,6 +33,7 @@ from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
+from tandem_kernels.tunings.table import TuningTable, as_it_is
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,17 @@ class LatentDecodeTuning:
     turned: bool = False
 
 
-def latent_decode_tuning(num_rows: int, itemsize: int) -> LatentDecodeTuning:
+_TABLE = TuningTable("latent_decode", LatentDecodeTuning, ("num_rows", "itemsize"), as_it_is)
+
+
+def latent_decode_tuning(device: torch.device, num_rows: int, itemsize: int) -> LatentDecodeTuning:
     """Chooses by the query rows of a request.
 
     Args:
         num_rows: Tokens times heads.
         itemsize: Bytes of a number.
     """
-    if itemsize > 2:
-        return LatentDecodeTuning(rows=16, tile=16, num_warps=4, num_stages=1)
-    if num_rows > 32:
-        return LatentDecodeTuning(rows=64, tile=32, num_warps=8, num_stages=3, programs_per_sm=1)
-    return LatentDecodeTuning(rows=16, tile=32, num_warps=4, num_stages=3)
+    return _TABLE.choose(device, num_rows, itemsize)
 
 
 def num_splits(tuning: LatentDecodeTuning, num_tiles: int, device: torch.device) -> int:
@@ -223,7 +223,9 @@ def latent_decode(
     """
     _, num_heads, latent = q_latent.shape
     num_decodes, query_len = metadata.num_decodes, metadata.decode_query_len
-    tuning = tuning or latent_decode_tuning(num_heads * query_len, q_latent.element_size())
+    tuning = tuning or latent_decode_tuning(
+        q_latent.device, num_heads * query_len, q_latent.element_size()
+    )
     row_tiles = triton.cdiv(num_heads * query_len, tuning.rows)
     splits = num_splits(tuning, num_decodes * row_tiles, q_latent.device)
     target, state = out, None

@@ -366,6 +366,7 @@ def tuning_of(
     num_tokens, num_q_heads, head_dim = q.shape
     sizes, context = sizes_of(kv_cache), metadata.usual_seq_len or metadata.max_seq_len
     return prefill_tuning(
+        q.device,
         max(metadata.max_query_len, fewest_tokens) * (num_q_heads // sizes.num_kv_heads),
         (num_tokens - metadata.num_decodes) * num_q_heads,
         min(context, metadata.window or context),

@@ -1,19 +1,14 @@
-"""Says how attention of long queries runs best, by shape."""
+"""Says how attention of long queries runs best, by shape (`tunings/*/prefill_attention.json`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import triton
 
-LONG_CONTEXT = 4096
-"""The number of tokens from which larger tiles are faster: by 4 % of a step of 4 x 2048 tokens
-behind 8192 each. Below smaller ones are, by 0.7 % of a step of 4 x 2048.
-"""
-_FEW_ROWS = 128 * 128
-_SMALL_WINDOW = 256
-"""Positions. Through 128 of them, 2048 tokens are attended in 33 us instead of 42."""
+from tandem_kernels.tunings.table import TuningTable, as_it_is
+
+_NO_WINDOW = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +26,24 @@ class PrefillTuning:
     in_parts: bool = False
 
 
+_TABLE = TuningTable(
+    "prefill_attention",
+    PrefillTuning,
+    (
+        "max_rows",
+        "total_rows",
+        "max_context",
+        "row_bytes",
+        "block_size",
+        "window",
+        "by_warpgroups",
+    ),
+    as_it_is,
+)
+
+
 def prefill_tuning(
+    device: torch.device,
     max_rows: int,
     total_rows: int,
     max_context: int,
@@ -49,37 +61,28 @@ def prefill_tuning(
     four warps multiply together, and there is room for 192 KiB: on Hopper, of a cache in the
     queries' type.
     """
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    is_few = total_rows <= _FEW_ROWS
-    is_narrow = window is not None and window <= _SMALL_WINDOW
-    if row_bytes > 512:
-        if by_warpgroups and dtype.itemsize == 2 and max_rows > 16:
-            return PrefillTuning(rows=64, tile=64, num_warps=8, num_stages=1)
-        return PrefillTuning(rows=16 if max_rows <= 16 else 32, tile=16, num_warps=4, num_stages=2)
-    if max_rows <= 16:
-        return PrefillTuning(rows=16, tile=32, num_warps=4, num_stages=3, in_parts=True)
-    if row_bytes > 256:
-        if by_warpgroups and dtype.itemsize == 2 and not is_few and not is_narrow:
-            return PrefillTuning(rows=128, tile=64, num_warps=8, num_stages=2)
-        return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2, in_parts=is_few)
-    if max_rows <= 64 or is_few:
-        return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4, in_parts=True)
-    if row_bytes <= 128 and is_narrow:
-        return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2)
-    if row_bytes <= 128 and max_context < LONG_CONTEXT:
-        return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4)
-    if max_context >= LONG_CONTEXT and block_size % 128 == 0:
-        return PrefillTuning(rows=128, tile=128, num_warps=8, num_stages=5)
-    if max_context >= LONG_CONTEXT and block_size % 64 == 0:
-        return PrefillTuning(rows=128, tile=64, num_warps=8, num_stages=5)
-    return PrefillTuning(rows=128, tile=64, num_warps=4, num_stages=4)
+    return _TABLE.choose(
+        device,
+        max_rows,
+        total_rows,
+        max_context,
+        _row_bytes(head_dim, dtype),
+        block_size,
+        _NO_WINDOW if window is None else window,
+        by_warpgroups and dtype.itemsize == 2,
+    )
 
 
 def fixed_tuning(head_dim: int, dtype: torch.dtype) -> PrefillTuning:
     """Returns the same tuning for all shapes of a batch."""
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    row_bytes = _row_bytes(head_dim, dtype)
     if row_bytes > 512:
         return PrefillTuning(rows=16, tile=16, num_warps=4, num_stages=2)
     if row_bytes > 256:
         return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2)
     return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4)
+
+
+def _row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of a head of a token in a tile, whose width is a power of two."""
+    return (1 << (head_dim - 1).bit_length()) * dtype.itemsize

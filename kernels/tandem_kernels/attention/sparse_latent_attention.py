@@ -28,6 +28,7 @@ from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.attention.sparse_latents_ahead import sparse_ahead_kernel
 from tandem_kernels.device import has_warpgroup_mma, num_programs
 from tandem_kernels.product_precision import precision_of
+from tandem_kernels.tunings.table import TuningTable, as_it_is
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +65,20 @@ def copies_ahead(
     return num_heads > 16 or is_full
 
 
-def sparse_tuning(num_heads: int, itemsize: int, *, is_ahead: bool = False) -> SparseTuning:
+_TABLE = TuningTable(
+    "sparse_latents", SparseTuning, ("num_heads", "itemsize", "is_ahead"), as_it_is
+)
+
+
+def sparse_tuning(
+    device: torch.device, num_heads: int, itemsize: int, *, is_ahead: bool = False
+) -> SparseTuning:
     """Chooses by the heads of a token and the bytes of a number.
 
     Args:
-        is_ahead: For `sparse_ahead_kernel`, which takes half the time for a prompt's tokens of 16
-            heads (8192 behind 24,576: 3.2 ms on an H200), and three fifths for those of 128.
+        is_ahead: For `sparse_ahead_kernel`.
     """
-    if is_ahead and num_heads > 16:
-        return SparseTuning(rows=64, tile=128, num_warps=8, num_stages=1, programs_per_sm=1)
-    if is_ahead:
-        return SparseTuning(rows=16, tile=64, num_warps=4, num_stages=1)
-    if itemsize > 2:
-        return SparseTuning(rows=16, tile=16, num_warps=4, num_stages=1)
-    if num_heads > 16:
-        return SparseTuning(rows=64, tile=64, num_warps=8, num_stages=3, programs_per_sm=1)
-    return SparseTuning(rows=16, tile=32, num_warps=4, num_stages=5)
+    return _TABLE.choose(device, num_heads, itemsize, is_ahead)
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -189,7 +188,7 @@ def sparse_latent_attention(
     top_k = chosen.shape[1]
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     is_ahead = copies_ahead(q_latent, q_rope, metadata, kv_scales)
-    tuning = sparse_tuning(num_heads, q_latent.element_size(), is_ahead=is_ahead)
+    tuning = sparse_tuning(q_latent.device, num_heads, q_latent.element_size(), is_ahead=is_ahead)
     head_tiles = triton.cdiv(num_heads, tuning.rows)
     splits = 1
     if not metadata.fixed_order:

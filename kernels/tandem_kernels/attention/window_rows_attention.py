@@ -21,14 +21,14 @@ from tandem_kernels.attention.chosen_slots import request_of_token
 from tandem_kernels.attention.latent_tile import store_attended
 from tandem_kernels.attention.narrow_vectors import load_narrow, page_pointers, page_widths
 from tandem_kernels.attention.prefill_attention import LOG2_E
-from tandem_kernels.attention.sparse_latent_attention import SparseTuning, sparse_tuning
+from tandem_kernels.attention.sparse_latent_attention import SparseTuning
 from tandem_kernels.attention.token_rows import BackTurn, RowPages, SeenRows
 from tandem_kernels.attention.window_rows_ahead import window_rows_ahead_kernel
 from tandem_kernels.attention.window_rows_shapes import attends_ahead
 from tandem_kernels.device import num_programs
 from tandem_kernels.product_precision import precision_of
+from tandem_kernels.tunings.table import TuningTable, as_it_is
 
-_FEW_TOKENS, _SOME_TOKENS = 4, 32
 AHEAD = SparseTuning(rows=64, tile=64, num_warps=8, num_stages=2, programs_per_sm=1)
 """`window_rows_ahead_kernel` is made for it. 8192 tokens of 64 heads take 0.50 ms in place of 0.93
 with a window alone, 2.13 in place of 3.32 with 512 chosen rows of 4 tokens, 0.65 in place of 1.29
@@ -336,20 +336,15 @@ def _results(q: Tensor, splits: int, out: Tensor) -> tuple[Tensor, Tensor | None
     return vectors, states
 
 
-def window_rows_tuning(q: Tensor, fixed_order: bool) -> SparseTuning:
-    """Chooses by queries [T, H, D]: their heads and dtype and, but for `fixed_order`, their number.
+_TABLE = TuningTable(
+    "window_rows", SparseTuning, ("num_tokens", "num_heads", "itemsize", "fixed_order"), as_it_is
+)
 
-    Measured with 64 heads on an H200, against one choice for all: 11 in place of 19 us for one
-    token, 24 in place of 29 for 16, 48 in place of 56 for 64, 3.3 in place of 4.3 ms for 8192.
-    """
+
+def window_rows_tuning(q: Tensor, fixed_order: bool) -> SparseTuning:
+    """Chooses by queries [T, H, D]: heads, dtype and, but for `fixed_order`, their number."""
     num_tokens, num_heads, _ = q.shape
-    if q.element_size() > 2 or num_heads <= 16:
-        return sparse_tuning(num_heads, q.element_size())
-    if num_tokens <= _FEW_TOKENS and not fixed_order:
-        return SparseTuning(rows=16, tile=16, num_warps=4, num_stages=5, most_splits=32)
-    if num_tokens <= _SOME_TOKENS and not fixed_order:
-        return SparseTuning(rows=64, tile=32, num_warps=8, num_stages=3, programs_per_sm=1)
-    return SparseTuning(rows=64, tile=64, num_warps=8, num_stages=2, programs_per_sm=1)
+    return _TABLE.choose(q.device, num_tokens, num_heads, q.element_size(), fixed_order)
 
 
 def _num_splits(

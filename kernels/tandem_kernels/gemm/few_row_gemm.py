@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
 from tandem_kernels.product_precision import precision_of
+from tandem_kernels.tunings.table import TuningTable, as_it_is
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +50,19 @@ class FewRowTuning:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
-def few_row_tuning(num_rows: int, num_outputs: int, inner: int = 0) -> FewRowTuning:
-    """Returns what was quickest for the layers of gpt-oss-120b on an H200, with some programs for
-    each of its 132 SMs. `bench.engine.gemms --formats few-rows --tune` times others.
+_TABLE = TuningTable("few_rows", FewRowTuning, ("num_rows", "num_outputs", "inner"), as_it_is)
+
+
+def few_row_tuning(
+    device: torch.device, num_rows: int, num_outputs: int, inner: int = 0
+) -> FewRowTuning:
+    """Chooses for x [num_rows, inner] -> [num_rows, num_outputs].
+    `bench.engine.gemms --formats few-rows --tune` times others.
 
     Args:
         inner: 0: of `few_row_qkv`, for which it makes no difference.
     """
-    few_outputs = num_outputs < 2048
-    if num_rows > REGISTER_ROWS:
-        return FewRowTuning(cols=16 if few_outputs else 32, depth=512, num_warps=4, num_stages=5)
-    if few_outputs:
-        return FewRowTuning(cols=2, depth=2048, num_warps=4)
-    if num_outputs > 4096:
-        if num_rows == 1:
-            return FewRowTuning(cols=8, depth=1024, num_warps=2)
-        return FewRowTuning(cols=8, depth=1024, num_warps=4, max_registers=96)
-    if num_rows == 1:
-        if inner >= 2048:
-            return FewRowTuning(cols=4, depth=2048, num_warps=4)
-        return FewRowTuning(cols=4, depth=512, num_warps=1)
-    return FewRowTuning(cols=4, depth=1024, num_warps=2)
+    return _TABLE.choose(device, num_rows, num_outputs, inner)
 
 
 @triton.jit
@@ -227,7 +220,7 @@ def few_row_gemm(
     if out is None:
         size = x.shape[0], weight.shape[0]
         out = torch.empty(size, dtype=out_dtype or x.dtype, device=x.device)
-    tuning = few_row_tuning(x.shape[0], *weight.shape)
+    tuning = few_row_tuning(x.device, x.shape[0], *weight.shape)
     run_few_rows(x, weight, bias, out, tuning, adds=residual is not None)
     return out
 

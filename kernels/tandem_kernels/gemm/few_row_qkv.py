@@ -144,7 +144,7 @@ def few_row_qkv(
     heads = len(weight) // kv_cache.shape[-1], kv_cache.shape[-1]
     out = torch.empty(len(x), *heads, dtype=x.dtype, device=x.device)
     given = x, weight, bias, positions, cos_sin_cache, kv_cache, slot_mapping, norm_weight, eps
-    run_few_row_qkv(*given, out, few_row_tuning(len(x), len(weight)))
+    run_few_row_qkv(*given, out, few_row_tuning(x.device, len(x), len(weight)))
     return out
 
 

@@ -187,7 +187,7 @@ def launch(
     if num_rows == 0:
         return
     inner = x.shape[1]
-    tuning = tuning or fp4_tuning(num_rows, num_outputs, inner, gated=gated)
+    tuning = tuning or fp4_tuning(x.device, num_rows, num_outputs, inner, gated=gated)
     strips = triton.cdiv(num_outputs, tuning.cols), triton.cdiv(num_rows, tuning.rows)
     parts = arrived = None
     if tuning.splits > 1:

@@ -1,9 +1,13 @@
-"""How GEMMs with four-bit floats run best, by their shape
-(`python -m bench.engine.gemms --formats nvfp4 --tune` tries others)."""
+"""How GEMMs with four-bit floats run best, by their shape (`tunings/*/fp4.json`;
+`python -m bench.engine.gemms --formats nvfp4 --tune` tries others)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import torch
+
+from tandem_kernels.tunings.table import TuningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,55 +37,44 @@ FIXED = Fp4Tuning(64, 64, 64, splits=1, num_warps=4, num_stages=3)
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Says how programs compute their tile, and how many of them the SMs of a Hopper should have at
-    once, at most what fits."""
+    """Says how programs compute their tile, and how many of them the SMs should have at once, at
+    most what fits."""
 
     tuning: Fp4Tuning
     programs: int
 
 
-_TILES = {
-    (8, False): (_Tile(Fp4Tuning(8, 64, 256, 1, 2, 3, ahead=64), 1056),),
-    (8, True): (_Tile(Fp4Tuning(8, 64, 64, 1, 2, 3), 1056),),
-    (16, False): (_Tile(Fp4Tuning(16, 64, 128, 1, 2, 3, ahead=32), 1056),),
-    (16, True): (_Tile(Fp4Tuning(16, 64, 128, 1, 4, 3, ahead=32), 1056),),
-    (32, False): (
-        _Tile(Fp4Tuning(32, 64, 128, 1, 4, 3, ahead=256), 660),
-        _Tile(Fp4Tuning(32, 64, 256, 1, 4, 3, ahead=256), 396),
-    ),
-    (32, True): (_Tile(Fp4Tuning(32, 128, 128, 1, 4, 4, ahead=256), 264),),
-    (64, False): (
-        _Tile(Fp4Tuning(64, 64, 128, 1, 4, 4, ahead=256), 264),
-        _Tile(Fp4Tuning(64, 64, 128, 1, 4, 3, ahead=256), 396),
-    ),
-    (64, True): (_Tile(Fp4Tuning(64, 64, 128, 1, 4, 4, ahead=256), 264),),
-    (128, False): (
-        _Tile(Fp4Tuning(128, 64, 128, 1, 4, 3, ahead=256), 264),
-        _Tile(Fp4Tuning(128, 64, 128, 1, 4, 4, ahead=256), 132),
-    ),
-    (128, True): (_Tile(Fp4Tuning(128, 64, 64, 1, 4, 3, ahead=256), 264),),
-}
-"""Holds the tiles by their largest number of rows, and whether they are of gate and up. Of several,
-the one is taken that leaves the fewest places for programs empty."""
-_FEW_ROWS = 16
-_MOST_SPLITS = {True: 16, False: 8}
-"""Parts are more where rows are few: those of many take longer to sum."""
-_LEAST_INPUTS = 256
-"""A part of the inner dimension is never shorter."""
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Holds tiles, of which the one is taken that leaves the fewest places for programs empty.
+    Parts are more where rows are few: those of many take longer to sum.
+
+    Attributes:
+        most_splits, least_inputs: Parts of the inner dimension, and inputs of each.
+    """
+
+    tiles: tuple[_Tile, ...]
+    most_splits: int
+    least_inputs: int
 
 
-def fp4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> Fp4Tuning:
-    """Chooses for x [num_rows, inner] -> [num_rows, num_outputs]; `gated`: gate and up, whose
-    outputs count once."""
-    rows = next((size for size, _ in _TILES if num_rows <= size), 128)
-    strips_down = -(-num_rows // rows)
-
-    def split(tile: _Tile) -> tuple[float, Fp4Tuning]:
-        strips = -(-num_outputs // tile.tuning.cols) * strips_down
-        most = _MOST_SPLITS[rows <= _FEW_ROWS]
-        most = min(most, tile.programs // strips, inner // _LEAST_INPUTS)
+def _split(taken: _Tiles, num_rows: int, num_outputs: int, inner: int, gated: bool) -> Fp4Tuning:
+    def fitted(tile: _Tile) -> tuple[float, Fp4Tuning]:
+        strips = -(-num_outputs // tile.tuning.cols) * -(-num_rows // tile.tuning.rows)
+        most = min(taken.most_splits, tile.programs // strips, inner // taken.least_inputs)
         splits = 1 << max(0, most.bit_length() - 1)
         turns = strips * splits / tile.programs
         return turns / -(-turns // 1), replace(tile.tuning, splits=splits)
 
-    return max(map(split, _TILES[rows, gated]), key=lambda found: found[0])[1]
+    return max(map(fitted, taken.tiles), key=lambda found: found[0])[1]
+
+
+_TABLE = TuningTable("fp4", _Tiles, ("num_rows", "num_outputs", "inner", "gated"), _split)
+
+
+def fp4_tuning(
+    device: torch.device, num_rows: int, num_outputs: int, inner: int, *, gated: bool
+) -> Fp4Tuning:
+    """Chooses for x [num_rows, inner] -> [num_rows, num_outputs]; `gated`: gate and up, whose
+    outputs count once."""
+    return _TABLE.choose(device, num_rows, num_outputs, inner, gated)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
+from tandem_kernels.tunings.table import TuningTable, as_it_is
 
 _VECTOR = tl.constexpr(16)
 """Weights that one instruction loads."""
@@ -38,19 +40,14 @@ class FewFp8Tuning:
     num_warps: int
 
 
-def few_fp8_tuning(num_rows: int, num_outputs: int, inner: int) -> FewFp8Tuning:
-    """Returns what was quickest for the layers of DeepSeek-V4-Flash on an H200, of multiples of
-    128: one row takes 8.6 to 8.9 us for 33 million weights, where matrix units take 15 to 16, and
-    four rows 14.7 to 15.8."""
-    if num_rows == 1:
-        if inner <= 1024:
-            return FewFp8Tuning(cols=8, depth=512, num_warps=1)
-        return FewFp8Tuning(cols=8 if inner >= 8192 else 4, depth=2048, num_warps=4)
-    if inner <= 1024 or inner >= 8192:
-        return FewFp8Tuning(cols=4, depth=512, num_warps=1)
-    if num_outputs < 2048:
-        return FewFp8Tuning(cols=4, depth=2048, num_warps=4)
-    return FewFp8Tuning(cols=4, depth=1024, num_warps=2)
+_TABLE = TuningTable("fp8_registers", FewFp8Tuning, ("num_rows", "num_outputs", "inner"), as_it_is)
+
+
+def few_fp8_tuning(
+    device: torch.device, num_rows: int, num_outputs: int, inner: int
+) -> FewFp8Tuning:
+    """Chooses for x [num_rows, inner] -> [num_rows, num_outputs], multiples of 128."""
+    return _TABLE.choose(device, num_rows, num_outputs, inner)
 
 
 @triton.jit

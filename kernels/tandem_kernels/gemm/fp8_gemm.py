@@ -11,7 +11,7 @@ may be int8 as well, which is summed in int32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -29,6 +29,7 @@ from tandem_kernels.gemm.fp8_paths import FEW_BLOCK_ROWS, fp8_path
 from tandem_kernels.gemm.integer_sums import no_sums
 from tandem_kernels.part_sums import sum_of_parts
 from tandem_kernels.stream_lanes import lane_counters
+from tandem_kernels.tunings.table import TuningTable
 
 _MAX_PROGRAMS = 4096
 """Programs along the outputs, at most: each has a counter."""
@@ -55,26 +56,46 @@ class Fp8Tuning:
     lines: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Fp8Programs:
+    """Says how programs compute their tile, and how many of them there should be: the inner
+    dimension is cut, at most into `most_splits`, while there are fewer. Parts are multiples of
+    `part` inputs, and no fewer than `least_inputs`.
+    """
+
+    tuning: Fp8Tuning
+    programs: int
+    most_splits: int
+    part: int
+    least_inputs: int = 0
+
+
+def _split(
+    taken: _Fp8Programs, num_rows: int, num_outputs: int, inner: int, gated: bool, blocks: bool
+) -> Fp8Tuning:
+    tuning, splits = taken.tuning, 1
+    while (
+        splits < taken.most_splits
+        and num_outputs // tuning.cols * splits < taken.programs
+        and inner % (2 * taken.part * splits) == 0
+        and inner // (2 * splits) >= taken.least_inputs
+    ):
+        splits *= 2
+    depth = tuning.depth if inner % (tuning.depth * splits) == 0 else 128
+    return replace(tuning, splits=splits, depth=depth)
+
+
+_TABLE = TuningTable(
+    "fp8_few", _Fp8Programs, ("num_rows", "num_outputs", "inner", "gated", "blocks"), _split
+)
+
+
 def fp8_tuning(
-    num_rows: int, num_outputs: int, inner: int, *, gated: bool, blocks: bool
+    device: torch.device, num_rows: int, num_outputs: int, inner: int, *, gated: bool, blocks: bool
 ) -> Fp8Tuning:
     """Returns what suits a shape; all take inner dimensions of multiples of 128 and outputs of
     multiples of 64."""
-    if num_rows > 16:
-        # On scales of blocks, a part of fewer than 1024 inputs takes longer than it saves.
-        splits, least = 1, 1024 if blocks else 128
-        while splits < 4 and num_outputs // 64 * splits < 132 and inner % (256 * splits) == 0:
-            if inner // (2 * splits) < least:
-                break
-            splits *= 2
-        return Fp8Tuning(64, 128, splits, True, 4, 4, lines=8)
-    splits, most = 1, 8 if num_outputs >= 2048 else 4
-    while splits < most and num_outputs // 32 * splits < 700 and inner % (512 * splits) == 0:
-        splits *= 2
-    if blocks:
-        return Fp8Tuning(32, 128, splits, False, 4, 4, lines=8)
-    depth = 128 if inner % (256 * splits) else 256
-    return Fp8Tuning(32, depth, splits, False, 4, 3 if gated else 4, lines=8)
+    return _TABLE.choose(device, num_rows, num_outputs, inner, gated, blocks)
 
 
 @triton.jit
@@ -304,7 +325,7 @@ def fp8_gemm(
     if w_scales.dim() == 2:
         return _by_blocks(x, x_scales, weight, w_scales, bias, out_dtype)
     out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
-    tuning = fp8_tuning(len(x), *weight.shape, gated=False, blocks=False)
+    tuning = fp8_tuning(x.device, len(x), *weight.shape, gated=False, blocks=False)
     return fp8_small_m(x, x_scales, weight, w_scales, bias, out, tuning)
 
 
@@ -318,7 +339,9 @@ def fp8_gate_up(
         return silu_and_mul(_by_blocks(x, x_scales, weight, w_scales, None, out_dtype))
     num_outputs, inner = len(weight) // 2, weight.shape[1]
     out = torch.empty((len(x), num_outputs), dtype=out_dtype, device=x.device)
-    tuning = fp8_tuning(len(x), num_outputs, inner, gated=True, blocks=w_scales.dim() == 2)
+    tuning = fp8_tuning(
+        x.device, len(x), num_outputs, inner, gated=True, blocks=w_scales.dim() == 2
+    )
     return fp8_small_m(x, x_scales, weight, w_scales, None, out, tuning, gated=True)
 
 
@@ -347,8 +370,8 @@ def _by_blocks(
     out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
     given = x, x_scales, weight, w_scales, bias, out
     if len(x) <= FEW_BLOCK_ROWS:
-        return fp8_few_rows(*given, few_fp8_tuning(len(x), *weight.shape), groups)
-    tuning = fp8_tuning(len(x), *weight.shape, gated=False, blocks=True)
+        return fp8_few_rows(*given, few_fp8_tuning(x.device, len(x), *weight.shape), groups)
+    tuning = fp8_tuning(x.device, len(x), *weight.shape, gated=False, blocks=True)
     return fp8_small_m(*given, tuning, groups=groups)
 
 

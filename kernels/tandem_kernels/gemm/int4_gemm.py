@@ -192,7 +192,7 @@ def launch(
     group_size = packed_group_size(packed, groups)
     block = block_size(group_size)
     num_blocks = packed.shape[1] * 4 // block
-    tuning = tuning or int4_tuning(num_rows, num_outputs, inner, gated=gated)
+    tuning = tuning or int4_tuning(x.device, num_rows, num_outputs, inner, gated=gated)
     cols = tuning.cols // 2 if gated else tuning.cols
     strips = triton.cdiv(num_outputs, cols), triton.cdiv(num_rows, tuning.rows)
     parts = arrived = None

@@ -1,9 +1,13 @@
-"""How GEMMs with 4-bit weights run best, by their shape; found by measurement
-(`python -m bench.engine.gemms --formats int4 --tune`)."""
+"""How GEMMs with 4-bit weights run best, by their shape (`tunings/*/int4.json`;
+`python -m bench.engine.gemms --formats int4 --tune` tries others)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import torch
+
+from tandem_kernels.tunings.table import TuningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,47 +39,40 @@ class Int4Tuning:
 FIXED = Int4Tuning(64, 64, splits=1, swapped=True, num_warps=4, num_stages=3, late=True)
 """One choice for all batches, where a row must have the same bits in any company."""
 
-_TILES = {
-    8: Int4Tuning(8, 32, 1, True, num_warps=1, num_stages=4, ahead=8, late=True),
-    16: Int4Tuning(16, 32, 1, True, num_warps=1, num_stages=3, ahead=8, late=True),
-    32: Int4Tuning(32, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True),
-    64: Int4Tuning(64, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True),
-    128: Int4Tuning(128, 128, 1, True, num_warps=8, num_stages=2, ahead=8, pieces=2),
-}
-"""Holds the tiles by their largest number of rows. With few a warp works for itself."""
-_GATED_64 = Int4Tuning(64, 128, 1, True, num_warps=8, num_stages=2)
-_PROGRAMS = {8: 1056, 16: 900, 32: 396, 64: 264, 128: 132}
-"""This many fit on the SMs of a Hopper at once."""
-_NARROW_128 = {
-    132: Int4Tuning(128, 64, 1, True, num_warps=4, num_stages=3),
-    264: Int4Tuning(128, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True, pieces=2),
-}
-"""Tiles for outputs so few that halves of the inner dimension are a program each, by how many
-programs fit at once."""
-_LEAST_BLOCKS = 4
-"""A part of the inner dimension is never shorter."""
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Says how programs compute their tile, and how many of them the SMs have room for at once.
+
+    Attributes:
+        most_splits, least_blocks: Parts of the inner dimension, and blocks of 256 inputs of each.
+    """
+
+    tuning: Int4Tuning
+    programs: int
+    most_splits: int
+    least_blocks: int
 
 
-def int4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> Int4Tuning:
+def _split(
+    taken: _Tile, num_rows: int, num_outputs: int, inner: int, gated: bool, width: int
+) -> Int4Tuning:
+    tile = taken.tuning
+    strips = -(-width // tile.cols) * -(-num_rows // tile.rows)
+    most = min(taken.most_splits, taken.programs // strips, inner // 256 // taken.least_blocks)
+    return replace(tile, splits=1 << max(0, most.bit_length() - 1))
+
+
+_TABLE = TuningTable("int4", _Tile, ("num_rows", "num_outputs", "inner", "gated", "width"), _split)
+
+
+def int4_tuning(
+    device: torch.device, num_rows: int, num_outputs: int, inner: int, *, gated: bool
+) -> Int4Tuning:
     """Chooses for x [num_rows, inner] -> [num_rows, num_outputs].
 
     Args:
         gated: Two outputs are computed for each column.
     """
-    rows = next((size for size in _TILES if num_rows <= size), 128)
-    width = num_outputs * (1 + gated)
-    tile, programs = _tile(rows, width, gated=gated)
-    strips = -(-width // tile.cols) * -(-num_rows // rows)
-    most = min(8, programs // strips, inner // 256 // _LEAST_BLOCKS)
-    return replace(tile, splits=1 << max(0, most.bit_length() - 1))
-
-
-def _tile(rows: int, width: int, *, gated: bool) -> tuple[Int4Tuning, int]:
-    """Returns the tile of this many rows, and how many of its programs run at once. `width`:
-    outputs of the weights."""
-    if rows == 64 and gated:
-        return _GATED_64, _PROGRAMS[64]
-    for programs, tile in _NARROW_128.items() if rows == 128 else ():
-        if 2 * (width // tile.cols) <= programs:
-            return tile, programs
-    return _TILES[rows], _PROGRAMS[rows]
+    width = num_outputs * (1 + gated)  # outputs of the weights
+    return _TABLE.choose(device, num_rows, num_outputs, inner, gated, width)

@@ -22,11 +22,10 @@ from tandem_kernels.device import has_copy_engine, num_programs
 from tandem_kernels.gemm.fp8_gemm import fp8_small_m, fp8_tuning
 from tandem_kernels.gemm.fp8_paths import takes_small
 from tandem_kernels.gemm.persistent_tiles import place_of_tile, rounded
+from tandem_kernels.tunings.table import TuningTable, as_it_is
 
 SMALL_ROWS = 64
 """At most this many rows are few."""
-_FEWEST_LARGE = 100
-"""SMs that have none of this many large tiles cost less than smaller tiles do."""
 TILES_DOWN = 16
 """See `persistent_tiles.place_of_tile`."""
 
@@ -42,14 +41,12 @@ class Int8Tuning:
     num_stages: int
 
 
-def int8_tuning(num_rows: int, num_outputs: int) -> Int8Tuning:
-    """Returns what suits this many rows, as measured on an H200 (`bench/results/int8.json`): where
-    tiles of many outputs would leave many SMs without any, smaller ones."""
-    if -(-num_rows // 128) * -(-num_outputs // 256) >= _FEWEST_LARGE:
-        return Int8Tuning(128, 256, 128, 8, 3)
-    if num_rows <= 256:
-        return Int8Tuning(64, 128, 128, 4, 5)
-    return Int8Tuning(128, 128, 128, 8, 5)
+_TABLE = TuningTable("int8", Int8Tuning, ("num_rows", "large_tiles"), as_it_is)
+
+
+def int8_tuning(device: torch.device, num_rows: int, num_outputs: int) -> Int8Tuning:
+    """Chooses by rows, and by how many tiles of 128 x 256 outputs there would be."""
+    return _TABLE.choose(device, num_rows, -(-num_rows // 128) * -(-num_outputs // 256))
 
 
 @triton.jit
@@ -128,9 +125,9 @@ def int8_gemm(
     """See `reference.int8.int8_gemm`; inner dimensions and outputs are multiples of 16."""
     out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
     if is_small(len(x), weight):
-        few = fp8_tuning(len(x), *weight.shape, gated=False, blocks=False)
+        few = fp8_tuning(x.device, len(x), *weight.shape, gated=False, blocks=False)
         return fp8_small_m(x, x_scales, weight, w_scales, bias, out, few)
-    tuning = int8_tuning(len(x), len(weight))
+    tuning = int8_tuning(x.device, len(x), len(weight))
     return int8_tiles(x, x_scales, weight, w_scales, bias, out, tuning)
 
 
@@ -141,9 +138,9 @@ def int8_gate_up(
     num_outputs, inner = len(weight) // 2, weight.shape[1]
     out = torch.empty((len(x), num_outputs), dtype=out_dtype, device=x.device)
     if is_small(len(x), weight):
-        few = fp8_tuning(len(x), num_outputs, inner, gated=True, blocks=False)
+        few = fp8_tuning(x.device, len(x), num_outputs, inner, gated=True, blocks=False)
         return fp8_small_m(x, x_scales, weight, w_scales, None, out, few, gated=True)
-    tuning = int8_tuning(len(x), len(weight))
+    tuning = int8_tuning(x.device, len(x), len(weight))
     return int8_tiles(x, x_scales, weight, w_scales, None, out, tuning, gated=True)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
+from tandem_kernels.tunings.table import TuningTable, as_it_is
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,12 @@ class SmallMTuning:
     num_stages: int
 
 
-def small_m_tuning(gated: bool) -> SmallMTuning:
-    return SmallMTuning(cols=32, depth=256, num_warps=4, num_stages=3 if gated else 4)
+_TABLE = TuningTable("small_m", SmallMTuning, ("gated",), as_it_is)
+
+
+def small_m_tuning(device: torch.device, gated: bool) -> SmallMTuning:
+    """Chooses by whether two outputs are computed for each column."""
+    return _TABLE.choose(device, gated)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -105,7 +110,7 @@ def small_m_gate_up(x: Tensor, weight: Tensor) -> Tensor:
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gated: bool) -> None:
     num_rows, num_outputs = out.shape
-    tuning = small_m_tuning(gated)
+    tuning = small_m_tuning(x.device, gated)
     overlap = supports_pdl(x.device)
     small_m_gemm_kernel[(num_outputs // tuning.cols,)](
         x,

@@ -107,7 +107,7 @@ def few_row_conv(
     """See `reference.delta_rule.few_row_conv`; only for what `few_row_conv_shapes` says."""
     num_rows, (num_outputs, inner), width = len(x), weight.shape, taps.shape[1]
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    tuning = few_row_tuning(num_rows, num_outputs, inner)
+    tuning = few_row_tuning(x.device, num_rows, num_outputs, inner)
     overlap = uses_pdl(x.device, num_rows)
     few_row_conv_kernel[(triton.cdiv(num_outputs, tuning.cols),)](
         x,
