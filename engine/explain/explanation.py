@@ -33,6 +33,7 @@ from engine.worker.memory.kv_cache import layer_views
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from kv_transfer.layout import own_groups
 from tandem_kernels.device import GpuFacts, as_on
+from tandem_kernels.tunings.table import asked_choices
 
 _TELL_AT_START = ("engine.models.factory", "engine.layers.attention.selection")
 """Loggers that say once what an engine does, which must not be said of an explanation."""
@@ -76,6 +77,7 @@ class KernelChoice:
         part: Of the model.
         operation: In `tandem_kernels.ops`; or a library's.
         module: Where its kernels are, in `tandem_kernels`; empty: a library's.
+        tables: Rows of tables of tunings that were asked (`tandem_kernels.tunings`).
     """
 
     part: str
@@ -84,6 +86,7 @@ class KernelChoice:
     why: str
     operation: str
     module: str
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Explanation:
         graph: Which CUDA graph it is, and why.
         choices: By the layers that choose alike: their numbers, and what they choose.
         names: What is no layer, by the number that it has among them.
+        thresholds: The table from which `GemmPolicy` has the numbers of rows; empty: none is asked.
     """
 
     step: str
@@ -103,6 +107,7 @@ class Explanation:
     graph: str
     choices: tuple[tuple[tuple[int, ...], tuple[KernelChoice, ...]], ...]
     names: dict[int, str]
+    thresholds: str = ""
 
 
 class _OneOf(ParallelGroup):
@@ -164,8 +169,13 @@ def explain(
     with asked_model(config, gpu, launches, has_flash) as run:
         dtype = getattr(torch, config.model.dtype)
         size = config.parallel.tensor_parallel_size
-        policy = GemmPolicy.choose(config.device, NOWHERE, size, dtype)
-        return [_explained(config, gpu, policy, run(batch), batch, launches) for batch in batches]
+        with asked_choices() as asked:
+            policy = GemmPolicy.choose(config.device, NOWHERE, size, dtype)
+        thresholds = "" if gpu is None else ", ".join(map(str, asked))
+        return [
+            _explained(config, gpu, policy, run(batch), batch, launches, thresholds)
+            for batch in batches
+        ]
 
 
 @contextmanager
@@ -222,6 +232,7 @@ def _explained(
     attention: AttentionBackend,
     batch: Batch,
     launches: Launches,
+    thresholds: str,
 ) -> Explanation:
     rows = {
         layer: tuple(_row(one, policy, gpu) for one in found if is_telling(one.name, one.module))
@@ -232,7 +243,7 @@ def _explained(
         name += f": {dense.name} for prompts from {dense.min_tokens} tokens on, else paged"
     graph = _graph(config, gpu, batch, attention)
     names = {-1: "embedding", config.model.num_layers: "head"}
-    return Explanation(str(batch), name, graph, alike(rows), names)
+    return Explanation(str(batch), name, graph, alike(rows), names, thresholds)
 
 
 def alike(
@@ -258,8 +269,11 @@ def _row(launch: Launch, policy: GemmPolicy, gpu: GpuFacts | None) -> KernelChoi
         return KernelChoice(part, kernel, "", "a CPU computes by torch", launch.name, launch.module)
     from engine.explain.tiles import describe
 
-    kernel, tile = describe(launch)
-    return KernelChoice(part, kernel, tile, reason(launch, policy), launch.name, launch.module)
+    with asked_choices() as asked:
+        kernel, tile = describe(launch)
+        why = reason(launch, policy)
+    tables = tuple(dict.fromkeys(map(str, asked)))
+    return KernelChoice(part, kernel, tile, why, launch.name, launch.module, tables)
 
 
 def _graph(

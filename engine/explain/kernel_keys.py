@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.contracts.steps.step_launches import GraphKey
-from engine.explain.explanation import Batch, asked_model
+from engine.explain.explanation import NOWHERE, Batch, asked_model
 from engine.explain.launched_kernels import KernelKey, keeping
 from engine.explain.launches import Launches
 from engine.models.recorded_steps import launches_of
@@ -72,7 +72,7 @@ def steps_before_ready(config: EngineConfig) -> list[DummyStep]:
     sizes = limits.max_num_batched_tokens, limits.max_num_seqs, config.model
     masked = masked_tokens_of(config)
     largest = largest_steps(*sizes, expands_contexts=True, masked_tokens=masked)
-    return [*largest, *warm_up_steps(config)]
+    return [*largest, *warm_up_steps(config, NOWHERE)]
 
 
 def batch_of_graph(key: GraphKey, config: EngineConfig) -> Batch:

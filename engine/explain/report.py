@@ -14,6 +14,8 @@ def report(explanations: Sequence[Explanation]) -> str:
         lines.append(found.step)
         lines.append(f"  attention backend  {found.backend}")
         lines.append(f"  CUDA graph         {found.graph}")
+        if found.thresholds:
+            lines.append(f"  thresholds         {found.thresholds}")
         for layers, rows in found.choices:
             lines.append(f"  {_name_of(layers, found)}")
             lines += [f"    {line}" for line in _table(rows)]
@@ -30,6 +32,14 @@ def summary(explanations: Sequence[Explanation]) -> list[str]:
         kernels = ", ".join(f"{row.part} {row.kernel}" for row in rows)
         lines.append(f"{found.step}: {found.backend}; graph {found.graph}; {kernels}")
     return lines
+
+
+def tables_of(explanations: Sequence[Explanation]) -> list[str]:
+    """Returns the folders whose tables of tunings were asked, each once."""
+    asked = [found.thresholds for found in explanations]
+    for found in explanations:
+        asked += [table for _, rows in found.choices for row in rows for table in row.tables]
+    return sorted({table.partition("/")[0] for table in asked if table})
 
 
 def _name_of(layers: tuple[int, ...], found: Explanation) -> str:
@@ -50,7 +60,10 @@ def _name_of(layers: tuple[int, ...], found: Explanation) -> str:
 
 
 def _table(rows: Sequence[KernelChoice]) -> list[str]:
-    cells = [(row.part, row.kernel, row.tile, row.why) for row in rows]
+    cells = [
+        (row.part, row.kernel, row.tile, "; ".join(filter(None, (row.why, *row.tables))))
+        for row in rows
+    ]
     widths = [max((len(line[i]) for line in cells), default=0) for i in range(3)]
     lines = []
     for part, kernel, tile, why in cells:

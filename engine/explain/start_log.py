@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.explain.explanation import Batch, explain
-from engine.explain.report import summary
+from engine.explain.report import summary, tables_of
 from engine.explain.towers import explain_tower
 from engine.layers.attention.whole_prompts import flash_attention
 from tandem_kernels.device import gpu_facts
@@ -35,6 +35,7 @@ def log_choices(config: EngineConfig, device: torch.device) -> None:
         found = explain(config, gpu, batches, has_flash=has_flash)
         if config.model.vision is not None and config.images.has_encoder:
             found.append(explain_tower(config, _IMAGE))
+        logger.info("GEMMs and attention take tables of tunings of %s", ", ".join(tables_of(found)))
         for line in summary(found):
             logger.info("kernels of %s", line)
     except Exception as error:

@@ -5,7 +5,7 @@ Kernels' modules import triton, so this does where a GPU is meant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -13,13 +13,15 @@ from torch import Tensor
 from engine.explain.launches import Launch
 from engine.explain.reasons import OF_STATES
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
-from tandem_kernels.device import gpu_name
+from tandem_kernels.device import gpu_name, shared_bytes
 from tandem_kernels.experts.expert_tuning import (
     FIXED,
     TABLES,
     ExpertShape,
     ExpertTuning,
-    gemm_tunings,
+    Range,
+    expert_range,
+    expert_tuning,
     nearest_shape,
 )
 
@@ -175,39 +177,61 @@ def _fp8(x: Tensor, scales: Tensor, weight: Tensor, w_scales: Tensor, *rest: Any
 def _plain_experts(
     x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor, *rest: Any
 ) -> tuple[str, str]:
-    from tandem_kernels.experts.one_row_experts import takes_one_row
-
-    if not any(rest[:1]) and all(bias is None for bias in rest[1:3]) and takes_one_row(x, w13, w2):
-        return _one_row(w13, w2)
-    shape = ExpertShape.of_plain(w13, w2)
-    return "fused_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
-
-
-def _one_row(w13: Tensor, w2: Tensor) -> tuple[str, str]:
-    from tandem_kernels.experts.one_row_experts import one_row_tuning
-
-    first = one_row_tuning(w13.shape[1] // w2.shape[2], w13.shape[2])
-    tiles = [
-        _fields(each, "cols", "depth", "num_warps")
-        for each in (first, one_row_tuning(1, w2.shape[2]))
-    ]
-    return "one_row_expert_kernel", f"gate·up {tiles[0]}; down {tiles[1]}"
+    fixed, *biases = (*rest, None, None, None)[:3]
+    is_plain = not fixed and all(bias is None for bias in biases)
+    if is_plain and (tiles := _one_row(x, w13, w2, None)):
+        return "one_row_expert_kernel", tiles
+    tunings = _Tunings(ExpertShape.of_plain(w13, w2), x, experts.numel(), FIXED if fixed else None)
+    parts = w13.shape[1] // w2.shape[2]
+    return "fused_experts kernels", tunings.within(x.element_size(), lambda _: parts, lambda _: 1)
 
 
 def _experts_beside(
-    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor, *rest: Any
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    shared_w13: Tensor,
+    shared_w2: Tensor,
+    *rest: Any,
 ) -> tuple[str, str]:
-    return _plain_experts(x, w13, w2, weights, experts)
+    from tandem_kernels.experts.one_row_experts import SharedWeights
+
+    beside = f"; a shared expert of width {shared_w2.shape[1]} in the first programs"
+    if tiles := _one_row(x, w13, w2, SharedWeights(shared_w13, shared_w2)):
+        return "one_row_expert_kernel", tiles + beside
+    kernels, tiles = _plain_experts(x, w13, w2, weights, experts)
+    return kernels, tiles + beside
+
+
+def _one_row(x: Tensor, w13: Tensor, w2: Tensor, shared: Any) -> str:
+    """Returns the tiles of one token's experts; nothing if these do not compute them."""
+    from tandem_kernels.experts.one_row_experts import one_row_tuning, takes_one_row
+
+    if not takes_one_row(x, w13, w2, shared):
+        return ""
+    both = one_row_tuning(w13.shape[1] // w2.shape[2], w13.shape[2]), one_row_tuning(1, w2.shape[2])
+    tiles = [_fields(each, "cols", "depth", "num_warps") for each in both]
+    return f"gate·up {tiles[0]}; down {tiles[1]}"
 
 
 def _fp8_experts(x: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, weights: Tensor,
                  experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
-    shape = ExpertShape(len(w2), w2.shape[2], w2.shape[1], "fp8")
-    return "fp8_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
+    from tandem_kernels.experts import fp8_experts
+
+    shape = ExpertShape(len(w2), w2.shape[2], w2.shape[1], fp8_experts.FORMAT)
+    fixed = fp8_experts.FIXED if rest and rest[0] else None
+    tunings, strips = _Tunings(shape, x, experts.numel(), fixed), fp8_experts.strips_of
+    parts = w13.shape[1]
+    return "fp8_experts kernels", tunings.within(
+        1, lambda tuning: parts * strips(parts, tuning), lambda tuning: strips(1, tuning)
+    )
 
 
 def _fp4_experts(x: Tensor, w13: Tensor, w2: Tensor, width: int, weights: Tensor,
                  experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
+    from tandem_kernels.experts.fp4 import experts as fp4_experts
     from tandem_kernels.experts.fp4.ahead_shapes import HEIGHT, multiplies_ahead
     from tandem_kernels.experts.fp4.pair_shapes import format_of
 
@@ -216,7 +240,8 @@ def _fp4_experts(x: Tensor, w13: Tensor, w2: Tensor, width: int, weights: Tensor
     if not fixed and multiplies_ahead(*given, biased=b13 is not None or b2 is not None, gate=gate):
         return "fp4_experts_ahead_kernel", f"at most {HEIGHT} rows, warps 8"
     shape = ExpertShape(len(w2), width, x.shape[1], format_of(w13))
-    return "fp4_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
+    tunings = _Tunings(shape, x, experts.numel(), fp4_experts.FIXED if fixed else None)
+    return "fp4_experts kernels", str(tunings)
 
 
 def _fp4_routed(x: Tensor, logits: Tensor, slots: Tensor, residual: Tensor, w13: Tensor,
@@ -224,25 +249,54 @@ def _fp4_routed(x: Tensor, logits: Tensor, slots: Tensor, residual: Tensor, w13:
     from tandem_kernels.experts.fp4.pair_shapes import format_of
 
     shape = ExpertShape(len(w2), width, x.shape[1], format_of(w13))
-    tunings = gemm_tunings(shape, len(x) * top_k, gpu_name(x.device))
-    return "fp4_pair_kernel, choice in the first", _both(shape, *tunings, x)
+    return "fp4_pair_kernel, choice in the first", str(_Tunings(shape, x, len(x) * top_k))
 
 
-def _experts(shape: ExpertShape, experts: Tensor, is_fixed: bool) -> str:
-    if is_fixed:
-        return _tile(FIXED)
-    gpu = gpu_name(experts.device)
-    return _both(shape, *gemm_tunings(shape, experts.numel(), gpu), experts)
+class _Tunings:
+    """The tiles of both GEMMs of experts, and which rows of which table have them."""
+
+    def __init__(
+        self, shape: ExpertShape, on: Tensor, num_pairs: int, fixed: ExpertTuning | None = None
+    ) -> None:
+        """Asks as the launchers do. `fixed`: one choice for all batches; None: by the pairs."""
+        self._device = on.device
+        if fixed is not None or not shape.has_tables:
+            alone = Range(None, fixed or expert_tuning(shape, num_pairs, "", gated=True))
+            self._found, self._source = (alone, alone), "one for all batches"
+            return
+        gpu = gpu_name(on.device)
+        first, second = (
+            expert_range(shape, num_pairs, gpu, gated=is_gated) for is_gated in (True, False)
+        )
+        of, table = nearest_shape(shape, gpu, TABLES)
+        rows = ", down ".join(map(_rows_of, (first, second)))
+        self._found = first, second
+        self._source = f"table {of}/{table.file_name.removesuffix('.json')}, gate·up {rows}"
+
+    def within(self, itemsize: int, *matrices: Callable[[ExpertTuning], int]) -> str:
+        """Describes them with as few stages as shared memory has room for. `matrices`: for each
+        GEMM, how many weights a tile of such a tuning multiplies."""
+        room = shared_bytes(self._device)
+        return self._described(
+            found.tuning.within(room, count(found.tuning), itemsize)
+            for found, count in zip(self._found, matrices, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return self._described(found.tuning for found in self._found)
+
+    def _described(self, tunings: Iterable[ExpertTuning]) -> str:
+        first, second = map(_tile, tunings)
+        return f"gate·up {first}; down {second}; {self._source}"
 
 
-def _both(shape: ExpertShape, first: ExpertTuning, second: ExpertTuning, on: Tensor) -> str:
-    gpu, table = nearest_shape(shape, gpu_name(on.device), TABLES)
-    name = f"{gpu}/{table.file_name.removesuffix('.json')}"
-    return f"gate·up {_tile(first)}; down {_tile(second)}; table {name}"
+def _rows_of(found: Range) -> str:
+    return "any rows" if found.up_to is None else f"up to {found.up_to:g} rows an expert"
 
 
 def _tile(tuning: ExpertTuning) -> str:
-    return f"{tuning.rows} x {tuning.cols} x {tuning.depth}, warps {tuning.num_warps}"
+    sizes = f"{tuning.rows} x {tuning.cols} x {tuning.depth}"
+    return f"{sizes}, warps {tuning.num_warps}, stages {tuning.num_stages}"
 
 
 _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {

@@ -10,24 +10,10 @@ from engine.config import DeviceConfig
 from tandem_kernels.device import has_warpgroup_mma, is_gpu, multiplies_halves, supports_pdl
 from tandem_kernels.experts.router_shapes import MAX_ROUTED_ROWS
 from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 
-_SMALL_M_ROWS = 16
-"""The largest number of rows: with more, or on older devices, the library is faster."""
-_FUSED_GATE_UP_ROWS = 1024
-"""The smallest size: with fewer, there are too few tiles for all SMs."""
-FUSED_QKV_ROWS = 4096
-"""The smallest size: with fewer, tiles fill the last wave of SMs too badly."""
-_RESIDUAL_ROWS = 1024
-"""The smallest size: with fewer, small kernels take little of a step."""
-_INT4_ROWS = _FP4_ROWS = 256
-"""The largest size, of integers and of floats: with more, writing the weights out in half precision
-costs less."""
 _INT8_ROWS = 64
 """The largest size: the kernel has one tile of all rows."""
-_FEW_ROWS = 16
-"""The largest number of rows, as for small-M GEMMs: with more, the library is likely faster."""
-_BESIDE_ROWS = 512
-"""The largest size: with more, either GEMM keeps all SMs busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +78,9 @@ class GemmPolicy:
         dtype: torch.dtype = torch.bfloat16,
     ) -> GemmPolicy:
         """Returns the fastest policy of `device` that `config` allows, for a model in `dtype`."""
+        rows = gemm_thresholds(device)
         int4 = config.allows("int4-gemm") and multiplies_halves(device) and dtype.itemsize == 2
-        int4_rows, fp4_rows = (_INT4_ROWS, _FP4_ROWS) if int4 else (0, 0)
+        int4_rows, fp4_rows = (rows.int4_rows, rows.fp4_rows) if int4 else (0, 0)
         int8 = config.allows("int8-gemm") and multiplies_halves(device) and dtype.itemsize == 2
         if config.deterministic:
             return cls(deterministic=True, int4_rows=int4_rows, fp4_rows=fp4_rows)
@@ -106,15 +93,15 @@ class GemmPolicy:
         heads = config.allows("few-row-qkv") and supports_pdl(device)
         fused_router = config.allows("fused-router") and supports_pdl(device)
         return cls(
-            small_m_rows=_SMALL_M_ROWS if small_m else 0,
-            fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
-            fused_qkv_rows=FUSED_QKV_ROWS if qkv else 0,
-            residual_rows=_RESIDUAL_ROWS if residual and tp_size == 1 else 0,
-            shared_residual_rows=_RESIDUAL_ROWS if residual and tp_size == 2 else 0,
+            small_m_rows=rows.small_m_rows if small_m else 0,
+            fused_gate_up_rows=rows.fused_gate_up_rows if gate_up else 0,
+            fused_qkv_rows=rows.fused_qkv_rows if qkv else 0,
+            residual_rows=rows.residual_rows if residual and tp_size == 1 else 0,
+            shared_residual_rows=rows.residual_rows if residual and tp_size == 2 else 0,
             int4_rows=int4_rows,
             fp4_rows=fp4_rows,
-            beside_rows=_BESIDE_ROWS if beside else 0,
-            few_rows=_FEW_ROWS if few_rows else 0,
+            beside_rows=rows.beside_rows if beside else 0,
+            few_rows=rows.few_rows if few_rows else 0,
             adds_few_rows=few_rows and tp_size == 1,
             few_row_heads=REGISTER_ROWS if heads else 0,
             fused_router_rows=MAX_ROUTED_ROWS if fused_router and tp_size == 1 else 0,

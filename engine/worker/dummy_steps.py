@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from engine.batch.row_states import RowStates
 from engine.config import EngineConfig, ModelConfig
@@ -23,7 +24,6 @@ from engine.contracts.sampling_params import (
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.contracts.steps.step_shapes import lengths_up_to
 from engine.layers.attention.selection import TOKENS_OF_TWO_PASSES
-from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.models.recorded_steps import (
     FP8_PROMPT_TOKENS,
     PROMPT_TOKENS,
@@ -35,6 +35,7 @@ from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.worker.attention_of_model import masked_tokens_of
 from kv_transfer.layout import KVGroup, own_groups
 from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
 _SHORT_PROMPTS = (2, 16, 32, 64, MAX_ROWS + 1)
@@ -203,17 +204,18 @@ def _behind_masks(num_tokens: int, max_num_reqs: int, longest: int) -> DummyStep
     return DummyStep([length] * count, _PLAIN, longest - length)
 
 
-def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
-    """Returns the steps to run before anything waits for one."""
+def warm_up_steps(config: EngineConfig, device: torch.device) -> list[DummyStep]:
+    """Returns the steps to run on a device before anything waits for one."""
     max_num_reqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
     longest = min(max_model_len, config.scheduler.max_num_batched_tokens)
     steps = [DummyStep([min(length, longest)], _PLAIN) for length in _SHORT_PROMPTS]
     for many in sorted({min(_MANY_TOKENS, longest), min(_NEVER_RECORDED, longest)}):
         steps += [DummyStep([many], _PLAIN, num_cached) for num_cached in (0, max_model_len - many)]
     budget = config.scheduler.max_num_batched_tokens
-    if budget >= FUSED_QKV_ROWS:
+    fused = gemm_thresholds(device).fused_qkv_rows
+    if budget >= fused:
         cached = min(_CHUNK_CONTEXT, max_model_len - 1)
-        sizes = {(FUSED_QKV_ROWS, 0), (FUSED_QKV_ROWS, cached), (budget, 0)}
+        sizes = {(fused, 0), (fused, cached), (budget, 0)}
         for num_tokens, num_cached in sorted(sizes):
             steps += _step_of_many_tokens(num_tokens, num_cached, max_num_reqs, max_model_len)
     steps += _chunks(config, longest)

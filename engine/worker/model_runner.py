@@ -232,7 +232,7 @@ class ModelRunner:
         """Runs steps of many shapes, so that no kernel is compiled while something waits."""
         attended = self.kv_caches[self._groups[0].layers[0]]
         prepare_attention(self._attention, self._config, attended)
-        steps = warm_up_steps(self._config)
+        steps = warm_up_steps(self._config, self._device)
         for index, step in enumerate(steps):
             report(index / len(steps))
             self._dummy_step(step)

@@ -25,6 +25,7 @@ from tandem_kernels.gemm.few_row_gemm import few_row_tuning
 from tandem_kernels.gemm.fp4_tuning import fp4_tuning
 from tandem_kernels.gemm.fp8_few_rows import few_fp8_tuning
 from tandem_kernels.gemm.fp8_gemm import fp8_tuning
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 from tandem_kernels.gemm.int4_tuning import int4_tuning
 from tandem_kernels.gemm.int8_gemm import int8_tuning
 from tandem_kernels.gemm.small_m_gemm import small_m_tuning
@@ -33,8 +34,8 @@ from tandem_kernels.tunings.table import (
     TABLES,
     TableError,
     TuningTable,
-    as_it_is,
     asked_choices,
+    plain_table,
 )
 
 CPU = torch.device("cpu")
@@ -70,6 +71,7 @@ def _fp8(rows: int, outputs: int, inner: int, gated: bool, blocks: bool) -> Any:
 
 
 KINDS: dict[str, Callable[..., Any]] = {
+    "thresholds": partial(gemm_thresholds, CPU),
     "decode": _decode,
     "prefill": _prefill,
     "latent": partial(latent_tuning, CPU),
@@ -118,7 +120,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def table_in(tables: Path) -> TuningTable[Tiles, Tiles]:
-    return TuningTable("tiles", Tiles, ("rows", "gated"), as_it_is, tables)
+    return plain_table("tiles", Tiles, ("rows", "gated"), tables)
 
 
 def test_the_first_row_whose_conditions_hold_is_taken_and_named(tmp_path: Path) -> None:

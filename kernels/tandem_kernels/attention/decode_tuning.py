@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,7 @@ class DecodeTuning:
     programs_per_sm: int
 
 
-_TABLE = TuningTable(
-    "decode_attention", DecodeTuning, ("num_units", "row_bytes", "itemsize"), as_it_is
-)
+_TABLE = plain_table("decode_attention", DecodeTuning, ("num_units", "row_bytes", "itemsize"))
 
 
 def decode_tuning(

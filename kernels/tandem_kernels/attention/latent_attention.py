@@ -20,7 +20,7 @@ from tandem_kernels.attention.latent_decode import blocks_of, latent_decode
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E, request_of
 from tandem_kernels.product_precision import precision_of
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LatentTuning:
     num_stages: int
 
 
-_TABLE = TuningTable("latent_attention", LatentTuning, ("itemsize",), as_it_is)
+_TABLE = plain_table("latent_attention", LatentTuning, ("itemsize",))
 
 
 def latent_tuning(device: torch.device, itemsize: int) -> LatentTuning:

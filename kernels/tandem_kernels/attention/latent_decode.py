@@ -33,7 +33,7 @@ from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class LatentDecodeTuning:
     turned: bool = False
 
 
-_TABLE = TuningTable("latent_decode", LatentDecodeTuning, ("num_rows", "itemsize"), as_it_is)
+_TABLE = plain_table("latent_decode", LatentDecodeTuning, ("num_rows", "itemsize"))
 
 
 def latent_decode_tuning(device: torch.device, num_rows: int, itemsize: int) -> LatentDecodeTuning:

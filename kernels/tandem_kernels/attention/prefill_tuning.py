@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 _NO_WINDOW = 1 << 62
 
@@ -26,7 +26,7 @@ class PrefillTuning:
     in_parts: bool = False
 
 
-_TABLE = TuningTable(
+_TABLE = plain_table(
     "prefill_attention",
     PrefillTuning,
     (
@@ -38,7 +38,6 @@ _TABLE = TuningTable(
         "window",
         "by_warpgroups",
     ),
-    as_it_is,
 )
 
 

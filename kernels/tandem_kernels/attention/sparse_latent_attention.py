@@ -28,7 +28,7 @@ from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.attention.sparse_latents_ahead import sparse_ahead_kernel
 from tandem_kernels.device import has_warpgroup_mma, num_programs
 from tandem_kernels.product_precision import precision_of
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,7 @@ def copies_ahead(
     return num_heads > 16 or is_full
 
 
-_TABLE = TuningTable(
-    "sparse_latents", SparseTuning, ("num_heads", "itemsize", "is_ahead"), as_it_is
-)
+_TABLE = plain_table("sparse_latents", SparseTuning, ("num_heads", "itemsize", "is_ahead"))
 
 
 def sparse_tuning(

@@ -27,7 +27,7 @@ from tandem_kernels.attention.window_rows_ahead import window_rows_ahead_kernel
 from tandem_kernels.attention.window_rows_shapes import attends_ahead
 from tandem_kernels.device import num_programs
 from tandem_kernels.product_precision import precision_of
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 AHEAD = SparseTuning(rows=64, tile=64, num_warps=8, num_stages=2, programs_per_sm=1)
 """`window_rows_ahead_kernel` is made for it. 8192 tokens of 64 heads take 0.50 ms in place of 0.93
@@ -336,8 +336,8 @@ def _results(q: Tensor, splits: int, out: Tensor) -> tuple[Tensor, Tensor | None
     return vectors, states
 
 
-_TABLE = TuningTable(
-    "window_rows", SparseTuning, ("num_tokens", "num_heads", "itemsize", "fixed_order"), as_it_is
+_TABLE = plain_table(
+    "window_rows", SparseTuning, ("num_tokens", "num_heads", "itemsize", "fixed_order")
 )
 
 

@@ -127,6 +127,11 @@ class ExpertShape(msgspec.Struct, frozen=True):
         return cls(num_experts, width, hidden, weights)
 
     @property
+    def has_tables(self) -> bool:
+        """Returns whether tiles were measured: not of float32, which is not served for speed."""
+        return self.weights != _EXACT_FORMAT
+
+    @property
     def file_name(self) -> str:
         sizes = f"E{self.num_experts}-N{self.width}-K{self.hidden}"
         return f"{sizes}-{self.weights}.json"
@@ -159,9 +164,13 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError("up_to must rise from range to range, and be null in the last")
 
     def choose(self, rows_per_expert: float, *, gated: bool) -> ExpertTuning:
-        ranges = self.gate_up if gated else self.down
+        return self.range_of(rows_per_expert, gated=gated).tuning
+
+    def range_of(self, rows_per_expert: float, *, gated: bool) -> Range:
         return next(
-            part.tuning for part in ranges if part.up_to is None or rows_per_expert <= part.up_to
+            part
+            for part in (self.gate_up if gated else self.down)
+            if part.up_to is None or rows_per_expert <= part.up_to
         )
 
     def to_json(self) -> bytes:
@@ -214,12 +223,19 @@ def expert_tuning(
         gpu: Its name, as `device.gpu_name` gives it.
         gated: The first GEMM, which computes two outputs for each column.
     """
-    if shape.weights == _EXACT_FORMAT:
-        return _EXACT
+    return expert_range(shape, num_pairs, gpu, gated=gated, tables=tables).tuning
+
+
+def expert_range(
+    shape: ExpertShape, num_pairs: int, gpu: str, *, gated: bool, tables: Path = TABLES
+) -> Range:
+    """Returns the range of a table that `expert_tuning` chooses."""
+    if not shape.has_tables:
+        return Range(None, _EXACT)
     rows = num_pairs / shape.num_experts
     if rows < 1:  # Of a table of fewer experts, pairs that are more had a row each no longer.
         rows = min(1.0, num_pairs / nearest_shape(shape, gpu, tables)[1].num_experts)
-    return nearest_table(shape, gpu, tables).choose(rows, gated=gated)
+    return nearest_table(shape, gpu, tables).range_of(rows, gated=gated)
 
 
 def searched_pairs(weights: str) -> int:

@@ -265,6 +265,11 @@ def fp8_experts(
     return sum_pairs(parts, experts) if summed else parts
 
 
+def strips_of(num_parts: int, tuning: ExpertTuning) -> int:
+    """Returns how many products an output's tile is, of weights of one part, or of gate and up."""
+    return 1 if num_parts == 2 else tuning.strips
+
+
 def fp8_gemm(
     x: tuple[Tensor, Tensor],
     weight: tuple[Tensor, Tensor],
@@ -290,7 +295,7 @@ def fp8_gemm(
     result, result_scales = out
     num_pairs, num_outputs = result.shape
     num_experts, num_parts, _, inner = numbers.shape
-    strips = 1 if num_parts == 2 else tuning.strips
+    strips = strips_of(num_parts, tuning)
     tuning = tuning.within(shared_bytes(given.device), num_parts * strips, given.element_size())
     row_tiles, constants = rows.tiles(tuning.rows)
     grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols * strips),)

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
 from tandem_kernels.product_precision import precision_of
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class FewRowTuning:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
-_TABLE = TuningTable("few_rows", FewRowTuning, ("num_rows", "num_outputs", "inner"), as_it_is)
+_TABLE = plain_table("few_rows", FewRowTuning, ("num_rows", "num_outputs", "inner"))
 
 
 def few_row_tuning(

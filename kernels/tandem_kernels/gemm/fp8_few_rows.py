@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 _VECTOR = tl.constexpr(16)
 """Weights that one instruction loads."""
@@ -40,7 +40,7 @@ class FewFp8Tuning:
     num_warps: int
 
 
-_TABLE = TuningTable("fp8_registers", FewFp8Tuning, ("num_rows", "num_outputs", "inner"), as_it_is)
+_TABLE = plain_table("fp8_registers", FewFp8Tuning, ("num_rows", "num_outputs", "inner"))
 
 
 def few_fp8_tuning(

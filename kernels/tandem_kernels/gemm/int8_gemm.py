@@ -22,7 +22,7 @@ from tandem_kernels.device import has_copy_engine, num_programs
 from tandem_kernels.gemm.fp8_gemm import fp8_small_m, fp8_tuning
 from tandem_kernels.gemm.fp8_paths import takes_small
 from tandem_kernels.gemm.persistent_tiles import place_of_tile, rounded
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 SMALL_ROWS = 64
 """At most this many rows are few."""
@@ -41,7 +41,7 @@ class Int8Tuning:
     num_stages: int
 
 
-_TABLE = TuningTable("int8", Int8Tuning, ("num_rows", "large_tiles"), as_it_is)
+_TABLE = plain_table("int8", Int8Tuning, ("num_rows", "large_tiles"))
 
 
 def int8_tuning(device: torch.device, num_rows: int, num_outputs: int) -> Int8Tuning:

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
-from tandem_kernels.tunings.table import TuningTable, as_it_is
+from tandem_kernels.tunings.table import plain_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SmallMTuning:
     num_stages: int
 
 
-_TABLE = TuningTable("small_m", SmallMTuning, ("gated",), as_it_is)
+_TABLE = plain_table("small_m", SmallMTuning, ("gated",))
 
 
 def small_m_tuning(device: torch.device, gated: bool) -> SmallMTuning:

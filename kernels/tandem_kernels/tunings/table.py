@@ -102,6 +102,8 @@ class Choice(Generic[_Tuning]):
     tuning: _Tuning
 
     def __str__(self) -> str:
+        if self.number == 1 and not self.row.facts:
+            return self.table
         return f"{self.table} row {self.number}: {self.row}"
 
 
@@ -191,9 +193,11 @@ class TuningTable(Generic[_Taken, _Tuning]):
             raise TableError(f"{path}, row {number}: {error}") from error
 
 
-def as_it_is(taken: _Taken, *facts: int) -> _Taken:
-    """Returns what a row takes: the `fit` of a table without arithmetic."""
-    return taken
+def plain_table(
+    name: str, form: type[_Taken], facts: tuple[str, ...], tables: Path = TABLES
+) -> TuningTable[_Taken, _Taken]:
+    """Returns a table whose rows hold tunings as they are."""
+    return TuningTable(name, form, facts, lambda taken, *facts: taken, tables)
 
 
 @cache

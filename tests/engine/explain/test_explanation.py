@@ -18,7 +18,7 @@ from engine.config import CacheConfig, DeviceConfig, EngineConfig, QuantizationN
 from engine.explain.__main__ import main
 from engine.explain.explanation import Batch, Explanation, KernelChoice, explain, is_telling
 from engine.explain.reasons import OF_STATES, RULES
-from engine.explain.report import report, summary
+from engine.explain.report import report, summary, tables_of
 from engine.layers.gemm_policy import GemmPolicy
 from engine.models.base import ForwardInputs
 from engine.models.checkpoint import load_model_config
@@ -28,7 +28,7 @@ from engine.worker.memory.kv_cache import layer_views
 from kv_transfer.layout import own_groups
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.device import KNOWN_GPUS, as_on, gpu_name, supports_pdl
+from tandem_kernels.device import KNOWN_GPUS, GpuFacts, as_on, gpu_name, supports_pdl
 from tandem_kernels.experts.expert_tuning import ExpertShape, gemm_tunings
 from tests.engine.tiny_model import place_alone
 
@@ -213,6 +213,45 @@ def test_experts_have_the_tiles_of_their_table(tmp_path: Path, tokens: int) -> N
     for tuning in (first, second):
         assert f"{tuning.rows} x {tuning.cols} x {tuning.depth}" in row.tile
     assert "table NVIDIA_H200/E128-N768-K2048-fp8" in row.tile
+
+
+L40S = GpuFacts("NVIDIA_L40S", (8, 9), 142, shared_bytes=99 * 1024)
+
+
+def test_experts_have_as_few_stages_as_shared_memory_has_room_for(tmp_path: Path) -> None:
+    """What a launch takes: on an L40S 99 KiB of the 227 that the table was measured with."""
+    config = config_of(tmp_path, "qwen3-30b-a3b")
+    stages = []
+    for gpu in (H200, L40S):
+        (found,) = explain(config, gpu, [Batch(prompts=(4096,))])
+        first, second = the_row(found, 0, "mlp.experts").tile.split("; ")[:2]
+        stages.append([int(tile.rpartition(" ")[2]) for tile in (first, second)])
+    shape = ExpertShape(128, 768, 2048, "fp8")
+    both = gemm_tunings(shape, 4096 * 8, H200.name)
+    assert stages[0] == [tuning.num_stages for tuning in both]
+    within = (tuning.within(99 * 1024, n, 1) for tuning, n in zip(both, (2, 1), strict=True))
+    assert stages[1] == [tuning.num_stages for tuning in within] < stages[0]
+
+
+@pytest.mark.parametrize(("decodes", "kernel"), [(1, "one_row_expert"), (3, "fused_experts")])
+def test_a_shared_expert_beside_others_is_told_with_its_width(
+    tmp_path: Path, decodes: int, kernel: str
+) -> None:
+    (found,) = explain(config_of(tmp_path, "deepseek-v2-lite"), H200, [Batch(decodes)])
+    row = the_row(found, 1, "mlp.experts")
+    assert row.kernel.startswith(kernel)
+    assert row.tile.endswith("a shared expert of width 2816 in the first programs")
+
+
+def test_rows_of_tables_are_said_with_what_they_ask_for(tmp_path: Path) -> None:
+    """On a GPU without tables of its own, those of Hopper."""
+    config = config_of(tmp_path, "llama-3.1-8b")
+    for gpu in (H200, L40S):
+        (found,) = explain(config, gpu, [Batch(8)])
+        row = the_row(found, 0, "attention")
+        assert row.tables == ("sm_90/decode_attention row 12: num_units <= 128",)
+        assert row.tables[0] in report([found]) and found.thresholds == "sm_90/gemm_thresholds"
+        assert tables_of([found]) == ["sm_90"]
 
 
 def test_h100_takes_the_tables_of_h200_and_says_so(tmp_path: Path) -> None:

@@ -20,13 +20,15 @@ from engine.layers.attention.whole_prompts.uncached_prefill import (
     DensePrefill,
     UncachedPrefillBackend,
 )
-from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.models.recorded_steps import PROMPT_TOKENS
 from engine.worker.dummy_steps import warm_up_steps
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertShape, expert_tuning, searched_pairs
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 
+CPU = torch.device("cpu")
+FUSED_QKV_ROWS = gemm_thresholds(CPU).fused_qkv_rows
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
@@ -142,7 +144,7 @@ def test_every_tuning_is_warmed_up(
         cache = replace(config.cache, block_size=block_size)
         config = replace(config, scheduler=limits, model=model, cache=cache)
         warm: set[tuple[int, ...]] = set()
-        for step in warm_up_steps(config):
+        for step in warm_up_steps(config, CPU):
             requests = [(length, step.num_cached) for length in step.lengths]
             warm |= tunings_of(config, min_tokens, requests)
         for tokens, cached, decodes in itertools.product(TOKENS, CACHED, DECODES):
@@ -179,7 +181,8 @@ def test_both_kinds_of_fused_projection_are_warmed_up(
         return {backend.reads_new_keys(metadata_of(backend, step)) for step in many}
 
     warm = kinds(
-        [(length, step.num_cached) for length in step.lengths] for step in warm_up_steps(config)
+        [(length, step.num_cached) for length in step.lengths]
+        for step in warm_up_steps(config, CPU)
     )
     possible = kinds(
         [(tokens, cached)] * count
@@ -209,7 +212,7 @@ def test_every_tiling_of_the_experts_of_long_steps_is_warmed_up(
             for gated in (True, False)
         }
 
-    warm = tunings(sum(step.lengths) for step in warm_up_steps(config))
+    warm = tunings(sum(step.lengths) for step in warm_up_steps(config, CPU))
     assert tunings(range(2048, budget + 1)) <= warm
 
 
@@ -237,7 +240,7 @@ def test_every_tiling_of_the_experts_of_groups_is_warmed_up(
             tuning = expert_tuning(shape, experts.numel(), "NVIDIA_H200", gated=gated)
             yield gated, tuning, tuple(rows.tiles(tuning.rows)[1].items())
 
-    warm = {one for step in warm_up_steps(config) for one in tilings(sum(step.lengths))}
+    warm = {one for step in warm_up_steps(config, CPU) for one in tilings(sum(step.lengths))}
     missing = {
         num_tokens: one
         for num_tokens in range(2, 8193)

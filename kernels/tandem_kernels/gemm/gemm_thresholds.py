@@ -1,0 +1,42 @@
+"""From and up to how many rows each way to compute a GEMM is the fastest on a device
+(`tunings/*/gemm_thresholds.json`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem_kernels.tunings.table import plain_table
+
+
+@dataclass(frozen=True, slots=True)
+class GemmThresholds:
+    """Holds numbers of rows, which are the tokens of a step.
+
+    Attributes:
+        small_m_rows, few_rows: The most: with more, the library is faster.
+        fused_gate_up_rows: The fewest: with fewer, there are too few tiles for all SMs.
+        fused_qkv_rows: The fewest: with fewer, tiles fill the last wave of SMs too badly.
+        residual_rows: The fewest: with fewer, small kernels take little of a step.
+        int4_rows, fp4_rows: The most: with more, writing the weights out in half precision costs
+            less.
+        beside_rows: The most: with more, either GEMM keeps all SMs busy.
+    """
+
+    small_m_rows: int
+    few_rows: int
+    fused_gate_up_rows: int
+    fused_qkv_rows: int
+    residual_rows: int
+    int4_rows: int
+    fp4_rows: int
+    beside_rows: int
+
+
+_TABLE = plain_table("gemm_thresholds", GemmThresholds, ())
+
+
+def gemm_thresholds(device: torch.device) -> GemmThresholds:
+    """Returns what was measured for a device; one that is no GPU has no use for it."""
+    return _TABLE.choose(device)
