@@ -40,6 +40,11 @@ def launches_of(config: EngineConfig) -> StepLaunches:
     """Returns what the steps of an engine launch where it runs."""
     if config.device.device == "cpu":
         return StepLaunches(none="a CPU has no graphs")
+    return launches_on_gpu(config)
+
+
+def launches_on_gpu(config: EngineConfig) -> StepLaunches:
+    """Returns what they launch on a GPU, also of an engine that is asked about on a CPU."""
     if config.device.enforce_eager:
         return StepLaunches(none="enforce_eager")
     if config.parallel.pipeline_parallel_size > 1:

@@ -28,7 +28,7 @@ from engine.models.recorded_steps import (
     FP8_PROMPT_TOKENS,
     PROMPT_TOKENS,
     every_prompt_tokens,
-    recorded_steps,
+    launches_on_gpu,
 )
 from engine.models.registry import spec_of
 from engine.sample.siblings import DRAWS_AT_ONCE
@@ -248,7 +248,7 @@ def _of_each_size(config: EngineConfig, longest: int) -> list[DummyStep]:
     most, limit = config.scheduler.max_num_seqs, config.model.max_model_len
     powers = range(int(math.log(longest, _RATIO)) + 1)
     near = {round(_RATIO**power) for power in powers}
-    if recorded := _most_recorded(config):
+    if recorded := launches_on_gpu(config).most_prompt_tokens:
         has_experts = spec_of(config.model).num_experts_per_token > 0
         lacking = sorted(size for size in near if size > recorded or most < size < _FEW_TOKENS)
         return [DummyStep([size], _PLAIN) for size in lacking] if has_experts else []
@@ -268,7 +268,7 @@ def _behind_each_context(config: EngineConfig, longest: int) -> list[DummyStep]:
     spec = spec_of(config.model)
     if spec.dense_tokens is None:
         return []
-    limit, most = config.model.max_model_len, _most_recorded(config)
+    limit, most = config.model.max_model_len, launches_on_gpu(config).most_prompt_tokens
     steps = [[1], [2]]
     if most:
         steps = [[most + 1]] if spec.latent_shape is None else [[1, _CHUNK]]
@@ -282,13 +282,6 @@ def _behind_each_context(config: EngineConfig, longest: int) -> list[DummyStep]:
         and len(lengths) <= config.scheduler.max_num_seqs
         and max(lengths) + (1 << power) <= limit
     ]
-
-
-def _most_recorded(config: EngineConfig) -> int:
-    """Returns the tokens of the largest graph with prompts; 0: there are none."""
-    if config.parallel.pipeline_parallel_size > 1:
-        return 0  # Stages record none.
-    return recorded_steps(config).most_prompt_tokens
 
 
 def _chunks(config: EngineConfig, longest: int) -> list[DummyStep]:

@@ -108,6 +108,7 @@ from tandem_kernels.gemm import (
     fp8_dequantise,
     fp8_few_rows,
     fp8_gemm,
+    fp8_tuning,
     fused_gate_up,
     fused_qkv,
     int4_dequantise,
@@ -424,7 +425,7 @@ def fp8_cases(capability: int) -> Iterator[Case]:
     yield Case(fp8_activations.scale_product_kernel, "", types, scale)
     quantised = {**types, **named("*fp8e4nv", "x", "weight")}
     for rows, gated, blocks in itertools.product((1, 64), (False, True), (False, True)):
-        tuning = fp8_gemm.fp8_tuning(CPU, rows, 4096, 4096, gated=gated, blocks=blocks)
+        tuning = fp8_tuning.fp8_tuning(CPU, rows, 4096, 4096, gated=gated, blocks=blocks)
         yield Case(
             fp8_gemm.fp8_small_m_kernel,
             f"rows={rows} gated={gated} blocks={blocks}",
@@ -531,7 +532,7 @@ def int8_cases(capability: int) -> Iterator[Case]:
     yield Case(fp8_activations.rms_norm_fp8_kernel, "int8", types, norm, {"num_warps": 8})
     quantised = {**types, **named("*i8", "x", "weight")}
     for rows, gated in itertools.product((1, 64), (False, True)):
-        tuning = fp8_gemm.fp8_tuning(CPU, rows, 4096, 4096, gated=gated, blocks=False)
+        tuning = fp8_tuning.fp8_tuning(CPU, rows, 4096, 4096, gated=gated, blocks=False)
         constants = {
             "ROWS": max(16, rows),
             "COLS": tuning.cols,

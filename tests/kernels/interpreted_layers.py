@@ -36,7 +36,8 @@ from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.gemm import few_row_gemm, few_row_qkv, fp4_gemm, int4_gemm
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
 from tandem_kernels.gemm.fp4_tuning import Fp4Tuning
-from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
+from tandem_kernels.gemm.fp8_gemm import fp8_small_m
+from tandem_kernels.gemm.fp8_tuning import Fp8Tuning
 from tandem_kernels.gemm.int4_tuning import Int4Tuning
 from tandem_kernels.lora import lora_gemm
 from tandem_kernels.lora.lora_gemm_tuning import LoraGemmTuning

@@ -24,7 +24,7 @@ from tandem_kernels.device import GpuFacts, as_on
 from tandem_kernels.gemm.few_row_gemm import few_row_tuning
 from tandem_kernels.gemm.fp4_tuning import fp4_tuning
 from tandem_kernels.gemm.fp8_few_rows import few_fp8_tuning
-from tandem_kernels.gemm.fp8_gemm import fp8_tuning
+from tandem_kernels.gemm.fp8_tuning import fp8_tuning
 from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 from tandem_kernels.gemm.int4_tuning import int4_tuning
 from tandem_kernels.gemm.int8_gemm import int8_tuning

@@ -23,7 +23,8 @@ from tandem_kernels.gemm.few_row_gemm import FewRowTuning, few_row_tuning, run_f
 from tandem_kernels.gemm.few_row_shapes import MANY_OUTPUTS, REGISTER_ROWS
 from tandem_kernels.gemm.fp4_tiles import NVFP4_TILE_WORDS, TILE_WORDS, tiles_of
 from tandem_kernels.gemm.fp4_tuning import Fp4Tuning, fp4_tuning
-from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
+from tandem_kernels.gemm.fp8_gemm import fp8_small_m
+from tandem_kernels.gemm.fp8_tuning import Fp8Tuning
 from tandem_kernels.gemm.int4_packing import padded_inputs
 from tandem_kernels.gemm.int4_tuning import Int4Tuning, int4_tuning
 from tandem_kernels.gemm.int8_gemm import Int8Tuning, int8_tiles

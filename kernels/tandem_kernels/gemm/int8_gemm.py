@@ -19,8 +19,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.device import has_copy_engine, num_programs
-from tandem_kernels.gemm.fp8_gemm import fp8_small_m, fp8_tuning
+from tandem_kernels.gemm.fp8_gemm import fp8_small_m
 from tandem_kernels.gemm.fp8_paths import takes_small
+from tandem_kernels.gemm.fp8_tuning import fp8_tuning
 from tandem_kernels.gemm.persistent_tiles import place_of_tile, rounded
 from tandem_kernels.tunings.table import plain_table
 
