@@ -40,7 +40,7 @@ from tandem_kernels.tunings.table import (
 
 CPU = torch.device("cpu")
 CHOICES = json.loads(Path(__file__).with_name("tuning_choices.json").read_text())
-"""What was chosen, by kind, for the arguments of three shapes of each row of a table."""
+"""Holds what was chosen for the arguments of three shapes of each row of a table, by kind."""
 
 
 def _decode(units: int, head_dim: int, dtype: str) -> Any:

@@ -1,4 +1,4 @@
-"""From and up to how many rows each way to compute a GEMM is the fastest on a device
+"""Says from and up to how many rows each way to compute a GEMM is the fastest on a device
 (`tunings/*/gemm_thresholds.json`)."""
 
 from __future__ import annotations

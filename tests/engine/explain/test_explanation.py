@@ -219,7 +219,7 @@ L40S = GpuFacts("NVIDIA_L40S", (8, 9), 142, shared_bytes=99 * 1024)
 
 
 def test_experts_have_as_few_stages_as_shared_memory_has_room_for(tmp_path: Path) -> None:
-    """What a launch takes: on an L40S 99 KiB of the 227 that the table was measured with."""
+    """An L40S has 99 KiB of the 227 with which the table was measured."""
     config = config_of(tmp_path, "qwen3-30b-a3b")
     stages = []
     for gpu in (H200, L40S):
