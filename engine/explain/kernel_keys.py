@@ -70,7 +70,7 @@ def steps_before_ready(config: EngineConfig) -> list[DummyStep]:
     """Returns the steps that a worker runs at its start: to measure memory, and to warm up."""
     limits = config.scheduler
     sizes = limits.max_num_batched_tokens, limits.max_num_seqs, config.model
-    masked = masked_tokens_of(config)
+    masked = masked_tokens_of(config, NOWHERE)
     largest = largest_steps(*sizes, expands_contexts=True, masked_tokens=masked)
     return [*largest, *warm_up_steps(config, NOWHERE)]
 

@@ -9,10 +9,11 @@ import torch
 from engine.batch.input_batch import InputBatch
 from engine.config import EngineConfig
 from engine.layers.attention.backend import AttentionBackend
-from engine.layers.attention.selection import choose_attention, masked_tokens
+from engine.layers.attention.selection import choose_attention
 from engine.models.base import GroupInputs
 from engine.models.registry import spec_of
 from kv_transfer.layout import KVGroup, of_every_group, own_groups
+from tandem_kernels.attention.attention_thresholds import masked_tokens
 from tandem_kernels.attention.index_pages import (
     CachesByGroup,
     IndexedKV,
@@ -39,18 +40,18 @@ def attention_of(
         has_sinks=spec.has_sinks,
         latent=spec.latent_shape,
         dense_tokens=spec.dense_tokens,
-        masked_tokens=masked_tokens_of(config),
+        masked_tokens=masked_tokens_of(config, device),
         recorded_tokens=recorded_tokens,
     )
 
 
-def masked_tokens_of(config: EngineConfig) -> int:
+def masked_tokens_of(config: EngineConfig, device: torch.device) -> int:
     """Returns `LatentBackend.masked_tokens` of a model; 0: nothing is masked."""
     spec = spec_of(config.model)
     if spec.latent_shape is None or spec.dense_tokens is None or config.device.deterministic:
         return 0
     heads = config.model.heads_of(config.kv_layout.groups[0].layers[0]).num_heads
-    return masked_tokens(heads // config.parallel.tensor_parallel_size)
+    return masked_tokens(device, heads // config.parallel.tensor_parallel_size)
 
 
 def prepare_attention(

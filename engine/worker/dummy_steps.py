@@ -231,7 +231,7 @@ def warm_up_steps(config: EngineConfig, device: torch.device) -> list[DummyStep]
             steps.append(DummyStep([2] * count, everything(num_logprobs=0)))
             steps.append(DummyStep([1] * count, _UNFILTERED))
     steps += _decodes_beside_a_prompt(config)
-    if masked := masked_tokens_of(config):
+    if masked := masked_tokens_of(config, device):
         steps.append(_behind_masks(longest, max_num_reqs, min(masked, max_model_len)))
     steps += [DummyStep([num], _PLAIN) for num in _tokens_of_searched_pairs(config)]
     steps += [DummyStep([1], everything(num)) for num in _NUM_LOGPROBS[1:]]

@@ -245,7 +245,10 @@ class ModelRunner:
         """
         model, most_rows = self._config.model, self.states.max_num_reqs
         self._images.dummy_run()
-        is_longer, masked = self._attention.expands_contexts, masked_tokens_of(self._config)
+        is_longer, masked = (
+            self._attention.expands_contexts,
+            masked_tokens_of(self._config, self._device),
+        )
         for step in largest_steps(
             num_tokens, most_rows, model, expands_contexts=is_longer, masked_tokens=masked
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem_kernels.attention.attention_thresholds import masked_tokens, whole_prompts
 from tandem_kernels.attention.block_sparse_attention import block_sparse_tuning
 from tandem_kernels.attention.decode_tuning import decode_tuning
 from tandem_kernels.attention.latent_attention import latent_tuning
@@ -24,6 +25,7 @@ from tandem_kernels.device import GpuFacts, as_on
 from tandem_kernels.gemm.few_row_gemm import few_row_tuning
 from tandem_kernels.gemm.fp4_tuning import fp4_tuning
 from tandem_kernels.gemm.fp8_few_rows import few_fp8_tuning
+from tandem_kernels.gemm.fp8_paths import fp8_path
 from tandem_kernels.gemm.fp8_tuning import fp8_tuning
 from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 from tandem_kernels.gemm.int4_tuning import int4_tuning
@@ -70,7 +72,15 @@ def _fp8(rows: int, outputs: int, inner: int, gated: bool, blocks: bool) -> Any:
     return fp8_tuning(CPU, rows, outputs, inner, gated=gated, blocks=blocks)
 
 
+def _fp8_path(rows: int, blocks: bool, is_whole: bool) -> str:
+    weight = torch.empty(128, 128 if is_whole else 64, device="meta")
+    return fp8_path(rows, weight, torch.empty((1, 1) if blocks else (1,), device="meta"))
+
+
 KINDS: dict[str, Callable[..., Any]] = {
+    "whole_prompts": partial(whole_prompts, CPU),
+    "masked_contexts": partial(masked_tokens, CPU),
+    "fp8_paths": _fp8_path,
     "thresholds": partial(gemm_thresholds, CPU),
     "decode": _decode,
     "prefill": _prefill,
@@ -93,7 +103,9 @@ def test_every_row_of_every_table_chooses_what_was_measured() -> None:
     with asked_choices() as asked:
         for kind, choose in KINDS.items():
             for arguments, expected in CHOICES[kind]:
-                assert asdict(choose(*arguments)) == expected, (kind, arguments)
+                found = choose(*arguments)
+                found = asdict(found) if is_dataclass(found) else found
+                assert found == expected, (kind, arguments)
     assert CHOICES.keys() == KINDS.keys()
     taken = {(choice.table, choice.number) for choice in asked}
     for path in (TABLES / GENERAL).glob("*.json"):

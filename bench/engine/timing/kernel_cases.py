@@ -19,6 +19,7 @@ from engine.layers.attention.whole_prompts.flash_attention import FlashPrefill
 from engine.layers.attention.whole_prompts.uncached_prefill import split_metadata
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_thresholds import whole_prompts
 from tandem_kernels.attention.kv_pages import KVPages, PagedKV
 from tandem_kernels.attention.kv_scales import E4M3, KVScales
 from tandem_kernels.batch.batch_tables import GroupTables, RowTables, StepInputs
@@ -159,7 +160,7 @@ def dense_attention(
         spec = AttentionSpec(NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE)
         whole = AttentionMetadata(lengths, bounds, lengths, 0, length, length)
         uncached = split_metadata(whole, (length,) * num_prompts)
-        flash = FlashPrefill(package)
+        flash = FlashPrefill(package, whole_prompts(heads.device).flash_tokens)
         others["FlashAttention 3"] = [lambda: flash.attend(spec, heads.flatten(1), uncached)]
     return others
 

@@ -23,6 +23,7 @@ from engine.layers.attention.whole_prompts.uncached_prefill import (
     DensePrefill,
     UncachedPrefillBackend,
 )
+from tandem_kernels.attention.attention_thresholds import whole_prompts
 from tandem_kernels.device import gpu_name, has_e4m3, is_gpu
 
 logger = logging.getLogger(__name__)
@@ -107,13 +108,6 @@ def choose_attention(
     )
 
 
-def masked_tokens(num_heads: int) -> int:
-    """Returns `LatentBackend.masked_tokens` for a rank with this many heads. Rows that a query has
-    for itself are read once for 64 heads, or for fewer. On an H200, 8192 tokens alone attend in
-    1.3 ms behind a mask for 16 heads, and in 3.1 to their own rows."""
-    return 12_288 if num_heads <= 32 else 8192
-
-
 def _heads_that_see_everything(config: EngineConfig) -> list[HeadSizes]:
     """Returns the heads of layers without a window, each kind of width once."""
     kinds: dict[tuple[int, int], HeadSizes] = {}
@@ -171,12 +165,14 @@ def _dense_prefill(
     package = FlashPrefill.package(*sizes)
     if package is not None:
         try:
-            return FlashPrefill(package)
+            return FlashPrefill(package, whole_prompts(device).flash_tokens)
         except (ImportError, OSError) as error:
             logger.warning(_NOT_LOADED, package, error)
     if has_sinks and not CudnnPrefill.has_sinks:
         return None
-    return CudnnPrefill() if CudnnPrefill.is_available(*sizes) else None
+    if not CudnnPrefill.is_available(*sizes):
+        return None
+    return CudnnPrefill(whole_prompts(device).cudnn_tokens)
 
 
 def _check_flash_attention(dtype: torch.dtype, heads: HeadSizes, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Says which way an FP8 GEMM is computed, by its number of rows; found by measurement.
+"""Says which way an FP8 GEMM is computed, by its number of rows (`tunings/*/fp8_paths.json`).
 
 small       a kernel of our own, one pass over the weights: on scales of blocks, few rows are
             multiplied in registers (`fp8_few_rows`)
@@ -9,28 +9,34 @@ scaled      the library's, scales included
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
+from tandem_kernels.tunings.table import plain_table
+
 Fp8Path = Literal["small", "unscaled", "scaled"]
-SMALL_ROWS = 8
-"""Our own kernel computes at most this many rows on scales of rows."""
 SMALL_BLOCK_ROWS = 64
-"""The same on scales of blocks, whose products the library cannot leave unscaled."""
+"""Our own kernel can compute this many rows on scales of blocks."""
 FEW_BLOCK_ROWS = 4
 """The most rows for which products in registers take less time."""
-_UNSCALED_ROWS = 1024
 _INNER_MULTIPLE = 128
 _OUTPUTS_MULTIPLE = 128
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    path: Fp8Path
+
+
+_TABLE = plain_table("fp8_paths", _Way, ("num_rows", "blocks", "whole_tiles"))
+
+
 def fp8_path(num_rows: int, weight: Tensor, w_scales: Tensor) -> Fp8Path:
     """Returns the fastest way for `num_rows` x `weight` [N, K]."""
-    blocks = w_scales.dim() == 2
-    if num_rows <= (SMALL_BLOCK_ROWS if blocks else SMALL_ROWS) and takes_small(weight):
-        return "small"
-    return "scaled" if blocks or num_rows >= _UNSCALED_ROWS else "unscaled"
+    given = num_rows, w_scales.dim() == 2, takes_small(weight)
+    return _TABLE.choose(weight.device, *given).path
 
 
 def takes_small(weight: Tensor) -> bool:

@@ -43,7 +43,7 @@ class TableError(ValueError):
     """Raised for a file that is no table of its choice; says which row is wrong."""
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TuningRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Holds what is taken where all conditions hold; each names facts of the shape.
 
     Attributes:
@@ -84,11 +84,11 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    rows: tuple[Row, ...]
+    rows: tuple[TuningRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Generic[_Tuning]):
+class TuningChoice(Generic[_Tuning]):
     """One answer of a table.
 
     Attributes:
@@ -98,7 +98,7 @@ class Choice(Generic[_Tuning]):
 
     table: str
     number: int
-    row: Row
+    row: TuningRow
     tuning: _Tuning
 
     def __str__(self) -> str:
@@ -107,11 +107,11 @@ class Choice(Generic[_Tuning]):
         return f"{self.table} row {self.number}: {self.row}"
 
 
-_asked: list[Choice[Any]] | None = None
+_asked: list[TuningChoice[Any]] | None = None
 
 
 @contextmanager
-def asked_choices() -> Iterator[list[Choice[Any]]]:
+def asked_choices() -> Iterator[list[TuningChoice[Any]]]:
     """Gives a list that is filled with what tables answer inside the context."""
     global _asked
     before, _asked = _asked, []
@@ -151,17 +151,17 @@ class TuningTable(Generic[_Taken, _Tuning]):
             _asked.append(choice)
         return choice.tuning
 
-    def _find(self, gpu: tuple[str, ...], facts: tuple[int, ...]) -> Choice[_Tuning]:
+    def _find(self, gpu: tuple[str, ...], facts: tuple[int, ...]) -> TuningChoice[_Tuning]:
         folder = folder_of(self.name, gpu, self._tables)
         named = dict(zip(self.facts, facts, strict=True))
         for number, (row, taken) in enumerate(self.rows(folder), 1):
             if row.holds(named):
                 tuning = self._fit(taken, *facts)
-                return Choice(f"{folder}/{self.name}", number, row, tuning)
+                return TuningChoice(f"{folder}/{self.name}", number, row, tuning)
         raise AssertionError("the last row of a table has no conditions")
 
     @cache  # noqa: B019  tables are made once, when their module is imported
-    def rows(self, folder: str) -> tuple[tuple[Row, _Taken], ...]:
+    def rows(self, folder: str) -> tuple[tuple[TuningRow, _Taken], ...]:
         """Returns the rows of a folder's table, and what they take.
 
         Raises:
@@ -176,7 +176,7 @@ class TuningTable(Generic[_Taken, _Tuning]):
             raise TableError(f"{path}: the last row, and no other, must be without conditions")
         return tuple((row, self._taken(path, number, row)) for number, row in enumerate(found, 1))
 
-    def _taken(self, path: Path, number: int, row: Row) -> _Taken:
+    def _taken(self, path: Path, number: int, row: TuningRow) -> _Taken:
         known = {field.name for field in fields(self.form)}  # type: ignore[arg-type]
         for kind, names, all_names in (
             ("facts", row.facts, set(self.facts)),

@@ -3,7 +3,6 @@ which steps a graph may hold."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from itertools import pairwise
@@ -31,9 +30,13 @@ from engine.layers.rotary import cos_sin_cache
 from engine.models.recorded_steps import PROMPT_TOKENS
 from engine.rope import Rotary
 from tandem_kernels import ops
+from tandem_kernels.attention.attention_thresholds import whole_prompts
 from tandem_kernels.attention.kv_scales import E4M3, KVScales
 
 HEADS, KV_HEADS, MAX_LEN = 8, 2, 4096
+SHORTEST = whole_prompts(torch.device("cpu"))
+FLASH_TOKENS, CUDNN_TOKENS = SHORTEST.flash_tokens, SHORTEST.cudnn_tokens
+CUDNN = CudnnPrefill(CUDNN_TOKENS)
 LENGTHS = [1024, 1500, 2047]
 
 
@@ -43,7 +46,9 @@ LENGTHS = [1024, 1500, 2047]
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_cudnn_equals_paged_attention(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     assert CudnnPrefill.is_available(dtype, head_dim, torch.device("cuda"))
-    for difference in _differences(CudnnPrefill(), LENGTHS, dtype, head_dim, block_size):
+    for difference in _differences(
+        CudnnPrefill(CUDNN_TOKENS), LENGTHS, dtype, head_dim, block_size
+    ):
         assert difference < 5e-3
 
 
@@ -53,7 +58,7 @@ def test_flash_attention_equals_paged_attention(head_dim: int) -> None:
     package = FlashPrefill.package(torch.bfloat16, head_dim, torch.device("cuda"))
     if package is None:
         pytest.skip("no package with FlashAttention 3 is installed")
-    dense = FlashPrefill(package)
+    dense = FlashPrefill(package, FLASH_TOKENS)
     for sinks in (None, torch.linspace(-2, 5, HEADS, device="cuda")):
         found = _differences(dense, LENGTHS, torch.bfloat16, head_dim, 128, sinks=sinks)
         for difference in found:
@@ -62,7 +67,9 @@ def test_flash_attention_equals_paged_attention(head_dim: int) -> None:
 
 def test_cudnn_way_equals_paged_attention_on_cpu() -> None:
     lengths = [256, 150, 100]
-    for difference in _differences(CudnnPrefill(), lengths, torch.float32, 32, 16, "cpu"):
+    for difference in _differences(
+        CudnnPrefill(CUDNN_TOKENS), lengths, torch.float32, 32, 16, "cpu"
+    ):
         assert difference < 1e-5
 
 
@@ -70,7 +77,7 @@ def test_flash_way_equals_paged_attention_on_cpu(monkeypatch: pytest.MonkeyPatch
     """A stand-in computes by the meaning of the library's arguments."""
     monkeypatch.setattr(flash_attention, "forward_kernel", lambda package: _forward_kernel)
     lengths = [256, 150, 100]
-    dense = FlashPrefill(PREFILL_PACKAGE)
+    dense = FlashPrefill(PREFILL_PACKAGE, FLASH_TOKENS)
     for sinks in (None, torch.linspace(-2, 5, HEADS)):
         for difference in _differences(dense, lengths, torch.float32, 32, 16, "cpu", sinks):
             assert difference < 1e-5
@@ -87,7 +94,7 @@ def test_copied_contexts_equal_paged_attention(
     if package is None:
         pytest.skip("no package with FlashAttention 3 is installed")
     shape = torch.bfloat16, head_dim, block_size, "cuda"
-    for difference in _of_chunks(FlashPrefill(package), 1024, 1700, shape, kv_dtype):
+    for difference in _of_chunks(FlashPrefill(package, FLASH_TOKENS), 1024, 1700, shape, kv_dtype):
         assert difference < 8e-3
 
 
@@ -97,7 +104,7 @@ def test_copied_contexts_equal_paged_attention_on_cpu(
 ) -> None:
     """One pass over all contexts, and several that are joined."""
     monkeypatch.setattr(flash_attention, "forward_kernel", lambda package: _forward_kernel)
-    dense = FlashPrefill(PREFILL_PACKAGE)
+    dense = FlashPrefill(PREFILL_PACKAGE, FLASH_TOKENS)
     for pass_tokens in (1 << 20, 400):
         shape = torch.float32, 32, 16, "cpu"
         for difference in _of_chunks(dense, 100, pass_tokens, shape, kv_dtype):
@@ -117,7 +124,7 @@ def _of_chunks(
     """
     dense.min_tokens = shortest
     backend = UncachedPrefillBackend(dense, pass_tokens=pass_tokens)
-    assert backend.expands_contexts and not UncachedPrefillBackend(CudnnPrefill()).expands_contexts
+    assert backend.expands_contexts and not UncachedPrefillBackend(CUDNN).expands_contexts
     chunks = [(shortest, 3 * shortest + 7), (shortest + 3, 2 * shortest)]
     short, decodes = (9, 2 * shortest), [(1, 77), (1, 130)]
     prompts = [] if kv_dtype is not None else [(shortest, shortest)]
@@ -331,5 +338,4 @@ def test_steps_that_may_be_recorded_are_paged() -> None:
 
 def test_no_graph_is_long_enough_for_uncached_prefill() -> None:
     """So a graph is recorded with paged attention, whatever its padding looks like."""
-    default = inspect.signature(FlashPrefill.__init__).parameters["min_tokens"].default
-    assert PROMPT_TOKENS[-1] < min(default, CudnnPrefill().min_tokens)
+    assert PROMPT_TOKENS[-1] < min(FLASH_TOKENS, CUDNN_TOKENS)

@@ -26,7 +26,7 @@ BUCKET = 256
 class CudnnPrefill(DensePrefill):
     name = "cuDNN"
 
-    def __init__(self, min_tokens: int = 4096) -> None:
+    def __init__(self, min_tokens: int) -> None:
         self.min_tokens = min_tokens
 
     @staticmethod

@@ -159,7 +159,7 @@ class FlashPrefill(DensePrefill):
     name = "FlashAttention 3"
     has_sinks = True
 
-    def __init__(self, package: str, min_tokens: int = 1024) -> None:
+    def __init__(self, package: str, min_tokens: int) -> None:
         """Raises `ImportError` or `OSError` when the package does not load."""
         self.min_tokens = min_tokens
         self._forward = forward_kernel(package)
