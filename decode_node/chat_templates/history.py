@@ -16,7 +16,13 @@ from typing import Any
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.typescript_tools import TYPESCRIPT_VARIABLE, typescript
 from decode_node.protocol.bodies.valid_strings import with_valid_strings
-from decode_node.protocol.chat.chat_messages import ChatMessage, ContentPart, ImagePart, VideoPart
+from decode_node.protocol.chat.chat_messages import (
+    ChatMessage,
+    ImagePart,
+    ShownPart,
+    ThinkingPart,
+    VideoPart,
+)
 from decode_node.protocol.chat.joined_contents import GAP, joined_contents
 
 Message = dict[str, Any]
@@ -100,12 +106,13 @@ def _plain(message: ChatMessage, forms: TemplateForms) -> Message:
 def _content(message: ChatMessage, forms: TemplateForms) -> str | list[Message]:
     if not isinstance(message.content, list):
         return message.content or message.refusal_text
+    shown = [part for part in message.content if not isinstance(part, ThinkingPart)]
     if not message.images():
-        return forms.text_joint.join(part["text"] for part in map(_part, message.content))
-    return [_part(part) for part in message.content]
+        return forms.text_joint.join(part["text"] for part in map(_part, shown))
+    return [_part(part) for part in shown]
 
 
-def _part(part: ContentPart) -> Message:
+def _part(part: ShownPart) -> Message:
     if isinstance(part, ImagePart):
         return {"type": "image"}
     if isinstance(part, VideoPart):

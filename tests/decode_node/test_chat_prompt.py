@@ -71,6 +71,22 @@ def test_a_history_of_calls_reaches_the_template_with_arguments_as_objects() -> 
 
 
 @pytest.mark.parametrize(
+    "thinking", ["hm, yes", [{"type": "text", "text": t} for t in ("hm, ", "yes")]]
+)
+def test_thoughts_among_the_parts_are_no_text(thinking: Any) -> None:
+    """Mistral's clients send them back as they got them."""
+    parts = [{"type": "thinking", "thinking": thinking}, {"type": "text", "text": "hello"}]
+    (answer,), _, _ = shown({"messages": [{"role": "assistant", "content": parts}]})
+    assert (answer["content"], answer["reasoning_content"]) == ("hello", "hm, yes")
+
+
+def test_any_tool_is_mistrals_word_for_required() -> None:
+    body = {"messages": [USER], "tools": [TOOL], "tool_choice": "any"}
+    request = parse_body(json.dumps(body).encode(), ChatCompletionRequest)
+    assert request.tool_use().mode == "required"
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [("", {}), (None, {}), ({"a": 1}, {"a": 1}), ('{"a": ', '{"a": '), ("[1]", "[1]")],
 )

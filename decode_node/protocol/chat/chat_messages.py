@@ -47,6 +47,23 @@ class RefusalPart(BaseModel):
         return self.refusal
 
 
+class ThinkingPart(BaseModel):
+    """Holds what an assistant thought, as Mistral's API has it and vLLM takes it. Templates get it
+    as `reasoning_content`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+    type: Literal["thinking"]
+    """The API's name of it."""
+    thinking: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    """The thoughts, as one text or in pieces."""
+
+    @property
+    def thought(self) -> str:
+        given = self.thinking
+        return given if isinstance(given, str) else "".join(piece.text for piece in given)
+
+
 class ImageUrl(BaseModel):
     """Holds an image. `detail` is not needed here: the model sees each as large as it can."""
 
@@ -108,6 +125,8 @@ def _kind_of_part(part: Any) -> str | None:
             return "part-video"
         case "refusal":
             return "part-refusal"
+        case "thinking":
+            return "part-thinking"
         case _:
             return None
 
@@ -115,6 +134,7 @@ def _kind_of_part(part: Any) -> str | None:
 ContentPart = Annotated[
     Annotated[TextPart, Tag("part-text")]
     | Annotated[RefusalPart, Tag("part-refusal")]
+    | Annotated[ThinkingPart, Tag("part-thinking")]
     | Annotated[ImagePart, Tag("part-image")]
     | Annotated[VideoPart, Tag("part-video")],
     Discriminator(
@@ -124,6 +144,10 @@ ContentPart = Annotated[
         "read",
     ),
 ]
+
+
+ShownPart = TextPart | RefusalPart | ImagePart | VideoPart
+"""What is part of the content that a template gets."""
 
 
 class CalledFunction(_OpenBody):
@@ -167,7 +191,7 @@ class ChatMessage(_OpenBody):
         """Returns the reasoning, by whichever of its names it came. Blanks are none: clients send
         one where a field must not be empty, and templates would show it as a thought."""
         other = (self.model_extra or {}).get("thinking")
-        given = self.reasoning_content or self.reasoning or other
+        given = self.reasoning_content or self.reasoning or other or self._thought_in_parts
         return given if isinstance(given, str) and given.strip() else ""
 
     @property
@@ -176,8 +200,13 @@ class ChatMessage(_OpenBody):
         if not isinstance(self.content, list):
             return self.content or ""
         return "\n".join(
-            part.text for part in self.content if not isinstance(part, ImagePart | VideoPart)
+            part.text for part in self.content if isinstance(part, TextPart | RefusalPart)
         )
+
+    @property
+    def _thought_in_parts(self) -> str:
+        parts = self.content if isinstance(self.content, list) else []
+        return "".join(part.thought for part in parts if isinstance(part, ThinkingPart))
 
     @property
     def refusal_text(self) -> str:

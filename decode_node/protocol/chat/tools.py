@@ -158,6 +158,8 @@ def _read_choice(choice: Any, tools: Sequence[Tool]) -> tuple[ChoiceMode, str]:
         raise BadRequest(
             "tool_choice needs tools; send them, or leave tool_choice out", param="tool_choice"
         )
+    if choice == "any":  # Mistral's word, and so that of its clients.
+        choice = "required"
     if choice in ("auto", "required"):
         return choice, ""
     name = _chosen_name(choice)
