@@ -160,6 +160,7 @@ ROUTER_PATHS = {
     "/get_model_info": "",
     "/health": "",
     "/ready": "",
+    "/health_generate": "",
     "/metrics": "",
     "/switch_role": "Makes a node of `tandem node` a prefill or a decode node ([roles](roles.md)). "
     "For operators alone.",
@@ -202,6 +203,7 @@ BODIES: dict[str, type[BaseModel]] = {
 NO_BODY = {
     "/abort_request",
     "/abort_requests",
+    "/flush_cache",
     "/reset_prefix_cache",
     "/start_profile",
     "/stop_profile",

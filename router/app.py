@@ -20,6 +20,7 @@ from starlette.types import Lifespan
 
 from edge.http.error_forms import ErrorForms
 from edge.http.outer_edge import OuterEdge
+from edge.http.request_head import READY_PATHS
 from edge.http.service_routes import service_routes
 from edge.http.unknown_path import serve
 from edge.logs.request_log import RequestLog
@@ -80,7 +81,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         ),
     )
     serve(app, _probe_routes(services).routes)
-    open_paths = {"/health", "/ready", "/ping"}
+    open_paths = {"/health", *READY_PATHS, "/ping"}
     if settings.admin_port is None:
         # A key of the API is a client's.
         routes = operator_routes(*services.for_operators(), services.keys.may_change_nodes)

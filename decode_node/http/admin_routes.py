@@ -14,6 +14,7 @@ from decode_node.http.callers import Caller
 from decode_node.http.engine_answers import engine_answers
 from edge.http.bodies.abort_bodies import ReadAbort, read_abort, read_aborts
 from edge.http.exposition import Exposition
+from edge.http.request_head import RESET_PATHS
 
 Abort = Callable[[Collection[str] | None], int]
 """Ends the answers of these names, or all; returns how many they are."""
@@ -58,7 +59,7 @@ def admin_routes(
         return JSONResponse({"aborted": abort(await read(request))})
 
     routes = [
-        Route("/reset_prefix_cache", reset, methods=["POST"]),
+        *(Route(path, reset, methods=["POST"]) for path in RESET_PATHS),
         Route("/abort_request", abort_one, methods=["POST"]),
         Route("/abort_requests", abort_several, methods=["POST"]),
     ]

@@ -14,12 +14,12 @@ from enum import Enum
 
 from decode_node.errors import PermissionDenied
 from edge.http.errors import Unauthorized
-from edge.http.request_head import RequestHead
+from edge.http.request_head import READY_PATHS, RequestHead
 from edge.security.config import Role
 from edge.security.credentials import CallerRefused, Credentials
 
 _ROUTERS = frozenset({Role.ROUTER})
-_OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
+_OPEN_PATHS = frozenset({"/health", *READY_PATHS, "/ping", "/metrics"})
 """Paths that are open to all, for probes and scrapers."""
 
 

@@ -43,6 +43,7 @@ from edge.http.answers.kept_response import KeptResponse
 from edge.http.answers.model_info import MODEL_INFO_PATHS, model_info
 from edge.http.connection.client_connection import lease_of, read_json_body, request_headers
 from edge.http.event_loop import long_work
+from edge.http.request_head import READY_PATHS
 from edge.http.unknown_path import path_without_slash
 from engine.frontend.calls.adapter_calls import AdapterCalls
 from engine.node.open_requests import OpenRequests
@@ -241,7 +242,7 @@ def _state(api: Api) -> list[Route]:
         Route("/v1/models/{name:path}", model),
         *(Route(path, described) for path in MODEL_INFO_PATHS),
         Route("/health", health),
-        Route("/ready", ready),
+        *(Route(path, ready) for path in READY_PATHS),
     ]
 
 

@@ -22,11 +22,12 @@ from edge.http import headers as names
 from edge.http.connection.client_connection import request_headers, request_id
 from edge.http.errors import OriginRefused, send_error
 from edge.http.front import HttpFront
+from edge.http.request_head import READY_PATHS
 from edge.logs.request_log import RequestLog
 from edge.tracing.context import Sampler, TraceContext, current_trace, sample_all
 
 _REQUEST_ID = names.REQUEST_ID.encode()
-_PROBES = "/health", "/ready", "/ping", "/metrics"
+_PROBES = "/health", *READY_PATHS, "/ping", "/metrics"
 """Paths whose requests nothing wants in a log."""
 _LONGEST_PATH = 128
 _OTHER_SITE = (

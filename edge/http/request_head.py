@@ -16,6 +16,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+READY_PATHS = ("/ready", "/health_generate")
+RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
+"""The second names are SGLang's."""
 PAGES = frozenset({"/status", "/docs", "/openapi.json"})
 """Paths that people open in a browser."""
 PARTS = "/status/"

@@ -197,6 +197,14 @@ async def test_the_model_is_described() -> None:
             assert info["is_generation"] is True
 
 
+async def test_its_names_of_probes_and_resets_are_served() -> None:
+    async with http_node() as node:
+        assert (await node.client.get("/health_generate")).status_code == 200
+        assert (await node.client.post("/flush_cache")).status_code == 200
+        node.state.draining = True
+        assert (await node.client.get("/health_generate")).status_code == 503
+
+
 async def test_what_its_benchmark_sends_besides_changes_nothing() -> None:
     besides = {"lora_path": None, "return_logprob": False, "return_routed_experts": False}
     sampling = {**SAMPLING, "ignore_eos": True, "temperature": 0.0}

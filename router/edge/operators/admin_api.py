@@ -1,10 +1,10 @@
 """Answers what operators and their tools ask the router.
 
     GET  /health     200 while the process lives
-    GET  /ready      200 while requests would be served, else 503
+    GET  /ready      200 while requests would be served, else 503; SGLang: /health_generate
     GET  /metrics    Prometheus
     GET  /status     a page for people (`status_api.py`)
-    POST /reset_prefix_cache    forgets the cached prefixes of all nodes
+    POST /reset_prefix_cache    forgets the cached prefixes of all nodes; SGLang: /flush_cache
     -    /admin/nodes           the nodes, taken out of use and back (`node_api.py`)
 
 All on the port of the API, or the last two on a port of their own (`admin_port`), which then has
@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from edge.http.exposition import Exposition
+from edge.http.request_head import READY_PATHS, RESET_PATHS
 from router.errors import AdminOnly
 from router.nodes.address import NodeRole
 from router.nodes.operations.prefix_caches import RESET, PrefixCaches
@@ -37,13 +38,14 @@ def probe_routes(
         fault = own_fault()
         return JSONResponse({"status": "ok", **({"fault": fault} if fault else {})})
 
-    @routes.get("/ready")
     async def ready() -> JSONResponse:
         counts = {f"{role}_nodes": len(registry.usable(role)) for role in NodeRole}
         state = readiness(registry, is_draining())
         code = 200 if state == "ready" else 503
         return JSONResponse({"status": state, **counts}, status_code=code)
 
+    for path in READY_PATHS:
+        routes.get(path)(ready)
     return routes
 
 
@@ -55,7 +57,6 @@ def admin_routes(
     """Returns the routes. Where `may_change` is false they only tell."""
     routes = APIRouter()
 
-    @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> JSONResponse:
         if not may_change():
             raise AdminOnly("keys of clients do not reset caches; use the router's --admin-port")
@@ -63,6 +64,8 @@ def admin_routes(
         is_done = all(outcome == RESET for outcome in outcomes.values())
         return JSONResponse({"nodes": outcomes}, status_code=200 if is_done else 503)
 
+    for path in RESET_PATHS:
+        routes.post(path)(reset_prefix_cache)
     exposition = Exposition(metrics.registry)
 
     @routes.get("/metrics")
