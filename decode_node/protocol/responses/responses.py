@@ -190,9 +190,11 @@ class ResponsesRequest(StrictBody):
         model's `defaults`, or else the API's."""
         return {
             "background": False,
+            "frequency_penalty": self.frequency_penalty or 0.0,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
+            "presence_penalty": self.presence_penalty or 0.0,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
