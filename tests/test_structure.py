@@ -315,7 +315,7 @@ SERVING_ORDER = [
     {"ask_limits", "chat_grammar", "chat_reading", "prompts", "request_context"},
     {"served_model"},
     {"model_cards", "read_request", "tokenizer_serving"},
-    {"prepare_choices", "respond"},
+    {"prepare_choices", "rendering", "respond"},
     {"openai_serving"},
 ]
 

@@ -27,6 +27,7 @@ from decode_node.protocol.tokenize import (
     TokenizeRequest,
 )
 from decode_node.protocol.tokens.generate import GenerateRequest, Generation
+from decode_node.protocol.tokens.rendered import Rendered
 from decode_node.protocol.tokens.sglang import SGLangAnswer, SGLangRequest
 from edge.http.error_forms import AnthropicErrorBody
 from edge.http.errors import ErrorBody
@@ -116,6 +117,18 @@ _POSTS = (
         body=CountTokensRequest,
         answer='{"input_tokens": 12}',
         error=AnthropicErrorBody,
+    ),
+    _Post(
+        path="/v1/chat/completions/render",
+        name="renderChat",
+        body=ChatCompletionRequest,
+        answer=Rendered,
+    ),
+    _Post(
+        path="/v1/completions/render",
+        name="renderCompletions",
+        body=CompletionRequest,
+        answer="A list of bodies of /inference/v1/generate.",
     ),
     _Post(path="/tokenize", name="tokenize", body=TokenizeRequest, answer=TokenizeAnswer),
     _Post(path="/detokenize", name="detokenize", body=DetokenizeRequest, answer=DetokenizeAnswer),

@@ -1,4 +1,5 @@
-"""The routes of the tokenizer: /tokenize, /detokenize, and /tokenizer_info where it is allowed."""
+"""The routes of the tokenizer: /tokenize, /detokenize, what renders prompts, and /tokenizer_info
+where it is allowed."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from decode_node.http.routes import Api
+from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 
@@ -24,6 +27,17 @@ def tokenizer_routes(api: Api) -> list[Route]:
         body, context = await api.read(request, DetokenizeRequest)
         return _json(await serving.detokenize(body, is_long=context.is_long, model=context.model))
 
+    async def render_chat(request: Request) -> Response:
+        """Tells what a chat amounts to as a body of /inference/v1/generate: its tokens, and how the
+        answer's are drawn. Nothing is computed."""
+        body, context = await api.read(request, ChatCompletionRequest)
+        return _json(await api.serving.rendered_chat(body, context))
+
+    async def render_completions(request: Request) -> Response:
+        """Tells the same of texts, in a list."""
+        body, context = await api.read(request, CompletionRequest)
+        return _json(await api.serving.rendered_completions(body, context))
+
     async def tokenizer_info(_: Request) -> Response:
         """Tells the tokenizer's configuration; only with --enable-tokenizer-info-endpoint."""
         return _json(serving.info())
@@ -31,6 +45,8 @@ def tokenizer_routes(api: Api) -> list[Route]:
     routes = [
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
+        Route("/v1/completions/render", render_completions, methods=["POST"]),
     ]
     if api.settings.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", tokenizer_info))

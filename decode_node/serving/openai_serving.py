@@ -22,9 +22,11 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.messages.messages import MessagesRequest
 from decode_node.protocol.responses.responses import ResponsesRequest
 from decode_node.protocol.tokens.generate import GenerateRequest
+from decode_node.protocol.tokens.rendered import Rendered
 from decode_node.protocol.tokens.sglang import SGLangRequest
 from decode_node.serving.prepare_choices import ChoicePreparer
 from decode_node.serving.read_request import MakeFormat, ReadRequest, RequestReader
+from decode_node.serving.rendering import rendered
 from decode_node.serving.request_context import RequestContext
 from decode_node.serving.respond import Responder
 from edge.http.event_loop import long_work
@@ -45,6 +47,22 @@ class OpenAIServing:
     async def completions(self, body: CompletionRequest, context: RequestContext) -> Response:
         """Completes prompts. Raises `HttpError`."""
         return await self._answer(await self._reader.completion(body, context), context)
+
+    async def rendered_chat(self, body: ChatCompletionRequest, context: RequestContext) -> Rendered:
+        """Returns a chat as a request for tokens, once it is known that it would be answered.
+        Raises `HttpError`."""
+        read = await self._reader.chat(body, context, ChatFormat)
+        await self._preparer.choices(read, context)
+        (found,) = rendered(read)
+        return found
+
+    async def rendered_completions(
+        self, body: CompletionRequest, context: RequestContext
+    ) -> list[Rendered]:
+        """Returns the same of texts, each by itself. Raises `HttpError`."""
+        read = await self._reader.completion(body, context)
+        await self._preparer.choices(read, context)
+        return rendered(read)
 
     async def generate(self, body: GenerateRequest, context: RequestContext) -> Response:
         """Continues a prompt of token ids. Raises `HttpError`."""

@@ -73,6 +73,8 @@ _ALL = (
     ProxiedPath(path="/v1/responses/input_tokens", generates=False),
     ProxiedPath(path="/v1/messages", preamble="system", prompt=("messages",)),
     ProxiedPath(path="/v1/messages/count_tokens", generates=False),
+    ProxiedPath(path="/v1/chat/completions/render", generates=False),
+    ProxiedPath(path="/v1/completions/render", generates=False),
     ProxiedPath(path="/tokenize", generates=False),
     ProxiedPath(path="/detokenize", generates=False),
 )

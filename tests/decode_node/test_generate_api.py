@@ -9,12 +9,14 @@ import pytest
 
 from decode_node.answer.logprobs import TokenNames, generate_logprobs
 from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from tests.decode_node.http_node import HttpNode, chunks_of, http_node
 
 GENERATE = "/inference/v1/generate"
 IDS = [5, 6, 7]
 SAMPLING = {"max_tokens": 4, "seed": 3, "logprobs": 1}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 BODY: dict[str, Any] = {"model": "tiny", "token_ids": IDS, "sampling_params": SAMPLING}
 
 
@@ -167,3 +169,68 @@ async def test_what_trainers_send_besides_changes_nothing() -> None:
         assert (await post(node, sampling_params=sampling, **besides))["choices"] == plain[
             "choices"
         ]
+
+
+def plain(spec: RequestSpec) -> RequestSpec:
+    """Returns it without the parentheses that chats have around a grammar."""
+    grammar = spec.sampling.grammar.replace("(", "").replace(")", "")
+    return spec.with_sampling(grammar=grammar)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.5, "stop": ["dog"], "logprobs": True, "top_logprobs": 2, "n": 2},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+        {"guided_choice": ["the", "dog"], "max_completion_tokens": 3},
+        {"regex": "[a-z]+", "tools": [], "priority": 2, "cache_salt": "s", "stream": True},
+    ],
+    ids=range(4),
+)
+async def test_a_rendered_chat_is_drawn_as_the_chat_itself(fields: dict[str, Any]) -> None:
+    """With the model's defaults, which do not count for tokens."""
+    chat = {"messages": [{"role": "user", "content": "the dog"}], "seed": 5, **fields}
+    chat = {"model": "tiny", "max_tokens": 4, **chat}
+    async with http_node(override_generation_config='{"top_k": 7}') as node:
+        response = await node.client.post("/v1/chat/completions/render", json=chat)
+        body = response.json()
+        assert response.status_code == 200, body
+        assert not node.engine.requests
+        specs = []
+        for path, sent in (("/v1/chat/completions", chat), (GENERATE, body)):
+            answer = await node.client.post(path, json=sent)
+            assert answer.status_code == 200, answer.text
+            specs.append([plain(fake.request.spec) for fake in node.engine.requests.values()])
+            node.engine.forget_ended()
+        assert specs[0] == specs[1]
+        assert body["model"] == "tiny" and specs[0][0].sampling.top_k == 7
+
+
+async def test_rendered_texts_are_a_list() -> None:
+    async with http_node() as node:
+        body = {"prompt": ["the", "dog"], "max_tokens": 4, "seed": 5}
+        found = (await node.client.post("/v1/completions/render", json=body)).json()
+        whole = await node.client.post("/v1/completions", json={**body, "return_token_ids": True})
+        for rendered, choice in zip(found, whole.json()["choices"], strict=True):
+            answer = await node.client.post(GENERATE, json=rendered)
+            assert answer.json()["choices"][0]["token_ids"] == choice["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions/render", {"prompt": "a", "echo": True}, "echo"),
+        ("/v1/chat/completions/render", {"tools": [TOOL], "tool_choice": "required"}, "tools"),
+        ("/v1/chat/completions/render", {"max_tokens": 999}, "max_tokens"),
+        ("/v1/chat/completions/render", {"model": "other"}, "model"),
+    ],
+    ids=range(4),
+)
+async def test_what_cannot_be_rendered_is_refused(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    async with http_node(strict_max_tokens=True, tool_call_parser="hermes") as node:
+        chat = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
+        response = await node.client.post(path, json={**chat, **fields})
+        assert response.status_code in (400, 404)
+        assert response.json()["error"]["param"] == param
