@@ -18,6 +18,7 @@ GENERATING: dict[str, dict[str, Any]] = {
 }
 ASKING: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": HELLO},
+    "/v1/completions/render": {"prompt": "the dog"},
     "/tokenize": {"prompt": "the dog"},
     "/detokenize": {"tokens": [5, 6]},
 }

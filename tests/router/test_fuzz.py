@@ -33,6 +33,8 @@ TAKEN: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "a"},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions/render": {"prompt": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [7]},
     "/inference/v1/generate": {"token_ids": [7], "sampling_params": {"max_tokens": 2}},

@@ -124,6 +124,7 @@ _BODIES: list[tuple[str, Any]] = [
     ("/tokenize", {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}),
     ("/tokenize", {"prompt": "hi"}),
     ("/detokenize", {"tokens": [5, 6]}),
+    ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "hi"}]}),
 ]
 
 
