@@ -145,6 +145,7 @@ class ResponsesFormat(ResponseFormat):
             "id": self.id,
             "object": "response",
             "created_at": self.created,
+            "completed_at": None,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

@@ -147,7 +147,7 @@ ContentPart = Annotated[
 
 
 ShownPart = TextPart | RefusalPart | ImagePart | VideoPart
-"""What is part of the content that a template gets."""
+"""Templates get these as content."""
 
 
 class CalledFunction(_OpenBody):
