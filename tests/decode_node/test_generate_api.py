@@ -188,7 +188,7 @@ def plain(spec: RequestSpec) -> RequestSpec:
     ids=range(4),
 )
 async def test_a_rendered_chat_is_drawn_as_the_chat_itself(fields: dict[str, Any]) -> None:
-    """With the model's defaults, which do not count for tokens."""
+    """The model's defaults are part of it, which do not count for tokens."""
     chat = {"messages": [{"role": "user", "content": "the dog"}], "seed": 5, **fields}
     chat = {"model": "tiny", "max_tokens": 4, **chat}
     async with http_node(override_generation_config='{"top_k": 7}') as node:
