@@ -94,7 +94,7 @@ from tandem_kernels.experts import (
     one_row_experts,
     route_tokens,
 )
-from tandem_kernels.experts.fp4 import expert_tiles, experts_ahead
+from tandem_kernels.experts.fp4 import even_runs, expert_tiles, experts_ahead
 from tandem_kernels.experts.fp4 import experts as fp4_experts
 from tandem_kernels.experts.fp4 import pairs as fp4_pairs
 from tandem_kernels.gemm import (
@@ -1172,6 +1172,29 @@ def fp4_expert_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def fp4_even_cases(capability: int) -> Iterator[Case]:
+    types = {
+        **named("*bf16", "x", "out", "bias"),
+        **named("*i32", "weight", "experts", "arrived"),
+        **named("fp32", "limit", "alpha"),
+        **named("*fp32", "factors", "pair_weights", "sums"),
+    }
+    for gated, words in ((True, 544), (False, 544), (False, 576)):
+        yield Case(
+            even_runs.fp4_even_gemm_kernel,
+            f"gated={gated} words={words}",
+            types,
+            {
+                "TOP_K": 4, "ROWS": 8, "COLS": 64, "DEPTH": 64, "PAIRS": 32, "GATED": gated,
+                "HAS_BIAS": True, "GATE": int(gated), "BY_WARP": True, "EVEN": True,
+                "IN_PAIRS": True, "WAITS": False, "PRECISION": "tf32",
+                "OVERLAP": capability >= 90, "TILE": words,
+                **({} if words == 576 else {"factors": None}),
+            },
+            {"num_warps": 2, "num_stages": 4},
+        )  # fmt: skip
+
+
 def fp4_expert_ahead_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out"),
@@ -2148,6 +2171,7 @@ def compile_all(capability: int) -> None:
         one_row_expert_cases,
         fp8_expert_cases,
         fp4_expert_cases,
+        fp4_even_cases,
         fp4_expert_ahead_cases,
         fp4_pair_cases,
         normed_router_cases,

@@ -110,6 +110,12 @@ def test_nvfp4_pairs_by_themselves(tuning: ExpertTuning) -> None:
     check.fp4_pairs(tuning, (3, 2, 4, 176, 64), torch.float32, form="nvfp4")
 
 
+@pytest.mark.parametrize("tuning", check.EVEN_RUNS[2:], ids=lambda tuning: f"runs={tuning.runs}")
+def test_fp4_experts_by_even_runs(tuning: ExpertTuning) -> None:
+    form: Form = "nvfp4" if tuning.runs == 5 else "mxfp4"
+    check.fp4_even_runs(tuning, (5, 2, 4, 160, 192), torch.float32, form=form)
+
+
 def test_a_table_may_ask_for_pairs_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each GEMM follows its own range; with more tiles than there are counters neither does."""
     sizes = 3, 2, 4, 64, 64

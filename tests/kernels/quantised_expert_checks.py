@@ -12,10 +12,13 @@ from torch import Tensor
 
 from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.experts.expert_rows import ExpertRows
+from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertTuning
 from tandem_kernels.experts.fp4.ahead_shapes import HEIGHT, multiplies_ahead
+from tandem_kernels.experts.fp4.even_runs import fp4_even_gemm
 from tandem_kernels.experts.fp4.expert_tiles import ExpertTiles
 from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
+from tandem_kernels.experts.fp4.pair_shapes import takes_even_runs
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.experts.fp8_experts import fp8_gemm
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
@@ -69,6 +72,14 @@ EACH_PAIR = [
     ExpertTuning(8, 128, 64, 2, 2, splits=5, unroll=3, each_pair=True, late=True),
     ExpertTuning(8, 64, 64, 1, 2, unroll=4, each_pair=True, late=True),
 ]
+
+EVEN_RUNS = [
+    ExpertTuning(8, 64, 64, 2, 3, runs=1),
+    ExpertTuning(8, 64, 128, 2, 3, runs=2),
+    ExpertTuning(8, 128, 64, 2, 2, runs=7),
+    ExpertTuning(8, 64, 64, 1, 4, runs=5),
+]
+"""Runs of several tiles, and of less than one."""
 
 
 def tile_name(tuning: ExpertTuning) -> str:
@@ -239,6 +250,39 @@ def fp4_pairs(
     assert not out[num_tokens // 3].any()
     assert oracle.relative_error(out, expected) < ROUNDED[dtype]
     assert all(torch.equal(other, out) for other in outs)
+
+
+def fp4_even_runs(
+    tuning: ExpertTuning,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    form: Form = "mxfp4",
+) -> None:
+    """Programs that share all tiles out give what the format means, and always the same bits: cut
+    tiles are summed in their order. Experts without rows have none of the line."""
+    num_tokens, top_k, num_experts, hidden, width = sizes
+    w13, f13, wide13 = fp4_weight(form, (num_experts, 2, width, hidden), device)
+    w2, f2, wide2 = fp4_weight(form, (num_experts, 1, hidden, width), device)
+    x, weights, chosen = _step(sizes, dtype, device)
+    x /= 16
+    more, plain = _gate(sizes, dtype, device)
+    expected = oracle.experts(x, wide13.flatten(1, 2), wide2[:, 0], weights, chosen, *plain)
+    assert takes_even_runs(tuning, num_tokens, chosen.numel(), max(hidden, width))
+    assert not takes_even_runs(tuning, tuning.rows + 1, chosen.numel(), hidden)
+    outs = []
+    for _ in range(3 if device == "cuda" else 2):
+        between, parts = (
+            torch.full((num_tokens * top_k, size), torch.nan, dtype=dtype, device=device)
+            for size in (width, hidden)
+        )
+        given = weights, chosen
+        fp4_even_gemm(x, w13, *given, between, tuning, more["b13"], more["gate"], f13)
+        fp4_even_gemm(between, w2, *given, parts, tuning, more["b2"], None, f2)
+        outs.append(sum_pairs(parts, chosen))
+    assert oracle.relative_error(outs[0], expected) < ROUNDED[dtype]
+    assert all(torch.equal(other, outs[0]) for other in outs)
 
 
 def _step(sizes: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import int4_checks as int4
+import msgspec
 import pytest
 import quantised_expert_checks as check
 import routed_expert_checks as routed
@@ -97,6 +98,15 @@ def test_tilings_of_fp4_experts(form: Form) -> None:
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
 def test_fp4_pairs_by_themselves(form: Form, tuning: ExpertTuning, sizes: check.Sizes) -> None:
     check.fp4_pairs(tuning, sizes, torch.bfloat16, "cuda", clamped=True, form=form)
+
+
+@pytest.mark.parametrize("runs", [1, 6])
+@pytest.mark.parametrize("sizes", [(8, 4, 32, 2880, 2880), (7, 4, 32, 992, 320)])
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_fp4_experts_by_even_runs(form: Form, sizes: check.Sizes, runs: int) -> None:
+    for tuning in check.EVEN_RUNS:
+        own = msgspec.structs.replace(tuning, runs=runs)
+        check.fp4_even_runs(own, sizes, torch.bfloat16, "cuda", form=form)
 
 
 @pytest.mark.parametrize("sizes", [(1, 128, 2880), (2, 128, 2880), (4, 60, 2048), (3, 9, 8192)])

@@ -16,7 +16,7 @@ from tandem_kernels import ops
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
-from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
+from tandem_kernels.experts.fp4.experts import multiply
 from tandem_kernels.experts.fp4.pair_shapes import takes_each_pair
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.experts.fp8_experts import fp8_gemm
@@ -222,7 +222,7 @@ class Mxfp4Weights(ExpertWeights):
         if takes_each_pair(tuning, weights.numel(), out.shape[1]):
             fp4_pair_gemm(x, weight, weights, rows.experts, out, tuning, factors=factors)
             return
-        fp4_expert_gemm(x, weight, weights, rows, pairs, tuning, factors=factors)
+        multiply(x, weight, weights, rows, pairs, tuning, factors=factors)
         if not gated:
             sum_pairs(pairs, rows.experts)
 

@@ -58,6 +58,8 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             those of a token; in formats that can.
         late: Of each pair by itself: weights are multiplied without the exponents of their groups,
             which multiply sums. Of 8 rows, 64 inputs and fewer than 4 warps; in formats that can.
+        runs: Programs of an SM among which all tiles are shared out evenly, for steps of at most
+            `rows` tokens; 0: a program has a tile. In formats that can.
         registers: Of a thread at most, so that more programs share an SM; 0: as many as the
             compiler wants.
     """
@@ -75,6 +77,7 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strips: int = 1
     each_pair: bool = False
     late: bool = False
+    runs: int = 0
     registers: int = 0
 
     def within(self, shared_bytes: int, matrices: int, itemsize: int) -> ExpertTuning:
@@ -201,6 +204,7 @@ _USUAL = {
     "strips": 1,
     "each_pair": False,
     "late": False,
+    "runs": 0,
     "registers": 0,
 }
 

@@ -8,7 +8,7 @@ Weights become half precision in registers, in the order in which warps multiply
 they are the first operand, and rows the second. Four warps multiply together, with rows in shared
 memory; fewer multiply each by itself, which takes fewer instructions where rows are few. Where
 there are few tiles, the inner dimension is split, too; and of few rows a tuning may ask that each
-pair be computed by itself (`pairs`).
+pair be computed by itself (`pairs`), or that programs share all tiles out evenly (`even_runs`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.experts.fp4.ahead_shapes import multiplies_ahead
+from tandem_kernels.experts.fp4.even_runs import fp4_even_gemm
 from tandem_kernels.experts.fp4.expert_tile import expert_tile
 from tandem_kernels.experts.fp4.expert_tiles import ExpertTiles
 from tandem_kernels.experts.fp4.experts_ahead import fp4_experts_ahead
-from tandem_kernels.experts.fp4.pair_shapes import format_of, takes_each_pair
+from tandem_kernels.experts.fp4.pair_shapes import (
+    format_of,
+    takes_each_pair,
+    takes_even_runs,
+)
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.gemm.fp4_products import operand_constants
 
@@ -161,14 +166,33 @@ def fp4_experts(
     if takes_each_pair(plan.gate_up, num_pairs, width):
         fp4_pair_gemm(x, w13, weights, experts, hidden, plan.gate_up, b13, gate, factors=f13)
     else:
-        fp4_expert_gemm(x, w13, weights, plan.rows, hidden, plan.gate_up, b13, gate, f13)
+        multiply(x, w13, weights, plan.rows, hidden, plan.gate_up, b13, gate, f13)
     if takes_each_pair(plan.down, num_pairs, hidden_size):
         out = torch.empty_like(x)
         fp4_pair_gemm(hidden, w2, weights, experts, out, plan.down, b2, factors=f2)
         return out
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    fp4_expert_gemm(hidden, w2, weights, plan.rows, parts, plan.down, b2, factors=f2)
+    multiply(hidden, w2, weights, plan.rows, parts, plan.down, b2, factors=f2)
     return sum_pairs(parts, experts) if summed else parts
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    pair_weights: Tensor,
+    rows: ExpertRows,
+    out: Tensor,
+    tuning: ExpertTuning,
+    bias: Tensor | None = None,
+    gate: GateForm | None = None,
+    factors: Tensor | None = None,
+) -> None:
+    """Computes one of the two GEMMs by even runs where a tuning asks for them and may, else by
+    tiles; see `fp4_expert_gemm`."""
+    if takes_even_runs(tuning, len(pair_weights), *out.shape):
+        fp4_even_gemm(x, weight, pair_weights, rows.experts, out, tuning, bias, gate, factors)
+    else:
+        fp4_expert_gemm(x, weight, pair_weights, rows, out, tuning, bias, gate, factors)
 
 
 def fp4_expert_gemm(

@@ -1,4 +1,5 @@
-"""The steps of few rows whose (token, expert) pairs are computed by themselves."""
+"""The steps of few rows whose (token, expert) pairs are computed by themselves, or by programs that
+share all tiles out evenly."""
 
 from __future__ import annotations
 
@@ -19,6 +20,15 @@ def format_of(tiles: Tensor) -> str:
 def takes_each_pair(tuning: ExpertTuning, num_pairs: int, num_outputs: int) -> bool:
     """Returns whether a GEMM runs as this tuning asks: there are counters for this many tiles."""
     return tuning.each_pair and num_pairs * -(-num_outputs // tuning.cols) <= MAX_TILES
+
+
+def takes_even_runs(
+    tuning: ExpertTuning, num_tokens: int, num_pairs: int, num_outputs: int
+) -> bool:
+    """Returns whether a GEMM runs as this tuning asks: an expert has at most its rows, since no
+    token goes to one twice, and there are counters for this many tiles."""
+    tiles = num_pairs * -(-num_outputs // tuning.cols)
+    return tuning.runs > 0 and num_tokens <= tuning.rows and tiles <= MAX_TILES
 
 
 def fp4_pair_tunings(
