@@ -5,6 +5,7 @@ In answers, fields set to UNSET are left out; None is written as null, where the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -60,6 +61,11 @@ class CompletionRequest(GenerationBody):
     def wanted_max_tokens(self) -> int | None:
         """Returns `max_tokens`, but at least the one token that engines always give."""
         return 1 if self.is_prompt_only else self.max_tokens
+
+    @property
+    def image_urls(self) -> Sequence[tuple[str, str]]:
+        """Returns the images of the prompt, in order: the part of the body, and the URL."""
+        return ()
 
     def check_supported(self) -> None:
         super().check_supported()

@@ -80,7 +80,10 @@ class RequestReader:
         `HttpError`."""
         model = self._model(body, context, body.num_prompts)
         served = model.served
+        images = await served.images.read_of_text(body)
         tokens, echoes = await served.prompts.of_texts(body, is_long=context.is_long)
+        prompt = served.images.with_images(body, tokens[0], images)
+        tokens[0] = prompt.token_ids
         form = make(*self._format(body, context, model))
         states = [served.reading.state_of_tokens(prompt) for prompt in tokens]
         grammars = {s: await self._grammars.of_fields(body, s) for s in set(states)}
@@ -88,7 +91,7 @@ class RequestReader:
             ReadPrompt(token_ids, grammars[state], echo)
             for token_ids, state, echo in zip(tokens, states, echoes, strict=True)
         ]
-        return ReadRequest(body, model, prompts, form)
+        return ReadRequest(body, model, prompts, form, images=prompt)
 
     async def chat(
         self, body: ChatCompletionRequest, context: RequestContext, make: MakeFormat

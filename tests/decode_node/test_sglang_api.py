@@ -154,11 +154,13 @@ async def test_a_stream_tells_the_prompts_tokens_once() -> None:
             "logprob_start_len",
             "nothing of the prompt",
         ),
-        ({"image_data": ["x"]}, "image_data", "/v1/chat/completions"),
+        ({"image_data": ["x"]}, "image_data.0", "takes no images here"),
+        ({"image_data": [3]}, "image_data.0", "URL or base64"),
+        ({"text": ["a"], "image_data": "x"}, "image_data", "goes with one prompt"),
         ({"session_params": {"id": "a"}}, "session_params", "send the whole prompt"),
         ({"return_hidden_states": True}, "return_hidden_states", "log probabilities"),
     ],
-    ids=range(16),
+    ids=range(18),
 )
 async def test_refusals_name_the_field_as_the_client_wrote_it(
     fields: dict[str, Any], param: str, words: str

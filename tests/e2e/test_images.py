@@ -215,6 +215,26 @@ async def test_a_decode_node_alone_says_that_it_has_no_encoder(
 
 
 @pytest.mark.e2e
+async def test_tokens_with_placeholders_get_their_images_as_in_sglang(
+    cluster: Cluster, questions: list[Question]
+) -> None:
+    for asked in questions:
+        parts = [part["image_url"]["url"] for part in asked.content if part["type"] != "text"]
+        ids = [5, 6, 7]
+        for index in range(len(parts)):
+            ids += [START, IMAGE, END, 20 + index, 21 + index]
+        sampling = {"max_new_tokens": COUNT, "temperature": 0.0, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": sampling}
+        for data in (parts, [part.partition(",")[2] for part in parts]):
+            status, answer = await ask(cluster.url, {**body, "image_data": data}, "/generate")
+            assert status == 200, answer
+            assert answer["output_ids"] == asked.answer
+            assert answer["meta_info"]["prompt_tokens"] == asked.num_prompt_tokens
+    status, answer = await ask(cluster.url, {**body, "image_data": parts[:1]}, "/generate")
+    assert (status, answer["error"]["param"]) == (400, "image_data")
+
+
+@pytest.mark.e2e
 async def test_a_wrong_image_is_told_by_its_part(
     cluster: Cluster, questions: list[Question]
 ) -> None:

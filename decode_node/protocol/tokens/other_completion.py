@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import PrivateAttr
+
 from decode_node.protocol.bodies.bad_words import EncodeAll
 from decode_node.protocol.completions import CompletionRequest
 from edge.http.errors import BadRequest
@@ -11,6 +15,21 @@ from engine.models.config.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 class CompletionOfAnother(CompletionRequest):
     """A request of another API as the completion that it amounts to."""
+
+    _image_urls: tuple[tuple[str, str], ...] = PrivateAttr(())
+
+    @classmethod
+    def with_images(
+        cls, image_urls: tuple[tuple[str, str], ...], **fields: Any
+    ) -> CompletionOfAnother:
+        """Returns one whose prompt has a placeholder for each image."""
+        body = cls.model_construct(**fields)
+        body._image_urls = image_urls
+        return body
+
+    @property
+    def image_urls(self) -> tuple[tuple[str, str], ...]:
+        return self._image_urls
 
     @property
     def may_have_no_tokens(self) -> bool:

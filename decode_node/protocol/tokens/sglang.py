@@ -6,6 +6,7 @@ In answers, fields set to UNSET are left out; None is written as null, where the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Annotated, Any
 
@@ -129,7 +130,8 @@ class SGLangRequest(StrictBody):
     """The most tokens that the model may think before it answers."""
 
     image_data: Any = None
-    """Only empty: send media to /v1/chat/completions."""
+    """The images of a single prompt, one for each placeholder in it: `data:` URLs, URLs of hosts
+    that the operator allows, or base64 alone; one or a list."""
     video_data: Any = None
     """Only empty: send media to /v1/chat/completions."""
     audio_data: Any = None
@@ -199,7 +201,8 @@ class SGLangRequest(StrictBody):
         num_top = (self.top_logprobs_num or 0) if self.return_logprob else None
         shared = {name: getattr(sampling, name) for name in _SAME}
         salt = "/".join(part for part in (self.cache_salt, self.extra_key) if part)
-        return CompletionOfAnother.model_construct(
+        return CompletionOfAnother.with_images(
+            tuple(self._image_urls()),
             prompt=self._prompt,
             model=self.model if self.lora_path is None else self.lora_path,
             stream=self.stream,
@@ -224,6 +227,20 @@ class SGLangRequest(StrictBody):
     @property
     def _prompt(self) -> Any:
         return self.text if self.input_ids is None else self.input_ids
+
+    def _image_urls(self) -> Iterator[tuple[str, str]]:
+        """Yields the images with their places in the body. Raises `BadRequest`."""
+        given = self.image_data if isinstance(self.image_data, list) else [self.image_data]
+        for index, one in enumerate(given if self.image_data else ()):
+            param = f"image_data.{index}" if isinstance(self.image_data, list) else "image_data"
+            if self._has_list:
+                message = "image_data goes with one prompt; send several requests"
+                raise BadRequest(message, param="image_data", code="unsupported_parameter")
+            url = one.get("url") if isinstance(one, dict) else one
+            if not isinstance(url, str):
+                message = f"{param} must be a URL or base64"
+                raise BadRequest(message, param=param, code="invalid_type")
+            yield param, url if ":" in url[:8] else f"data:image/png;base64,{url}"
 
     def _check_supported(self) -> None:
         """Raises `BadRequest` for what types cannot tell."""
@@ -250,7 +267,7 @@ def _is_token(prompt: list[Any]) -> bool:
 
 
 _NOT_HERE = (
-    "image_data", "video_data", "audio_data", "session_params",
+    "video_data", "audio_data", "session_params",
     "return_routed_experts", "return_hidden_states", "return_sampling_mask",
 )  # fmt: skip
 _SAME = SGLangSampling.model_fields.keys() & CompletionRequest.model_fields.keys()
@@ -267,6 +284,7 @@ _NAMES = {name: f"sampling_params.{_OTHER_NAMES.get(name, name)}" for name in _S
     "logprob_token_ids": "token_ids_logprob",
     "thinking_token_budget": "max_thinking_tokens",
     "request_id": "rid",
+    "messages": "image_data",
 }
 
 LogprobEntry = tuple[float | None, int, str | None]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decode_node.images.image_parts import Encode, ImagePrompt, expanded, image_places
+from decode_node.images.image_parts import (
+    Encode,
+    ImagePlace,
+    ImagePrompt,
+    expanded,
+    image_places,
+)
 from decode_node.images.image_reader import ImageReader
 from decode_node.images.media_options import MediaOptions
 from decode_node.images.videos.preprocess import VideoPixels
 from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.completions import CompletionRequest
 from edge.http.errors import BadRequest
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import VisionSpec
@@ -28,9 +35,17 @@ class ImagePrompts:
         options = MediaOptions(body.mm_processor_kwargs or {}, body.media_io_kwargs or {})
         return await self._reader.read(image_places(body), options)
 
+    async def read_of_text(self, body: CompletionRequest) -> list[ImagePixels | VideoPixels]:
+        """Returns the images of a text with placeholders, in order. Raises `HttpError`."""
+        places = [ImagePlace(param, url) for param, url in body.image_urls]
+        if places and self._reader.passes_over:
+            param = places[0].param
+            raise BadRequest(f"{param}: this model sees no images", param=param)
+        return await self._reader.read(places)
+
     def with_images(
         self,
-        body: ChatCompletionRequest,
+        body: ChatCompletionRequest | CompletionRequest,
         token_ids: list[int],
         images: Sequence[ImagePixels | VideoPixels],
     ) -> ImagePrompt:
