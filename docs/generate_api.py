@@ -248,8 +248,9 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
 - Log probabilities are the model's own (vLLM's `raw_logprobs`), whatever temperature, `top_p` and
   penalties are. A trainer that wants those of the tokens as they were drawn leaves all of these
   neutral, or computes them itself.
-- `/generate` is SGLang's own API. A single prompt may have images (`image_data`). Its streams have no log probabilities. Each event has all of an
-  answer so far, so they come more seldom the longer it is.
+- `/generate` is SGLang's own API. A single prompt may have images (`image_data`). Streams have no
+  log probabilities. Each event has all of an answer so far, so they come more seldom the longer it
+  is.
 - Responses are kept by the router, in a database ([above](#responses-that-are-kept)), and survive
   it; vLLM keeps them in the memory of one server.
 """
