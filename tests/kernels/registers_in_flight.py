@@ -19,7 +19,8 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import triton.backends.nvidia
@@ -43,18 +44,30 @@ def multiplies_from_registers(ptx: str) -> bool:
 
 
 def faults_of(cubin: bytes) -> list[str]:
-    """Returns the faults of compiled code. Triton's cache, which keeps the code, keeps also that it
-    has none, by the content of code and of this file: to disassemble takes a third of a second."""
+    """Returns the instructions of compiled code that `written_in_flight` finds."""
+    return _faults_found(written_in_flight, cubin)
+
+
+def one_by_one(cubin: bytes) -> list[str]:
+    """Returns the products of compiled code that `waited_for_alone` finds."""
+    return _faults_found(waited_for_alone, cubin)
+
+
+def _faults_found(find: Callable[[str], list[str]], cubin: bytes) -> list[str]:
+    """Returns what `find` finds. Triton's cache, which keeps the code, keeps also that it found
+    nothing, by the content of code and of this file: to disassemble takes half a second."""
     content = cubin + Path(__file__).read_bytes() + triton.__version__.encode()
-    mark = Path(triton.knobs.cache.dir) / f"no-faults-{hashlib.sha256(content).hexdigest()}"
+    digest = hashlib.sha256(content).hexdigest()
+    mark = Path(triton.knobs.cache.dir) / f"no-faults-{find.__name__}-{digest}"
     if mark.exists():
         return []
-    faults = written_in_flight(_disassembled(cubin))
+    faults = find(_disassembled(cubin))
     if not faults:
         mark.touch()
     return faults
 
 
+@lru_cache(maxsize=1)
 def _disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -69,10 +82,10 @@ def written_in_flight(sass: str) -> list[str]:
     return [fault for body in _loops(sass) for fault in _faults(body)]
 
 
-def one_by_one(cubin: bytes) -> list[str]:
+def waited_for_alone(sass: str) -> list[str]:
     """Returns the products of loops in which each is waited for before the next begins."""
     found = []
-    for body in _loops(_disassembled(cubin)):
+    for body in _loops(sass):
         products = [one for one in body if _ANY_PRODUCT.match(one)]
         waits = [one for one in body if _WAIT.match(one)]
         if len(products) > _FEW and len(waits) >= len(products):

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from registers_in_flight import multiplies_from_registers, written_in_flight
+from registers_in_flight import multiplies_from_registers, waited_for_alone, written_in_flight
 
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R{}, gdesc[UR8], R24, gsb0"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x{}"
@@ -52,3 +52,11 @@ def test_only_loops_that_multiply_from_registers_are_read() -> None:
     assert written_in_flight(loop("MOV R64, R1", shared)) == []
     assert multiplies_from_registers("wgmma.mma_async.sync {%r1}, {%r2}, %rd1, 1;")
     assert not multiplies_from_registers("wgmma.mma_async.sync {%r1}, %rd2, %rd1, 1;")
+
+
+def test_products_that_are_waited_for_one_by_one() -> None:
+    products = [PRODUCT.format(64 + 4 * i) for i in range(4)]
+    each = [line for product in products for line in (product, WAIT.format(0))]
+    assert waited_for_alone(loop(*each)) == products
+    assert waited_for_alone(loop(*products, WAIT.format(0))) == []
+    assert waited_for_alone(loop(*each[:6])) == []
