@@ -43,23 +43,35 @@ def causal_conv(
         [T, C], and of decodes with pending tokens the rows that `state_metadata` draws: [T +
         num_pending_rows, C]. Rows of padding, and those in front of the pending ones, are zero.
     """
-    width = weight.shape[1]
+    width, runs = weight.shape[1], state_runs(metadata)
     out = x.new_zeros((len(x) + metadata.num_pending_rows, x.shape[1]))
-    for run in state_runs(metadata):
-        before = states[run.block] if run.goes_on else torch.zeros_like(states[run.block])
-        rows = [before.t(), x[run.start : run.stop].to(states.dtype)]
+    if not runs:
+        return out
+    blocks = torch.tensor([run.block for run in runs])
+    goes_on = torch.tensor([run.goes_on for run in runs])[:, None, None]
+    before = torch.where(goes_on, states[blocks], 0.0).transpose(1, 2)
+    rows, own = list[Tensor](), x.to(states.dtype)
+    for run, old in zip(runs, before, strict=True):
+        rows.append(old)
         if run.row is not None:
             assert kept is not None
             places = torch.arange(run.first, run.first + run.count) % kept.shape[1]
-            rows.insert(1, kept[run.row, places[: run.num_pending]])
+            rows.append(kept[run.row, places[: run.num_pending]])
             kept[run.row, places[run.num_pending :]] = x[run.start : run.stop]
-        inputs = torch.cat(rows)
-        wide = inputs.float()
-        total = sum(wide[i : i + run.count] * weight[:, i].float() for i in range(width))
-        assert isinstance(total, Tensor)
-        total = total if bias is None else total + bias.float()
-        out[run.line : run.line + run.count] = (silu(total) if activates else total).to(x.dtype)
-        states[run.block] = inputs[run.num_taken_in :][: width - 1].t()
+        rows.append(own[run.start : run.stop])
+    # All runs at once: windows that begin in one and end in the next are left out below.
+    inputs = torch.cat(rows)
+    wide, taps = inputs.float(), weight.float().unbind(1)
+    total = sum(wide[i : len(wide) - width + 1 + i] * tap for i, tap in enumerate(taps))
+    assert isinstance(total, Tensor)
+    total = total if bias is None else total + bias.float()
+    total = (silu(total) if activates else total).to(x.dtype)
+    first, stay = 0, list[range]()
+    for run in runs:
+        out[run.line : run.line + run.count] = total[first : first + run.count]
+        stay.append(range(first + run.num_taken_in, first + run.num_taken_in + width - 1))
+        first += width - 1 + run.count
+    states[blocks] = inputs[torch.tensor(stay, dtype=torch.int64)].transpose(1, 2)
     return out
 
 
