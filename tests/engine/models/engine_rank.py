@@ -32,7 +32,12 @@ from engine.models.checkpoint import load_model_config
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
 from kv_transfer.connectors.no_connector import NoConnectorScheduler
-from tests.engine.models.parity_cases import NUM_GREEDY, REPLICATED_VARIANTS, prompts
+from tests.engine.models.parity_cases import (
+    NUM_CROSSING,
+    NUM_GREEDY,
+    REPLICATED_VARIANTS,
+    prompts,
+)
 
 MODES = {"whole": 1024, "chunked": 24}
 """Mode to tokens in one step at most."""
@@ -40,6 +45,9 @@ MODES_OF_SIZE = {1: ("whole", "chunked"), 2: ("chunked",)}
 """Modes by tensor-parallel size: how prompts are cut is the scheduler's matter, which is
 the same.
 """
+IN_FULL = "chunked", 1
+"""Mode and size whose answers are of NUM_GREEDY tokens, and of NUM_CROSSING elsewhere: decodes come
+to the same code, whoever filled the cache, and by the first token read all of it."""
 WITH_CACHED_PREFIX = {"3": 64, "4": 32}
 """Request to tokens that it takes from the prefix cache. Request i is prompt i of `prompts()`; a
 request that warms the cache runs before all of them."""
@@ -124,9 +132,15 @@ class EngineRank:
 
 
 def greedy(
-    folder: Path, mode: str, rank: int, size: int, rendezvous: str, device: Device = "cpu"
+    folder: Path,
+    mode: str,
+    rank: int,
+    size: int,
+    rendezvous: str,
+    device: Device = "cpu",
+    num_tokens: int = NUM_GREEDY,
 ) -> dict[str, Found]:
-    """Maps each request to NUM_GREEDY tokens and to log probabilities of its prompt."""
+    """Maps each request to `num_tokens` tokens and to log probabilities of its prompt."""
     config = EngineConfig(
         engine_id=f"parity-{folder.name}-{mode}-{size}",
         epoch=1,
@@ -143,7 +157,7 @@ def greedy(
     engine = EngineRank(config, rank, rendezvous)
     engine.run({"warm": prompts()[3]}, max_tokens=1)
     asked = {str(index): prompt for index, prompt in enumerate(prompts())}
-    found = engine.run(asked, NUM_GREEDY)
+    found = engine.run(asked, num_tokens)
     groups = config.kv_layout.groups
     has_states = any(group.is_state for group in groups)
     # Blocks of rows that stand for several tokens are longer than these prompts.
@@ -164,13 +178,18 @@ def greedy(
 
 def greedy_all(folder: Path, rank: int, size: int, rendezvous: list[str]) -> dict[str, Any]:
     """Runs every family in every mode of its size, each with an address of its own."""
-    addresses = iter(rendezvous)
-    return {
-        f"{checkpoint.name}/{mode}/{request_id}": asdict(found)
-        for checkpoint in sorted(folder.iterdir())
-        for mode in modes_of(checkpoint.name, size)
-        for request_id, found in greedy(checkpoint, mode, rank, size, next(addresses)).items()
-    }
+    addresses, answers = iter(rendezvous), {}
+    for checkpoint in sorted(folder.iterdir()):
+        for mode in modes_of(checkpoint.name, size):
+            place, count = (rank, size, next(addresses)), num_tokens(mode, size)
+            found = greedy(checkpoint, mode, *place, num_tokens=count)
+            answers |= {f"{checkpoint.name}/{mode}/{i}": asdict(one) for i, one in found.items()}
+    return answers
+
+
+def num_tokens(mode: str, size: int) -> int:
+    """Returns the tokens of each answer in a mode on so many ranks."""
+    return NUM_GREEDY if (mode, size) == IN_FULL else NUM_CROSSING
 
 
 def modes_of(family: str, size: int) -> tuple[str, ...]:

@@ -10,6 +10,10 @@ MAX_LEN = 192
 VOCAB = 101
 """The size is not a multiple of 64: every shard of the vocabulary is padded."""
 NUM_GREEDY = 64
+NUM_CROSSING = 24
+"""Tokens that are enough for decodes of these prompts to cross whatever they cross at all: borders
+of blocks, of rows that stand for several tokens and of linear attention's (32), the longest window
+(21), and the tokens that sparse layers choose (24)."""
 _PREFIX = 40
 REPLICATED_VARIANTS = frozenset(
     {
