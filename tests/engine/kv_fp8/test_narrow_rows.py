@@ -129,7 +129,8 @@ def test_vectors_in_fp8_come_back_from_behind_the_cache(wide: Path) -> None:
             own = f"{turn}-{name}"
             node.add(own, prompt, 4)
             run_until([node], lambda: own in node.ended)  # noqa: B023
-            assert node.tokens[own] == oracle.tokens(prompt, 4), own
+            found = node.tokens[own]
+            assert found == oracle.tokens(prompt, 4, found), own
             run_until([node], lambda: not node.core.scheduler.check_empty())
         assert node.core.stats().prompt_tokens_loaded >= 256
 

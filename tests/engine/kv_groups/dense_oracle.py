@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from tests.engine.kv_groups.grouped_model import (
     PLACE,
     ROPE_THETA,
 )
+from tests.engine.kv_groups.grouped_node import shown_by
 
 
 class DenseOracle:
@@ -27,15 +30,18 @@ class DenseOracle:
         self._window = window
         self._known: dict[tuple[int, ...], list[int]] = {}
 
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
+    def tokens(self, prompt: list[int], count: int, guess: Sequence[int] = ()) -> list[int]:
         """Returns the most likely tokens."""
         found = self._known.setdefault(tuple(prompt), [])
+        if len(found) < count and guess:
+            chosen = self._chosen([*prompt, *guess[:-1]])[len(prompt) - 1 :]
+            found[:] = shown_by(chosen, guess)
         while len(found) < count:
-            found.append(int(self._logits(prompt + found).argmax()))
+            found.append(self._chosen(prompt + found)[-1])
         return found[:count]
 
-    def _logits(self, tokens: list[int]) -> Tensor:
-        """Returns the logits [V] after the last token."""
+    def _chosen(self, tokens: list[int]) -> list[int]:
+        """Returns the most likely token behind each."""
         weights = self._weights
         x = weights["embed.weight"][tokens]
         for layer, kind in enumerate(KINDS):
@@ -47,7 +53,8 @@ class DenseOracle:
                 window = self._window if kind == "window" else None
                 attended = self._attention(normed, prefix, KV_HEADS[kind], window)
             x = x + F.linear(attended, weights[f"{prefix}.o_proj.weight"])
-        return F.linear(_rms_norm(x[-1], weights["norm.weight"]), weights["lm_head.weight"])
+        logits = F.linear(_rms_norm(x, weights["norm.weight"]), weights["lm_head.weight"])
+        return logits.argmax(-1).tolist()
 
     def _attention(self, x: Tensor, prefix: str, kv_heads: int, window: int | None) -> Tensor:
         def heads(name: str, count: int) -> Tensor:

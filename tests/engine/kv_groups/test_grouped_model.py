@@ -70,13 +70,15 @@ def test_one_node_with_little_room(checkpoint: Checkpoint) -> None:
             node.add(name, prompt, 40)
         run_until([node], lambda: len(node.ended) == len(prompts))
         for name, prompt in prompts.items():
-            assert node.tokens[name] == checkpoint.oracle.tokens(prompt, 40), name
+            found = node.tokens[name]
+            assert found == checkpoint.oracle.tokens(prompt, 40, found), name
         assert node.core.stats().num_preemptions > 0
         for name, prompt in (("warm", prompt_of(150)), ("again", [*prompt_of(150), 5, 6, 7])):
             hits = node.core.stats().prefix_cache_hits
             node.add(name, prompt, 30)
             run_until([node], lambda name=name: name in node.ended)  # type: ignore[misc]
-            assert node.tokens[name] == checkpoint.oracle.tokens(prompt, 30)
+            found = node.tokens[name]
+            assert found == checkpoint.oracle.tokens(prompt, 30, found)
         # The longest prefix of whole blocks in every group; the largest have 16 tokens.
         assert node.core.stats().prefix_cache_hits - hits == 144
         for n in (WINDOW, 97):
@@ -85,7 +87,8 @@ def test_one_node_with_little_room(checkpoint: Checkpoint) -> None:
         run_until([node], lambda: node.ended.issuperset(names))
         for name in names:
             n = int(name.removeprefix("choices-")[:-2])
-            assert node.tokens[name] == checkpoint.oracle.tokens(prompt_of(n), 30), name
+            found = node.tokens[name]
+            assert found == checkpoint.oracle.tokens(prompt_of(n), 30, found), name
         node.check_empty()
 
 

@@ -21,9 +21,10 @@ from tests.engine.models.engine_rank import (
     modes_of,
     num_tokens,
 )
-from tests.engine.models.parity_cases import NUM_GREEDY, prompts
+from tests.engine.models.parity_cases import NUM_GREEDY, VOCAB, prompts
 from tests.engine.models.reference_models import (
     FAMILIES,
+    GreedyAnswers,
     expected_logits,
     reference_logits,
     shared_reference,
@@ -93,6 +94,15 @@ def test_greedy_tokens_on_a_gpu_equal_transformers(
     answers = [list(found[str(i)].tokens) for i in range(len(prompts()))]
     assert [len(answer) for answer in answers] == [NUM_GREEDY] * len(answers)
     assert chosen_behind(checkpoints / family, tuple(map(tuple, answers))) == answers
+
+
+def test_a_guess_changes_no_answer(checkpoints: Path) -> None:
+    """Whether it is right, wrong from some place on, too short or too long."""
+    model, prompt = shared_reference(checkpoints / "llama"), prompts()[2]
+    answer = GreedyAnswers(model).tokens(prompt, 9)
+    wrong = [(token + 1) % VOCAB for token in answer]
+    for guess in (answer, answer[:4], wrong, [*answer[:5], *wrong[5:]], [*answer, *wrong]):
+        assert GreedyAnswers(model).tokens(prompt, 9, guess) == answer
 
 
 @runs
