@@ -144,7 +144,8 @@ def fused_experts(
     pairs = chosen.argsort(stable=True)
     numbers, counts = torch.unique_consecutive(chosen[pairs], return_counts=True)
     rows_of_experts = torch.split(x[pairs // experts.shape[1]], counts.tolist())
-    parts = [x.new_empty((0, x.shape[1]), dtype=torch.float32)]
+    products = [x.new_empty((0, w13.shape[1]))]
+    downs: list[tuple[Tensor, Tensor | None]] = []
     for expert, rows in zip(numbers.tolist(), rows_of_experts, strict=True):
         if expert < 0:
             pairs = pairs[len(rows) :]
@@ -152,9 +153,15 @@ def fused_experts(
         up_bias, down_bias = (None if bias is None else bias[expert] for bias in (b13, b2))
         up, down = w13[expert], w2[expert]
         pieces = torch.split(rows, 1) if fixed_order else (rows,)
-        parts += [_one_expert(piece, up, down, up_bias, down_bias, gate) for piece in pieces]
+        products += [F.linear(piece, up, up_bias) for piece in pieces]
+        downs += [(down, down_bias)] * len(pieces)
+    # Between the products all experts at once: no number depends on another.
+    between = _between(torch.cat(products), gate)
+    hidden = torch.split(between, [len(one) for one in products[1:]])
+    parts = [F.linear(one, *down) for one, down in zip(hidden, downs, strict=True)]
     outputs = x.new_zeros((len(chosen), x.shape[1]), dtype=torch.float32)
-    outputs[pairs] = torch.cat(parts) * weights.flatten()[pairs, None]
+    if parts:
+        outputs[pairs] = torch.cat(parts).float() * weights.flatten()[pairs, None]
     return of_tokens(outputs.view(*experts.shape, x.shape[1]), summed).to(x.dtype)
 
 
@@ -238,10 +245,15 @@ def _one_expert(
     gate: GateForm | None,
 ) -> Tensor:
     """Computes [n, H] -> [n, H] float32, as halves round it."""
+    return F.linear(_between(F.linear(x, w13, b13), gate), w2, b2).float()
+
+
+def _between(product: Tensor, gate: GateForm | None) -> Tensor:
+    """Returns what an expert's second product takes, [n, I], from its first one."""
     if not has_gate(gate):
-        return F.linear(relu_squared(F.linear(x, w13, b13)), w2, b2).float()
-    gates, ups = F.linear(x, w13, b13).float().chunk(2, dim=-1)
-    return F.linear(activated(gates, ups, gate).to(x.dtype), w2, b2).float()
+        return relu_squared(product)
+    gates, ups = product.float().chunk(2, dim=-1)
+    return activated(gates, ups, gate).to(product.dtype)
 
 
 def activated(gates: Tensor, ups: Tensor, gate: GateForm | None) -> Tensor:

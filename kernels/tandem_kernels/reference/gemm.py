@@ -108,6 +108,8 @@ def invariant_gemm(
     padded = F.pad(x, (0, 0, 0, -num_rows % _ROWS))
     if out_dtype is not None:
         padded, weight = padded.to(out_dtype), weight.to(out_dtype)
+    if len(padded) == _ROWS:
+        return F.linear(padded, weight, bias)[:num_rows]
     tiles = [F.linear(tile, weight, bias) for tile in torch.split(padded, _ROWS)]
     return torch.cat(tiles)[:num_rows] if tiles else x.new_empty((0, len(weight)))
 
