@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -58,9 +59,15 @@ def paged_attention(
     alone = metadata.fixed_order or metadata.decode_query_len > 1
     num_decodes = 0 if alone else metadata.num_decodes
     for requests in _similar_lengths(seq_lens[:num_decodes], window, sizes.block_size):
-        seen = _Seen.of(metadata, requests, seq_lens, sizes.block_size)
-        k, v = _gather(kv_cache, seen.blocks, kv_scales, seen.hidden, seen.first_hidden)
-        out[requests] = _decode(q[requests], k, v, seen.hidden, scale, softcap, sinks)
+        tables = metadata.block_tables[requests]
+        if isinstance(requests, slice):
+            ends = seq_lens[requests]
+        else:
+            ends = [seq_lens[r] for r in requests]
+        seen = _seen(tuple(ends), window, sizes.block_size, tables.device)
+        blocks = seen.blocks(tables)
+        k, v = _gather(kv_cache, blocks, kv_scales, seen.hidden, seen.first_hidden)
+        out[requests] = _decode(q[requests], k, v, seen, scale, softcap, sinks)
     if num_decodes < len(seq_lens):
         bounds = metadata.query_start_loc.tolist()
         for r in range(num_decodes, len(seq_lens)):
@@ -101,54 +108,57 @@ class _Seen:
     """Says what the query tokens of R decodes see, in the tokens of n blocks of each request.
 
     Attributes:
-        blocks: [R, n], ids.
+        num_blocks: n.
+        before: [R, n], places of the blocks in the block tables; None: 0 and on.
         hidden: [R, n * B] bool, tokens that are not seen; None: all are.
+        mask: [R, 1, 1, n * B], those that are seen.
+        absent: [R, n] bool, blocks of which nothing is seen.
         first_hidden: All tokens before are seen by all.
     """
 
-    blocks: Tensor
+    num_blocks: int
+    before: Tensor | None
     hidden: Tensor | None
+    mask: Tensor | None
+    absent: Tensor | None
     first_hidden: int
 
-    @classmethod
-    def of(
-        cls,
-        metadata: AttentionMetadata,
-        requests: list[int] | slice,
-        seq_lens: list[int],
-        block_size: int,
-    ) -> _Seen:
-        tables = metadata.block_tables[requests]
-        if isinstance(requests, slice):
-            ends = seq_lens[requests]
+    def blocks(self, tables: Tensor) -> Tensor:
+        """Returns the ids of the blocks, [R, n]. Entries behind a request's last one name its first
+        one instead, which exists."""
+        if self.before is None:
+            blocks = tables[:, : self.num_blocks]
         else:
-            ends = [seq_lens[r] for r in requests]
-        begins = [0] * len(ends)
-        if metadata.window is not None:
-            begins = [max(0, end - metadata.window) for end in ends]
-            before = [begin // block_size for begin in begins]
-            begins = [
-                begin - first * block_size for begin, first in zip(begins, before, strict=True)
-            ]
-            ends = [end - first * block_size for end, first in zip(ends, before, strict=True)]
-        num_blocks = -(-max(ends) // block_size)
-        device = tables.device
-        if metadata.window is not None and any(before):
-            places = torch.tensor(before, device=device)[:, None]
-            places = places + torch.arange(num_blocks, device=device)
-            blocks = tables.gather(1, places.clamp_(max=tables.shape[1] - 1))
-        else:
-            blocks = tables[:, :num_blocks]
-        if max(begins) == 0 and min(ends) == num_blocks * block_size:
-            return cls(blocks, None, 0)
-        tokens, end = torch.arange(num_blocks * block_size, device=device), _column(ends, device)
-        hidden = tokens >= end
-        # Entries behind a request's last block name its first block instead, which exists.
-        blocks = torch.where(hidden[:, ::block_size], blocks[:, :1], blocks)
-        if max(begins) > 0:
-            hidden |= tokens < _column(begins, device)
-            return cls(blocks, hidden, 0)
-        return cls(blocks, hidden, min(ends))
+            blocks = tables.gather(1, self.before.clamp(max=tables.shape[1] - 1))
+        if self.absent is None:
+            return blocks
+        return torch.where(self.absent, blocks[:, :1], blocks)
+
+
+@lru_cache(maxsize=8)
+def _seen(
+    ends: tuple[int, ...], window: int | None, block_size: int, device: torch.device
+) -> _Seen:
+    """Returns what is seen of contexts of these lengths: the same in all layers of a step."""
+    begins, before = [0] * len(ends), [0] * len(ends)
+    if window is not None:
+        begins = [max(0, end - window) for end in ends]
+        before = [begin // block_size for begin in begins]
+    begins = [begin - first * block_size for begin, first in zip(begins, before, strict=True)]
+    left = [end - first * block_size for end, first in zip(ends, before, strict=True)]
+    num_blocks = -(-max(left) // block_size)
+    places = None
+    if any(before):
+        places = _column(before, device) + torch.arange(num_blocks, device=device)
+    if max(begins) == 0 and min(left) == num_blocks * block_size:
+        return _Seen(num_blocks, places, None, None, None, 0)
+    tokens = torch.arange(num_blocks * block_size, device=device)
+    hidden = tokens >= _column(left, device)
+    absent, first_hidden = hidden[:, ::block_size].clone(), min(left)
+    if max(begins) > 0:
+        hidden |= tokens < _column(begins, device)
+        first_hidden = 0
+    return _Seen(num_blocks, places, hidden, ~hidden[:, None, None], absent, first_hidden)
 
 
 def _column(numbers: list[int], device: torch.device) -> Tensor:
@@ -159,7 +169,7 @@ def _decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    hidden: Tensor | None,
+    seen: _Seen,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
@@ -167,11 +177,10 @@ def _decode(
     """Attends for one query token [R, Hq, D] of each request over its keys [R, Hkv, L, D]."""
     grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
     if softcap or sinks is not None:
-        hides = None if hidden is None else hidden[:, None, None]
+        hides = None if seen.hidden is None else seen.hidden[:, None, None]
         sink = None if sinks is None else sinks.view(k.shape[1], -1)
         return _by_scores(grouped, k, v, scale, softcap, hides, sink).flatten(1, 2)
-    mask = None if hidden is None else ~hidden[:, None, None]
-    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, scale=scale)
     return attended.flatten(1, 2)
 
 
