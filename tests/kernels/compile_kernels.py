@@ -1729,7 +1729,9 @@ def lora_cases(capability: int) -> Iterator[Case]:
     for parts, num_outputs, rank in layers if overlap else ():
         slots = 8 if rank == 16 else 2
         gated = parts == 2
-        tuning = lora_gemm_tuning.lora_gemm_tuning(16, num_outputs, parts * rank * slots, gated)
+        tuning = lora_gemm_tuning.lora_gemm_tuning(
+            CPU, 16, num_outputs, parts * rank * slots, gated
+        )
         yield Case(
             lora_gemm.lora_gemm_kernel,
             f"parts={parts} outputs={num_outputs} rank={rank}",

@@ -31,6 +31,7 @@ from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 from tandem_kernels.gemm.int4_tuning import int4_tuning
 from tandem_kernels.gemm.int8_gemm import int8_tuning
 from tandem_kernels.gemm.small_m_gemm import small_m_tuning
+from tandem_kernels.lora.lora_gemm_tuning import lora_gemm_tuning
 from tandem_kernels.tunings.table import (
     GENERAL,
     TABLES,
@@ -78,6 +79,7 @@ def _fp8_path(rows: int, blocks: bool, is_whole: bool) -> str:
 
 
 KINDS: dict[str, Callable[..., Any]] = {
+    "lora_gemm": partial(lora_gemm_tuning, CPU),
     "whole_prompts": partial(whole_prompts, CPU),
     "masked_contexts": partial(masked_tokens, CPU),
     "fp8_paths": _fp8_path,

@@ -268,7 +268,7 @@ def lora_gemm(
 ) -> Tensor:
     """See `reference.lora.lora_gemm`; only for what `lora_gemm_shapes.takes` says."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    tuning = lora_gemm_tuning(len(x), len(weight), a.shape[0] * a.shape[1], gated=False)
+    tuning = lora_gemm_tuning(x.device, len(x), len(weight), a.shape[0] * a.shape[1], gated=False)
     run_lora_gemm(x, weight, bias, a, b, token_slots, ends, counters, out, tuning)
     return out
 
@@ -286,7 +286,7 @@ def lora_gate_up(
     """See `reference.lora.lora_gate_up`; only for what `lora_gemm_shapes.takes` says."""
     half = weight.shape[0] // 2
     out = torch.empty((x.shape[0], half), dtype=x.dtype, device=x.device)
-    tuning = lora_gemm_tuning(len(x), half, a.shape[0] * a.shape[1], gated=True)
+    tuning = lora_gemm_tuning(x.device, len(x), half, a.shape[0] * a.shape[1], gated=True)
     ends = half, 2 * half
     run_lora_gemm(
         x, weight, None, a, b, token_slots, ends, counters, out, tuning, gated=True, gelu=is_gelu

@@ -4,22 +4,17 @@ What counts is that all of them run at once: one that comes when others have lef
 that it does. Programs are so small that two fit an SM. A layer whose tiles are just fewer than SMs
 has one large program for each instead. It takes more than half of an SM's shared memory, since of
 programs that begin while the kernel in front still runs two would share an SM, and leave another
-without. A layer with fewer tiles has several for each, by the inner dimension.
+without. A layer with fewer tiles has several for each, by the inner dimension. The numbers
+are in `tunings/*/lora_gemm.json`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-_SMS = 132
-"""An H100 and an H200 have this many."""
-_LEAST_ALONE = 96
-"""The fewest large programs, one on an SM: less would leave too many SMs without."""
-_PROGRAMS = 2 * _SMS
-"""The number that runs at once, two on an SM."""
-_MOST_SPLITS = 4
-_MOST_SHRINKS = 48
-_FEW_ROWS = 16
+import torch
+
+from tandem_kernels.tunings.table import TuningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +33,46 @@ class LoraGemmTuning:
     depth: int = 256
     num_warps: int = 4
     num_stages: int = 5
-    shrink_programs: int = _MOST_SHRINKS
+    shrink_programs: int = 48
     splits: int = 1
     ahead: int = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _LoraPrograms:
+    """Says how programs compute their tile, and how many of them there are.
+
+    Attributes:
+        tuning: Of which `shrink_programs` are the most.
+        programs: This many run at once.
+        most_splits: Programs of a tile, while no more than `programs` have one.
+        fills: This many places are filled by those that multiply by A, of which there is one for
+            32 columns at least; None: there are `shrink_programs`.
+    """
+
+    tuning: LoraGemmTuning
+    programs: int
+    most_splits: int = 1
+    fills: int | None = None
+
+
+def _fit(
+    taken: _LoraPrograms, num_rows: int, tiles: int, columns: int, alone: int, gated: bool
+) -> LoraGemmTuning:
+    splits = max(1, min(taken.most_splits, taken.programs // tiles))
+    shrinks = taken.tuning.shrink_programs
+    if taken.fills is not None:
+        shrinks = min(shrinks, max(columns, taken.fills - tiles))
+    return replace(taken.tuning, splits=splits, shrink_programs=shrinks)
+
+
+_TABLE = TuningTable(
+    "lora_gemm", _LoraPrograms, ("num_rows", "tiles", "columns", "alone", "gated"), _fit
+)
+
+
 def lora_gemm_tuning(
-    num_rows: int, num_outputs: int, num_columns: int, gated: bool
+    device: torch.device, num_rows: int, num_outputs: int, num_columns: int, gated: bool
 ) -> LoraGemmTuning:
     """Returns the tiles that were fastest inside whole decode steps. Timed alone, larger tiles of
     gate and up win 2 us that steps do not see.
@@ -52,18 +80,5 @@ def lora_gemm_tuning(
     Args:
         num_columns: Of A, of all slots together.
     """
-    deep = num_rows <= _FEW_ROWS
-    depth = 256 if deep else 128
-    if gated:
-        return LoraGemmTuning(depth=depth, num_stages=3, shrink_programs=16, ahead=8)
-    tiles = num_outputs // 32
-    columns = -(-num_columns // 32)
-    if deep and tiles >= _LEAST_ALONE and tiles + columns <= _SMS:
-        return LoraGemmTuning(depth=512, num_stages=4, shrink_programs=columns, ahead=1)
-    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // tiles))
-    if splits == 1:
-        places = max(columns, _PROGRAMS - tiles)
-        return LoraGemmTuning(depth=depth, shrink_programs=min(_MOST_SHRINKS, places))
-    if not deep:
-        return LoraGemmTuning(depth=depth, num_stages=4, splits=splits, ahead=3)
-    return LoraGemmTuning(depth=512, num_stages=3, shrink_programs=8, splits=splits, ahead=2)
+    tiles, columns = num_outputs // 32, -(-num_columns // 32)
+    return _TABLE.choose(device, num_rows, tiles, columns, tiles + columns, gated)
