@@ -164,14 +164,69 @@ def _small_m(gated: bool) -> Callable[..., tuple[str, str]]:
     return of
 
 
-def _fp8(x: Tensor, scales: Tensor, weight: Tensor, w_scales: Tensor, *rest: Any) -> Any:
-    from tandem_kernels.gemm.fp8_paths import FEW_BLOCK_ROWS, fp8_path
+def _fp8(gated: bool) -> Callable[..., tuple[str, str]]:
+    def of(x: Tensor, scales: Tensor, weight: Tensor, w_scales: Tensor, *rest: Any) -> Any:
+        from tandem_kernels.gemm.fp8_few_rows import few_fp8_tuning
+        from tandem_kernels.gemm.fp8_paths import FEW_BLOCK_ROWS, fp8_path
+        from tandem_kernels.gemm.fp8_tuning import fp8_tuning
 
-    path = fp8_path(len(x), weight, w_scales)
-    if path != "small":
-        return "library FP8 GEMM", f"path {path}"
-    is_few = w_scales.dim() == 2 and len(x) <= FEW_BLOCK_ROWS
-    return "fp8_few_row_kernel" if is_few else "fp8_small_m_kernel", f"path {path}"
+        path = fp8_path(len(x), weight, w_scales)
+        if path != "small":
+            return "library FP8 GEMM", f"path {path}"
+        size, blocks = (len(weight), weight.shape[1]), w_scales.dim() == 2
+        if blocks and len(x) <= FEW_BLOCK_ROWS:
+            few = few_fp8_tuning(x.device, len(x), *size)
+            return "fp8_few_row_kernel", _fields(few, "cols", "depth", "num_warps")
+        size = (size[0] // (1 + gated), size[1])
+        tuning = fp8_tuning(x.device, len(x), *size, gated=gated, blocks=blocks)
+        return "fp8_small_m_kernel", _fields(tuning, *_OF_WEIGHTS)
+
+    return of
+
+
+_OF_WEIGHTS = "cols", "depth", "splits", "num_warps", "num_stages"
+"""Fields of kernels whose programs may share the inner dimension."""
+
+
+def _int4(gated: bool) -> Callable[..., tuple[str, str]]:
+    def of(x: Tensor, packed: Tensor, *rest: Any) -> tuple[str, str]:
+        from tandem_kernels.gemm.int4_tuning import FIXED, int4_tuning
+
+        size = len(packed) // (1 + gated), x.shape[1]
+        is_fixed = any(one is True for one in rest)
+        tuning = FIXED if is_fixed else int4_tuning(x.device, len(x), *size, gated=gated)
+        return "int4_gemm_kernel", _fields(tuning, "rows", "cols", *_OF_WEIGHTS[2:])
+
+    return of
+
+
+def _fp4(gated: bool) -> Callable[..., tuple[str, str]]:
+    def of(x: Tensor, tiles: Tensor, *rest: Any) -> tuple[str, str]:
+        from tandem_kernels.gemm.fp4_tiles import SIDE
+        from tandem_kernels.gemm.fp4_tuning import FIXED, fp4_tuning
+
+        size = len(tiles) * SIDE // (1 + gated), x.shape[1]
+        is_fixed = any(one is True for one in rest)
+        tuning = FIXED if is_fixed else fp4_tuning(x.device, len(x), *size, gated=gated)
+        return "fp4_gemm_kernel", _fields(tuning, "rows", *_OF_WEIGHTS)
+
+    return of
+
+
+def _int8(gated: bool) -> Callable[..., tuple[str, str]]:
+    def of(x: Tensor, scales: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
+        from tandem_kernels.gemm.fp8_tuning import fp8_tuning
+        from tandem_kernels.gemm.int8_gemm import int8_tuning, is_small
+
+        if is_small(len(x), weight):
+            size = len(weight) // (1 + gated), weight.shape[1]
+            few = fp8_tuning(x.device, len(x), *size, gated=gated, blocks=False)
+            return "fp8_small_m_kernel", _fields(few, *_OF_WEIGHTS)
+        tuning = int8_tuning(x.device, len(x), len(weight))
+        sizes = "rows", "cols", "depth", "num_warps", "num_stages"
+        return "int8_gemm_kernel", _fields(tuning, *sizes)
+
+    return of
 
 
 def _plain_experts(
@@ -314,8 +369,15 @@ _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "few_row_conv": lambda *given: ("few_row_conv_kernel", _few_rows(*given)[1]),
     "small_m_gemm": _small_m(gated=False),
     "small_m_gate_up": _small_m(gated=True),
-    "fp8_gemm": _fp8,
-    "fp8_group_gemm": _fp8,
+    "fp8_gemm": _fp8(gated=False),
+    "fp8_gate_up": _fp8(gated=True),
+    "fp8_group_gemm": _fp8(gated=False),
+    "int4_gemm": _int4(gated=False),
+    "int4_gate_up": _int4(gated=True),
+    "fp4_gemm": _fp4(gated=False),
+    "fp4_gate_up": _fp4(gated=True),
+    "int8_gemm": _int8(gated=False),
+    "int8_gate_up": _int8(gated=True),
     "fused_experts": _plain_experts,
     "experts_beside": _experts_beside,
     "fp8_experts": _fp8_experts,
