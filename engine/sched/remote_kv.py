@@ -189,9 +189,9 @@ class RemoteKV:
             more["prefix_offered_tokens"] = float(self.offers.num_offered_tokens)
             more["prefix_offered_tokens_loaded"] = float(self.offers.num_loaded_tokens)
         if self.host.is_on:
-            more["disk_tier_cheaper_to_compute"] = float(self.host.num_cheaper_to_compute)
+            more["disk_tier_cheaper_to_compute"] = float(self.host.counters.cheaper_to_compute)
         if self.store.is_on:
-            more["store_tier_cheaper_to_compute"] = float(self.store.num_cheaper_to_compute)
+            more["store_tier_cheaper_to_compute"] = float(self.store.counters.cheaper_to_compute)
         return {**self._connector.counters, **more}
 
     def forget_cached(self) -> None:

@@ -78,9 +78,9 @@ class SchedulerView:
         """Returns the statistics, all but what only the executor knows."""
         counters, remote, table = self._counters, self._remote, self._running.table
         totals = counters.by_name()
-        totals["prefix_cache_queries"] += remote.host.num_tokens_loaded_again
-        totals["prefix_cache_queries"] += remote.store.num_tokens_again
-        num_loaded = remote.host.num_loaded_tokens + remote.store.num_tokens
+        totals["prefix_cache_queries"] += remote.host.counters.tokens_again
+        totals["prefix_cache_queries"] += remote.store.counters.tokens_again
+        num_loaded = remote.host.counters.tokens + remote.store.counters.tokens
         totals["prefix_cache_hits"] += num_loaded
         return SchedulerStats(
             num_running=table.num_live,
@@ -95,7 +95,7 @@ class SchedulerView:
             prompt_tokens_cached=totals["prefix_cache_hits"],
             prompt_tokens_loaded=num_loaded,
             prompt_tokens_from_disk=remote.host.num_tokens_from_disk,
-            prompt_tokens_from_store=remote.store.num_tokens,
+            prompt_tokens_from_store=remote.store.counters.tokens,
             num_evicted_blocks=self._kv_cache.block_pool.num_evicted,
             prompt_tokens_pulled=remote.peers.counters.pulled_tokens,
             prompt_tokens_transferred=remote.prefill.num_transferred_tokens,

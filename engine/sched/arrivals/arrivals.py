@@ -124,6 +124,20 @@ class Arrivals:
             arrival.asked_at = time.monotonic()
             arrival.request.num_computed_tokens = num_before
 
+    def come(self, arrival: KVArrival, num_tokens: int, *, is_by_token: bool = False) -> bool:
+        """Goes on after the answer of a source that was asked: it brings the first `num_tokens`
+        tokens, as far as they are not here, whole blocks or `is_by_token`. Returns False if it
+        has none that is lacking, or there is no room: the request goes on without."""
+        if num_tokens <= arrival.num_before:
+            self.here(arrival, arrival.num_before)
+            return False
+        if not self._kv_cache.skip_to(arrival.request, num_tokens, is_by_token=is_by_token):
+            self.compute_all(arrival)
+            return False
+        num_coming = num_tokens - arrival.num_before
+        self.begin(arrival, arrival.num_before, num_coming, ArrivalState.COMING)
+        return True
+
     def name_transfer(self, arrival: TransferArrival, transfer_id: str) -> None:
         """Names the transfer by which the arrival is found."""
         arrival.transfer_id = transfer_id

@@ -16,7 +16,6 @@ a peer waits for are withheld, and its blocks cannot be found in the prefix cach
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,8 +23,9 @@ from engine.contracts.request import Request
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.group_manager import IsBehind
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.sched.arrivals.arrival import ArrivalState, KVArrival, WriterKey
+from engine.sched.arrivals.arrival import ArrivalState, WriterKey
 from engine.sched.arrivals.arrivals import Arrivals
+from engine.sched.arrivals.arrivals_by_job import ArrivalsByJob, TierArrival, TierCounters
 from engine.sched.arrivals.source_rate import SourceRate
 from engine.sched.counters import PrefillRate
 from kv_transfer.base import ChunkLike, KVConnectorScheduler
@@ -34,22 +34,16 @@ from kv_transfer.tier import LoadTicket, Tier
 
 _READ_LIMIT_S = 30.0
 """No request waits longer for a disk."""
-_LONGEST_LOOK_S = 1.0
-"""Looks at what waits follow each other sooner, unless this process stands still."""
 
 
 @dataclass(slots=True, eq=False)
-class HostLoad(KVArrival):
+class HostLoad(TierArrival):
     """Attributes:
     num_from_disk: Tokens among those that come.
-    is_first: The request was not preempted before.
     chunks: What is withheld while EARLY, with its steps.
     """
 
-    job: int = -1
     num_from_disk: int = 0
-    is_first: bool = True
-    waited_s: float = 0.0
     has_begun: bool = False
     chunks: list[tuple[int, ChunkLike]] = field(default_factory=list)
 
@@ -78,17 +72,11 @@ class HostSource:
         self._prefill_rate = prefill_rate
         self._short_tail = short_tail
         self._disk_rate = SourceRate()
-        self._looked_at = time.monotonic()
         self.preempt: Callable[[Request], None] = _never
-        self.num_loaded_tokens = 0
+        self.counters = TierCounters()
         self.num_tokens_from_disk = 0
-        """Counts those of `num_loaded_tokens` that were on disk."""
-        self.num_tokens_loaded_again = 0
-        """Counts those of them whose requests had been preempted, and looked up before."""
-        self.num_cheaper_to_compute = 0
-        """Prompts that computed what lies on disk."""
-        self._of_job: dict[int, HostLoad] = {}
-        """Loads that go on, whatever became of their requests, unless these have ended."""
+        """Counts those of all tokens that were on disk."""
+        self._loads = ArrivalsByJob[HostLoad]("load")
         self._ticket: LoadTicket | None = None
         """The next step waits with it."""
 
@@ -126,11 +114,12 @@ class HostSource:
         """Returns whether blocks are sooner read from disk than tokens are computed. It is decided
         once a request, which may ask before every step."""
         if request.reads_disk is None:
+            num_read = num_blocks * self._kv_cache.least_block_size
             own = self._prefill_rate.tokens_per_s
-            seconds = self._disk_rate.seconds_for(num_blocks * self._kv_cache.least_block_size)
-            verdict = self._disk_rate.verdict(seconds, num_tokens / own) if own else None
-            request.reads_disk = verdict is None or verdict.is_to_take
-            self.num_cheaper_to_compute += not request.reads_disk
+            request.reads_disk = self._disk_rate.is_worth(
+                num_read, num_tokens, own, trusts_larger=False
+            )
+            self.counters.cheaper_to_compute += not request.reads_disk
         return request.reads_disk
 
     def _find_in_groups(self, request: Request, num_computed_tokens: int) -> int:
@@ -179,32 +168,27 @@ class HostSource:
         request.num_computed_tokens = num_stop
         if load.is_first and request.num_cached_tokens is not None:
             request.num_cached_tokens += num_tokens
-        load.job = self._tier.load(names, blocks)
-        self._of_job[load.job] = load
+        self._loads.add(load, self._tier.load(names, blocks))
 
     def stop(self, arrival: HostLoad) -> WriterKey | None:
-        return arrival.job if self._of_job.pop(arrival.job, None) is not None else None
+        return arrival.job if self._loads.take(arrival) else None
 
     # What the tier says -----------------------------------------------------------------------
 
     def check_reads(self) -> None:
         """Gives up on blocks that a disk does not bring in time, before each step: their prompts
-        are computed. Time between two looks counts little: the disk may have answered."""
-        now = time.monotonic()
-        waited_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
-        for load in [load for load in self._of_job.values() if load.num_from_disk]:
-            if load.state is not ArrivalState.COMING:
-                continue
-            load.waited_s += waited_s
-            if self._tier and load.waited_s > _READ_LIMIT_S and self._tier.give_up(load.job):
+        are computed."""
+        for load in self._loads.overdue(_READ_LIMIT_S, _waits_for_disk):
+            if self._tier and self._tier.give_up(load.job):
                 self._disk_rate.took(load.num_from_disk, load.waited_s)
                 load.request.reads_disk = False
-                self._load_done(self._of_job.pop(load.job), is_right=False)
+                self._loads.take(load)
+                self._load_done(load, is_right=False)
 
     def loads_begun(self, jobs: list[int]) -> None:
         """Records that the first layers of these loads are there."""
         for job in jobs:
-            if (load := self._of_job.get(job)) is not None:
+            if (load := self._loads.get(job)) is not None:
                 load.has_begun = True
 
     def jobs_done(self, jobs: dict[int, bool]) -> None:
@@ -215,8 +199,9 @@ class HostSource:
         for num_blocks, seconds in self._tier.take_reads():
             self._disk_rate.took(num_blocks * self._kv_cache.least_block_size, seconds)
         for job, is_right in jobs.items():
-            if job in self._of_job:
-                self._load_done(self._of_job.pop(job), is_right)
+            if (load := self._loads.get(job)) is not None:
+                self._loads.take(load)
+                self._load_done(load, is_right)
             if not is_right:
                 self._tier.release(job)
 
@@ -233,9 +218,8 @@ class HostSource:
 
     def _count(self, load: HostLoad, is_right: bool) -> None:
         if is_right:
-            self.num_loaded_tokens += load.num_coming
+            self.counters.came(load)
             self.num_tokens_from_disk += load.num_from_disk
-            self.num_tokens_loaded_again += 0 if load.is_first else load.num_coming
         elif load.is_first and load.request.num_cached_tokens is not None:
             load.request.num_cached_tokens -= load.num_coming
 
@@ -247,7 +231,7 @@ class HostSource:
         which several groups do not lie in."""
         if not self._kv_cache.behind.is_chain:
             return None
-        for load in self._of_job.values():
+        for load in self._loads:
             request = load.request
             if load.state is not ArrivalState.COMING:
                 continue
@@ -302,10 +286,11 @@ class HostSource:
 
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
-        return [
-            f"load {job} for request {load.request.request_id}"
-            for job, load in self._of_job.items()
-        ]
+        return self._loads.leftovers()
+
+
+def _waits_for_disk(load: HostLoad) -> bool:
+    return load.num_from_disk > 0 and load.state is ArrivalState.COMING
 
 
 def _never(request: Request) -> None:

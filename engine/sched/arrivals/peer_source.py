@@ -168,13 +168,10 @@ class PeerSource:
             self.counters.cheaper_to_compute += 1
             self._arrivals.here(arrival, arrival.num_before)
             return
-        if not self._kv_cache.skip_to(
-            arrival.request, num_tokens, is_by_token=not self._takes_blocks(params)
-        ):
+        if self._arrivals.come(arrival, num_tokens, is_by_token=not self._takes_blocks(params)):
+            self._pull(arrival, params, num_tokens)
+        else:
             self._refuse(request_id, params)
-            self._arrivals.compute_all(arrival)
-            return
-        self._pull(arrival, params, num_tokens)
 
     def _is_wanted(self, arrival: PeerArrival, num_tokens: int) -> bool:
         """Returns whether a prefix of this length is more than is here, and one that was asked
@@ -194,10 +191,8 @@ class PeerSource:
         arrival.kv_transfer_params = params
         arrival.num_prompt_tokens = num_tokens
         arrival.started_at = time.monotonic()
-        num_coming = num_tokens - arrival.num_before
-        self._arrivals.begin(arrival, arrival.num_before, num_coming, ArrivalState.COMING)
         block_ids = self._kv_cache.get_block_ids(arrival.request_id)
-        self._connector.update_state_after_alloc(arrival, block_ids, num_coming)
+        self._connector.update_state_after_alloc(arrival, block_ids, arrival.num_coming)
         self._connector.prompt_computed(arrival)
 
     def _refuse(self, request_id: str, params: KVTransferParams | None) -> None:

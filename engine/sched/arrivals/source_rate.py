@@ -131,6 +131,18 @@ class SourceRate:
         setup, each = self.parts
         return self.ask_s + setup + num_tokens * each
 
+    def is_worth(
+        self, num_read: int, num_saved: int, own_tokens_per_s: float, *, trusts_larger: bool = True
+    ) -> bool:
+        """Decides whether `num_read` tokens are read, which saves `num_saved` of computing. As long
+        as it is not known how quickly these are computed, they are. `trusts_larger`: takes of much
+        fewer tokens say little about these."""
+        if not own_tokens_per_s:
+            return True
+        seconds, own_seconds = self.seconds_for(num_read), num_saved / own_tokens_per_s
+        num_tokens = num_read if trusts_larger else 0
+        return self.verdict(seconds, own_seconds, num_tokens).is_to_take
+
     def verdict(self, seconds: float, own_seconds: float, num_tokens: int = 0) -> PullDecision:
         """Decides whether to take what needs `seconds` and saves `own_seconds` of computing, and
         says why. Remembers the answer."""

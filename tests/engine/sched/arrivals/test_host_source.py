@@ -379,7 +379,7 @@ def test_a_prompt_that_waits_is_weighed_once() -> None:
     host._disk_rate.took(NUM_LOADABLE, 1e6)
     request = make_request("again", PROMPT)
     assert [host.find(request, 0) for _ in range(100)] == [0] * 100
-    assert host._disk_rate.num_refusals == host.num_cheaper_to_compute == 1
+    assert host._disk_rate.num_refusals == host.counters.cheaper_to_compute == 1
 
 
 def test_a_disk_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +407,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monke
 def test_a_disk_may_answer_as_late_as_the_engine_core_is_held_up() -> None:
     machine = machine_with_disk()
     client = begin_to_load(machine, "again")
-    machine.scheduler.remote.host._looked_at -= 1000.0
+    machine.scheduler.remote.host._loads._looked_at -= 1000.0
     machine.schedule()
     assert client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     machine.finish()

@@ -87,7 +87,7 @@ def test_what_was_read_moves_on_while_more_is_read(
     until(machine, lambda: any(isinstance(job, LoadMeta) for _, job in jobs))
     assert any(isinstance(job, FetchMeta) for _, job in jobs), "read meanwhile"
     (load,) = machine.scheduler.remote.store._loads
-    assert not machine.host.tier.give_up(load), "its blocks are written to"
+    assert not machine.host.tier.give_up(load.job), "its blocks are written to"
     assert not client.tokens
     machine.finish()
     assert client.tokens == client.expected and client.num_cached_tokens == NUM_LOADABLE
