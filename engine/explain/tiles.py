@@ -91,7 +91,9 @@ def _sparse_latents(q_latent: Tensor, q_rope: Tensor, cache: Tensor, chosen: Ten
     tuning = sparse_tuning(
         q_latent.device, q_latent.shape[1], q_latent.element_size(), is_ahead=is_ahead
     )
-    kernel = "sparse_ahead_kernel" if is_ahead else "sparse_latent_kernel"
+    kernel = "sparse_latent_kernel"
+    if is_ahead:
+        kernel = "sparse_pieces_kernel" if tuning.rows == 64 else "sparse_ahead_kernel"
     return kernel, _fields(tuning, *_OF_HEADS)
 
 

@@ -57,6 +57,7 @@ from tandem_kernels.attention import (
     shared_rope_and_cache,
     sparse_latent_attention,
     sparse_latents_ahead,
+    sparse_latents_pieces,
     window_attention,
     window_rows_ahead,
     window_rows_attention,
@@ -1890,10 +1891,11 @@ def sparse_ahead_cases(capability: int) -> Iterator[Case]:
             },
             {"num_warps": 8, "maxnreg": index_select.REGISTERS},
         )  # fmt: skip
-    for num_heads, splits in ((16, 1), (128, 4)) if capability == 90 else ():
+    for num_heads, splits in ((16, 1), (128, 1), (128, 4)) if capability == 90 else ():
         tuning = sparse_latent_attention.sparse_tuning(CPU, num_heads, 2, is_ahead=True)
+        few, many = sparse_latents_ahead, sparse_latents_pieces
         yield Case(
-            sparse_latents_ahead.sparse_ahead_kernel,
+            many.sparse_pieces_kernel if num_heads > 16 else few.sparse_ahead_kernel,
             f"heads={num_heads} splits={splits}",
             {
                 **named("*bf16", "q_latent", "q_rope", "kv_cache"),
@@ -1905,7 +1907,7 @@ def sparse_ahead_cases(capability: int) -> Iterator[Case]:
             {
                 "TOP_K": 2048, "QUERY_LEN": 0, "NUM_HEADS": num_heads, "ROWS": tuning.rows,
                 "LATENT": 512, "ROPE": 64, "BLOCK_SIZE": 64, "TILE": tuning.tile,
-                "SPLITS": splits, "TURNED": tuning.rows < 64, "TILES": num_heads // tuning.rows,
+                "SPLITS": splits, "TILES": num_heads // tuning.rows,
                 "num_warps": tuning.num_warps,
             },
             {"num_warps": tuning.num_warps},

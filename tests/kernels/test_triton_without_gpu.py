@@ -24,6 +24,7 @@ HOPPER_ALONE = {
     "few_row_qkv_kernel",
     "normed_router_kernel",
     "sparse_ahead_kernel",
+    "sparse_pieces_kernel",
     "window_rows_ahead_kernel",
     "fp4_experts_ahead_kernel",
     "lora_gemm_kernel",

@@ -26,6 +26,7 @@ from tandem_kernels.attention.latent_decode import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.attention.sparse_latents_ahead import sparse_ahead_kernel
+from tandem_kernels.attention.sparse_latents_pieces import sparse_pieces_kernel
 from tandem_kernels.device import has_warpgroup_mma, num_programs
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.tunings.table import plain_table
@@ -53,8 +54,9 @@ class SparseTuning:
 def copies_ahead(
     q_latent: Tensor, q_rope: Tensor, metadata: AttentionMetadata, kv_scales: KVScales | None
 ) -> bool:
-    """Returns whether `sparse_ahead_kernel` attends: on Hopper, to latents of halves of DeepSeek's
-    sizes, for which it has memory; for up to 16 heads only where their tokens fill the device,
+    """Returns whether a kernel that says itself when copies begin attends, `sparse_pieces_kernel`,
+    or for up to 16 heads `sparse_ahead_kernel`: on Hopper, to latents of halves of DeepSeek's
+    sizes, for which they have memory; for up to 16 heads only where their tokens fill the device,
     and not in fixed order, which must not depend on their number."""
     num_tokens, num_heads, latent = q_latent.shape
     if q_latent.element_size() > 2 or kv_scales is not None:
@@ -74,7 +76,7 @@ def sparse_tuning(
     """Chooses by the heads of a token and the bytes of a number.
 
     Args:
-        is_ahead: For `sparse_ahead_kernel`.
+        is_ahead: See `copies_ahead`.
     """
     return _TABLE.choose(device, num_heads, itemsize, is_ahead)
 
@@ -213,8 +215,8 @@ def sparse_latent_attention(
     }
     widths = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
     if is_ahead:
-        turned = {"TURNED": tuning.rows < 64, "TILES": head_tiles}
-        sparse_ahead_kernel[(num_tokens * head_tiles, splits)](*given, *rest, **turned, **shape)
+        ahead_kernel = sparse_pieces_kernel if num_heads > 16 else sparse_ahead_kernel
+        ahead_kernel[(num_tokens * head_tiles, splits)](*given, *rest, TILES=head_tiles, **shape)
     else:
         sparse_latent_kernel[(num_tokens, head_tiles, splits)](
             *given,

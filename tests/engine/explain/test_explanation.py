@@ -357,7 +357,7 @@ def test_every_choice_has_a_reason() -> None:
                 "fp4_experts_ahead_kernel": "at most 128 rows",
             },
         ),
-        ("deepseek-v3.2-6-layers", 16, {"sparse_ahead_kernel": "rows 64, tile 128"}),
+        ("deepseek-v3.2-6-layers", 16, {"sparse_pieces_kernel": "rows 64, tile 128"}),
         ("minimax-m3-4-layers", 16, {"block_sparse_kernel": "tile 64"}),
         ("nemotron-3-nano", 16, {"mamba_scan_kernel": "values 32, warps 2"}),
         ("nemotron-3-nano", 64, {"mamba_scan_kernel": "values 64, warps 4"}),
