@@ -79,8 +79,12 @@ class NoSide:
         """Has nothing to wait for."""
 
 
+NO_SIDE = NoSide()
+"""Is what stands where nothing is launched beside."""
+
+
 def fork(x: Tensor, most_rows: int, lane: int = 0) -> SideStream | NoSide:
     """Returns what to launch beside the work on `x` [T, ...]: on the side in recorded steps of up
     to `most_rows` tokens. Recorded or not, the same kernels are launched, since a graph cannot
     record what is not loaded yet."""
-    return SideStream(x.device, lane) if len(x) <= most_rows and is_recording(x) else NoSide()
+    return SideStream(x.device, lane) if len(x) <= most_rows and is_recording(x) else NO_SIDE

@@ -31,6 +31,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import RowForm, Rows
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.side_stream import NO_SIDE, NoSide, SideStream, fork, side_stream
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import IndexedLatents
 from tandem_kernels.attention.kv_scales import KVScales
@@ -116,6 +117,9 @@ class LatentAttentionBlock(nn.Module):
         if indexer is not None:
             at = shard.at("indexer")
             self.indexer = Indexer(hidden_size, sizes.q_rank, indexer, at)
+            self.beside_rows = shard.gemms.beside_rows
+            if self.beside_rows > 0 and shard.device.type == "cuda":
+                side_stream(shard.device)
         self.gate_proj: MergedColumnParallelLinear | None = None
         if gates:
             part = ColumnPart(self.first_head * gates, self.num_heads * gates, num_heads * gates)
@@ -149,26 +153,23 @@ class LatentAttentionBlock(nn.Module):
             cache, pages = kv_cache.latents, kv_cache.index
         else:
             cache = kv_cache[:, 0, 0]
+        side: SideStream | NoSide = NO_SIDE
         queries, latents = self.input_proj(x)
         if self.q_b_proj is not None and self.q_a_norm is not None:
-            queries = self.q_a_norm(queries)
+            normed = self.q_a_norm(queries)
             if self.indexer is not None and pages is not None:
-                inputs.choice.chosen = self.indexer(x, queries, pages, inputs)
-            queries = self.q_b_proj(queries)
+                # Both read what is kept until the join.
+                side = fork(normed, self.beside_rows)
+                with side.beside():
+                    inputs.choice.chosen = self.indexer(x, normed, pages, inputs)
+            queries = self.q_b_proj(normed)
         heads = queries.view(len(x), self.num_heads, sizes.nope + sizes.rope)
-        ops.latent_rope_and_cache(
-            heads[:, :, sizes.nope :],
-            latents,
-            self.kv_a_norm.weight,
-            inputs.positions,
-            inputs.cos_sin_cache,
-            cache,
-            inputs.slot_mapping,
-            LATENT_NORM_EPS,
-            self.forms.kv_scales,
-        )
+        rest = inputs.positions, inputs.cos_sin_cache, cache, inputs.slot_mapping
+        norm, scales = self.kv_a_norm.weight, self.forms.kv_scales
+        rotated = heads[:, :, sizes.nope :]
+        ops.latent_rope_and_cache(rotated, latents, norm, *rest, LATENT_NORM_EPS, scales)
         inputs.scale_queries(heads)
-        attended = self.forms.attend(heads, cache, inputs, inputs.choice.chosen)
+        attended = self.forms.attend(heads, cache, inputs, inputs.choice.chosen, side)
         attended = attended.flatten(1)
         if self.gate_proj is not None:
             attended = ops.sigmoid_and_mul(attended, self.gate_proj(x))

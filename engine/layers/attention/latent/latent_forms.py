@@ -18,6 +18,7 @@ from engine.layers.attention.by_head import by_head
 from engine.layers.attention.context_passes import ContextPass
 from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
 from engine.layers.attention.layer import AttentionInputs
+from engine.layers.side_stream import NO_SIDE, NoSide, SideStream
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_scales import KVScales
@@ -42,7 +43,12 @@ class LatentForms:
     kv_scales: KVScales | None = None
 
     def attend(
-        self, heads: Tensor, cache: Tensor, inputs: AttentionInputs, chosen: Tensor | None = None
+        self,
+        heads: Tensor,
+        cache: Tensor,
+        inputs: AttentionInputs,
+        chosen: Tensor | None = None,
+        side: SideStream | NoSide = NO_SIDE,
     ) -> Tensor:
         """Attends for `heads` [T, H, P + R], rotated, once the step's latents are in `cache`
         [N, B, L + R].
@@ -51,13 +57,15 @@ class LatentForms:
             chosen: [T, K] int32, what tokens attend to, as
                 `tandem_kernels.reference.index.index_topk` returns it; None: to all. Contexts that
                 are expanded are attended as a whole unless the metadata says that they choose.
+            side: Where they are chosen.
 
         Returns:
             [T, H, V].
         """
         metadata, backend = inputs.metadata, inputs.backend
         if not isinstance(metadata, LatentMetadata) or not isinstance(backend, LatentBackend):
-            return self.absorbed(heads, cache, metadata, chosen)
+            return self.absorbed(heads, cache, metadata, chosen, side)
+        side.join()
         of_rows = None
         if metadata.choosing is not None and chosen is not None:
             of_rows = chosen[metadata.rows]
@@ -81,11 +89,13 @@ class LatentForms:
         cache: Tensor,
         metadata: AttentionMetadata,
         chosen: Tensor | None = None,
+        side: SideStream | NoSide = NO_SIDE,
     ) -> Tensor:
         """Attends to the cache as it is: [T, H, P + R] -> [T, H, V]."""
         nope = self.kv_b.shape[1] - self.value
         w_uv, w_uk = torch.split(self.kv_b, [self.value, nope], dim=1)
         q_latent = by_head(heads[:, :, :nope], w_uk, fixed_order=self.fixed_order)
+        side.join()
         queries, rest = (q_latent, heads[:, :, nope:], cache), (metadata, self.scale)
         attended = (
             ops.latent_attention(*queries, *rest, self.kv_scales)
