@@ -158,7 +158,7 @@ class _Plan:
         width = num_parts * _TILE
         at_once = min(num_tiles, max(1, _SCORES_AT_ONCE // (width * block_q)))
         free = num_programs(q.device, _PROGRAMS_PER_SM) // at_once
-        splits = min(triton.next_power_of_2(num_parts), 1 << max(free.bit_length() - 1, 0))
+        splits = max(min(num_parts, free), 1)
         return cls(query_len, block_q, num_tiles, at_once, width, splits)
 
 
