@@ -24,7 +24,7 @@ from decode_node.parsers.stages.call_stage import MAX_NAME, CallStage
 from decode_node.parsers.stages.delta_sink import DeltaSink
 from decode_node.parsers.text.marked_text import MarkerTokens
 from decode_node.parsers.text.schema_types import is_text, parameter_types, value_json
-from decode_node.parsers.text.text_input import MarkerSet, Steps, marker_set
+from decode_node.parsers.text.text_input import Steps, marker_set
 from decode_node.protocol.chat.tools import Tool
 
 
@@ -146,7 +146,7 @@ class XmlStage(CallStage):
         """Gives the value to `emit` and takes its end tag; says whether that came."""
         source, wrong_end = self.source, f"</{key}>"
         give = _Lines(emit, are_written=self._form.has_lines)
-        marks = MarkerSet([*self._value_marks, wrong_end])
+        marks = marker_set(*self._value_marks, wrong_end)
         num_calls = num_keys = 0
         """Calls and parameters that the value quotes, and has not closed."""
         while marker := (yield from source.until(marks, give)):

@@ -18,8 +18,6 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from decode_node.parsers.text.marked_text import num_held_back
-
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A part of a parser that gives a `T` in the end. Each step needs more text."""
@@ -33,16 +31,19 @@ class MarkerSet:
     def __init__(self, markers: Sequence[str]) -> None:
         self.markers = tuple(dict.fromkeys(filter(None, markers)))
         self.pattern = re.compile("|".join(map(re.escape, self.markers)) or r"(?!)")
-        self._long = tuple(marker for marker in self.markers if len(marker) > 1)
-        self._firsts = frozenset(marker[0] for marker in self._long)
-        self._max_held = max(map(len, self._long), default=1) - 1
+        self._begun = frozenset(m[:length] for m in self.markers for length in range(1, len(m)))
+        self._firsts = frozenset(text for text in self._begun if len(text) == 1)
+        self._max_held = max(map(len, self._begun), default=0)
 
     def num_held_back(self, text: str) -> int:
         """Returns the length of the longest end of `text` that may grow into a marker."""
         tail = text[-self._max_held :] if len(text) > self._max_held else text
         if self._firsts.isdisjoint(tail):
             return 0
-        return max((num_held_back(text, marker) for marker in self._long), default=0)
+        for at, char in enumerate(tail):
+            if char in self._firsts and tail[at:] in self._begun:
+                return len(tail) - at
+        return 0
 
 
 @lru_cache(maxsize=512)
