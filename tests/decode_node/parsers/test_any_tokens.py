@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,7 @@ _WORDS = [
 END_OF_REASONING = r"(?:</(?:seed:|mm:)?think>|\[/THINK\])"
 
 
+@cache
 def soup(family: str) -> st.SearchStrategy[list[Piece]]:
     """Draws pieces: markers as tokens and as text, fragments of calls, and anything else."""
     tokens = tokens_of(family)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,6 +77,7 @@ def texts(family: str) -> st.SearchStrategy[str]:
     return st.lists(st.one_of(st.sampled_from(fragments), some), max_size=6).map("".join)
 
 
+@cache
 def calls(family: str) -> st.SearchStrategy[list[tuple[str, Json]]]:
     text = texts(family)
     leaves = {
