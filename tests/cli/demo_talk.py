@@ -1,4 +1,4 @@
-"""What `tandem demo` prints, wherever it runs."""
+"""Checks what `tandem demo` prints, wherever it runs."""
 
 from __future__ import annotations
 
