@@ -51,7 +51,7 @@ def wait_gone(pids: set[int], timeout_s: float = 30.0) -> set[int]:
 
 @pytest.mark.e2e
 def test_demo_talks_and_leaves_nothing() -> None:
-    """Its processes are forks here; `tests/cli/test_plain_installation.py` starts them by Python."""
+    """Its processes are forks; `tests/cli/test_plain_installation.py` starts them by Python."""
     result = subprocess.run([*TANDEM, "demo"], capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stderr
     check_talk(result.stdout)
