@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection
 from decode_node.parsers.stages.delta_sink import DeltaSink
 from decode_node.parsers.stages.deltas import CallStart
 from decode_node.parsers.stages.stage import Stage
-from decode_node.parsers.text.marked_text import num_held_back
+from decode_node.parsers.text.text_input import marker_set
 
 
 class ReasoningStage:
@@ -51,7 +51,8 @@ class ReasoningStage:
         self._ends = [end, *([ends_before] if ends_before else [])]
         self._sink = sink
         self._follow = follow
-        self._call_tokens = tuple(call_tokens)
+        self._call_tokens = frozenset(call_tokens)
+        self._marks = marker_set(*sorted({*self._ends, *self._call_tokens}))
         self._try_call = try_call
         self._trial: tuple[Stage, DeltaSink] | None = None
         """Reads the text that may be a call, which `_kept` holds."""
@@ -106,14 +107,13 @@ class ReasoningStage:
     def _push_reasoning(self, text: str) -> str:
         """Gives reasoning and returns what is left, behind its end or from a call's marker on."""
         text, self._kept = self._kept + text, ""
-        marks = (*self._ends, *self._call_tokens)
-        found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
-        if not found:
-            held = max(num_held_back(text, mark) for mark in marks)
+        found = self._marks.pattern.search(text)
+        if found is None:
+            held = self._marks.num_held_back(text)
             self._sink.reasoning(text[: len(text) - held])
             self._kept = text[len(text) - held :]
             return ""
-        at, mark = min(found)
+        at, mark = found.start(), found[0]
         self._sink.reasoning(text[:at])
         if mark in self._call_tokens and mark not in self._ends:
             assert self._try_call is not None

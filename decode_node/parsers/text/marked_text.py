@@ -66,13 +66,3 @@ class MarkerTokens:
 def has_token(marked: str) -> bool:
     """Says whether marked text has a marker token in it."""
     return _MARKER.search(marked) is not None
-
-
-def num_held_back(text: str, marker: str) -> int:
-    """Returns the length of the longest end of `text` that may grow into `marker`."""
-    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
-    while start >= 0:
-        if marker.startswith(text[start:]):
-            return len(text) - start
-        start = text.find(marker[0], start + 1)
-    return 0

@@ -107,12 +107,15 @@ class TextInput:
     def skip_white_space(self) -> Steps[str]:
         """Takes white space and returns the next character, which stays; "" at the end."""
         while True:
-            match = WHITE_SPACE.match(self.text, self.at)
+            text, at = self.text, self.at
+            if at < len(text) and not text[at].isspace():
+                return text[at]
+            match = WHITE_SPACE.match(text, at)
             assert match is not None
-            if match.end() > self.at:
+            if match.end() > at:
                 self.take(match.end())
-            if self.at < len(self.text):
-                return self.text[self.at]
+            if self.at < len(text):
+                return text[self.at]
             if self.is_end:
                 return ""
             yield
