@@ -48,8 +48,9 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSetti
         default=None,
         ge=0,
         le=65535,
-        description="Port for /metrics and /status only, always plain HTTP and without keys; the "
-        "API's port then serves neither. 0: any free one. Not set: both are on the API's port.",
+        description="Port for operators: /metrics, /status and what changes nodes, always plain "
+        "HTTP and without keys; the API's port then serves none of it. 0: any free one. Not set: "
+        "all is on the API's port.",
     )
     admin_host: str = Field(
         default="127.0.0.1", description="Address that the admin port listens on."
