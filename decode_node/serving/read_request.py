@@ -133,4 +133,4 @@ class RequestReader:
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             has_named_logprobs=bool(body.logprob_token_ids),
         )
-        return body.request_id or context.request_id, model.name, model.served.tokenizer, options
+        return body.given_name or context.request_id, model.name, model.served.tokenizer, options

@@ -43,7 +43,7 @@ async def test_several_are_named_or_all_are_meant() -> None:
     async with http_node(auto=False) as node:
         stream = begun(node, "/inference/v1/generate", {**TOKENS, "stream": True})
         node.engine.produce(await node.engine.added(), 2)
-        chat = begun(node, "/v1/chat/completions", {**CHAT, "n": 2}, **{"x-request-id": "c"})
+        chat = begun(node, "/v1/chat/completions", {**CHAT, "n": 2, "rid": "c"})
         await node.engine.added(3)
         texts = begun(node, "/v1/completions", {"prompt": [IDS, IDS], "max_tokens": 9})
         await node.engine.added(5)

@@ -71,6 +71,8 @@ class GenerationBody(SamplingFields, StructuredFields):
     """Tell the request's times with the last chunk, in vLLM's form: for a single answer."""
     request_id: Name | None = None
     """The name of the answer, in place of the X-Request-Id header, which is echoed."""
+    rid: Name | None = None
+    """Another name for `request_id`; SGLang's."""
 
     user: Ignored = None
     """Nothing is kept by user."""
@@ -123,6 +125,11 @@ class GenerationBody(SamplingFields, StructuredFields):
         """Returns the number of most likely tokens that are asked for; None when no log
         probabilities are.
         """
+
+    @property
+    def given_name(self) -> str | None:
+        """Returns the client's own name for the answer."""
+        return self.request_id or self.rid
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
