@@ -42,6 +42,20 @@ def test_fp8_experts(sizes: check.Sizes, blocks: bool, clamped: bool) -> None:
     check.fp8_experts(kernel, sizes, torch.float32, blocks=blocks, clamped=clamped)
 
 
+@pytest.mark.parametrize(
+    ("tuning", "sizes"),
+    [
+        (check.FP8_PAIRS[0], (2, 2, 3, 160, 144)),
+        (check.FP8_PAIRS[1], (3, 2, 4, 144, 64)),
+        (check.FP8_PAIRS[2], (3, 2, 3, 272, 96)),
+    ],
+    ids=["a masked step", "two steps", "three blocks"],
+)
+def test_fp8_pairs_by_themselves(tuning: ExpertTuning, sizes: check.Sizes) -> None:
+    several = tuning.cols > 2
+    check.fp8_pairs(tuning, sizes, torch.float32, blocks=tuning.cols != 4, clamped=several)
+
+
 @pytest.mark.parametrize("tuning", check.FP8_DOWN[:2], ids=check.tile_name)
 def test_tiles_of_the_second_gemm_in_fp8(tuning: ExpertTuning) -> None:
     check.fp8_down(tuning, torch.float32, "cpu", blocks=tuning.rows > 16)

@@ -21,6 +21,7 @@ from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
 from tandem_kernels.experts.fp4.pair_shapes import takes_even_runs
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.experts.fp8_experts import fp8_gemm
+from tandem_kernels.experts.fp8_pairs import fp8_pair_gemm
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 
 Op = Callable[..., Any]
@@ -42,6 +43,11 @@ FP8_DOWN = [
     ExpertTuning(16, 64, 128, 4, 3),
     ExpertTuning(16, 32, 128, 2, 4),
     ExpertTuning(16, 16, 128, 1, 4),
+]
+FP8_PAIRS = [
+    ExpertTuning(1, 2, 1024, 2, 1, each_pair=True),
+    ExpertTuning(1, 4, 128, 1, 1, each_pair=True),
+    ExpertTuning(1, 16, 256, 1, 1, each_pair=True),
 ]
 FEW_ROWS = [
     ExpertTuning(16, 64, 64, 4, 3, splits=3),
@@ -132,6 +138,44 @@ def fp8_experts(
     for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
         part = weights[start:end], chosen[start:end]
         assert torch.equal(op(x[start:end], *given[1:5], *part, True, **more), found[start:end])
+
+
+def fp8_pairs(
+    tuning: ExpertTuning,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    blocks: bool = True,
+    clamped: bool = False,
+) -> None:
+    """Pairs that are computed by themselves give what the formula means, and the same whoever
+    quantises their rows; nothing is written of those that go nowhere."""
+    num_tokens, top_k, num_experts, hidden, width = sizes
+    w13, s13, wide13 = fp8_weight((num_experts, 2, width, hidden), blocks=blocks, device=device)
+    w2, s2, wide2 = fp8_weight((num_experts, 1, hidden, width), blocks=blocks, device=device)
+    x, weights, chosen = _step(sizes, dtype, device)
+    chosen[-1, 0] = -1
+    more, plain = _gate(sizes, dtype, device) if clamped else ({}, ())
+    wide = wide13.flatten(1, 2), wide2[:, 0], weights, chosen
+    expected = oracle.experts(x, *wide, *(plain or (None,) * 3), oracle.e4m3_groups)
+    outs = []
+    for quantised in (False, True):
+        between, parts = (
+            torch.full((num_tokens * top_k, size), torch.nan, dtype=dtype, device=device)
+            for size in (width, hidden)
+        )
+        of = weights, chosen
+        given = quantise_fp8(x, _BLOCK) if quantised else x
+        fp8_pair_gemm(given, (w13, s13), *of, between, tuning, more.get("b13"), more.get("gate"))
+        rows = quantise_fp8(between, _BLOCK) if quantised else between
+        fp8_pair_gemm(rows, (w2, s2), *of, parts, tuning, more.get("b2"))
+        nowhere = chosen.flatten() < 0
+        assert torch.equal(parts.isnan().all(1), nowhere)
+        assert torch.equal(between.isnan().all(1), nowhere)
+        outs.append(sum_pairs(parts, chosen))
+        assert oracle.relative_error(outs[-1], expected) < ROUNDED[dtype] + _FLIPPED
+    assert oracle.relative_error(outs[0], outs[1].double()) < ROUNDED[dtype] + _FLIPPED
 
 
 def fp8_down(tuning: ExpertTuning, dtype: torch.dtype, device: str, *, blocks: bool) -> None:

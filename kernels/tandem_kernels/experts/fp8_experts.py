@@ -25,6 +25,7 @@ from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
+from tandem_kernels.experts.fp8_pairs import fp8_pair_gemm
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.fp8_rows import fp8_scale, to_fp8
 from tandem_kernels.reference.fp8 import GROUP
@@ -246,23 +247,41 @@ def fp8_experts(
         return torch.empty_like(x)
     shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
     plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
-    between: tuple[Tensor, Tensor | None]
-    if plan.gate_up.cols == GROUP:
-        between = (
-            torch.empty((num_pairs, width), dtype=torch.float8_e4m3fn, device=x.device),
-            torch.empty((triton.cdiv(width, GROUP), num_pairs), device=x.device),
-        )
-    else:
-        between = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device), None
-    fp8_gemm(
-        quantise_fp8(x, GROUP), (w13, s13), weights, plan.rows, between, plan.gate_up, b13, gate
-    )
-    numbers, scales = between
-    hidden = quantise_fp8(numbers, GROUP) if scales is None else (numbers, scales)
+    hidden = _gate_up(x, (w13, s13), weights, plan, num_pairs, b13, gate)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     down = w2.unsqueeze(1), s2.unsqueeze(1)
-    fp8_gemm(hidden, down, weights, plan.rows, (parts, None), plan.down, b2)
+    if isinstance(hidden, Tensor):
+        fp8_pair_gemm(hidden, down, weights, experts, parts, plan.down, b2)
+    else:
+        fp8_gemm(hidden, down, weights, plan.rows, (parts, None), plan.down, b2)
     return sum_pairs(parts, experts) if summed else parts
+
+
+def _gate_up(
+    x: Tensor,
+    weight: tuple[Tensor, Tensor],
+    weights: Tensor,
+    plan: ExpertPlan,
+    num_pairs: int,
+    bias: Tensor | None,
+    gate: GateForm | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes the first GEMM, whose rows come in e4m3 unless the second quantises them itself."""
+    width = weight[0].shape[2]
+    size, of_groups = (num_pairs, width), (triton.cdiv(width, GROUP), num_pairs)
+    given, itself = quantise_fp8(x, GROUP), plan.down.each_pair
+    if not (plan.gate_up.each_pair or itself) and plan.gate_up.cols == GROUP:
+        numbers = torch.empty(size, dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty(of_groups, device=x.device)
+        fp8_gemm(given, weight, weights, plan.rows, (numbers, scales), plan.gate_up, bias, gate)
+        return numbers, scales
+    hidden = torch.empty(size, dtype=x.dtype, device=x.device)
+    if plan.gate_up.each_pair:
+        of = plan.rows.experts
+        fp8_pair_gemm(given, weight, weights, of, hidden, plan.gate_up, bias, gate)
+    else:
+        fp8_gemm(given, weight, weights, plan.rows, (hidden, None), plan.gate_up, bias, gate)
+    return hidden if itself else quantise_fp8(hidden, GROUP)
 
 
 def strips_of(num_parts: int, tuning: ExpertTuning) -> int:
