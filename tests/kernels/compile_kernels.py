@@ -87,7 +87,6 @@ from tandem_kernels.experts import (
     expert_rows,
     expert_sums,
     expert_tuning,
-    fp8_experts,
     fused_experts,
     int4_experts,
     int8_experts,
@@ -98,6 +97,8 @@ from tandem_kernels.experts import (
 from tandem_kernels.experts.fp4 import even_runs, expert_tiles, experts_ahead
 from tandem_kernels.experts.fp4 import experts as fp4_experts
 from tandem_kernels.experts.fp4 import pairs as fp4_pairs
+from tandem_kernels.experts.fp8 import experts as fp8_experts
+from tandem_kernels.experts.fp8 import pairs as fp8_pairs
 from tandem_kernels.gemm import (
     few_row_gemm,
     few_row_qkv,
@@ -1108,6 +1109,42 @@ def fp8_expert_cases(capability: int) -> Iterator[Case]:
                 **({} if is_sorted else {"order": None, "counts": None}),
             },
             tuning.options,
+        )
+
+
+def fp8_pair_cases(capability: int) -> Iterator[Case]:
+    """Yields both GEMMs of DeepSeek V3 on a rank of eight, and ones that quantise no row."""
+    if capability < 90:
+        return
+    types = {
+        **named("*fp8e4nv", "x", "weight"),
+        **named("*fp32", "shares", "weight_scales", "pair_weights"),
+        **named("*bf16", "bias", "out"),
+        **named("fp32", "limit", "alpha"),
+        "experts": "*i32",
+    }
+    for gated, quantises, inner, cols, depth in (
+        (True, False, 7168, 2, 2048),
+        (False, True, 256, 16, 256),
+        (False, False, 1536, 4, 512),
+    ):
+        yield Case(
+            fp8_pairs.fp8_pair_gemm_kernel,
+            f"gated={gated} inner={inner}",
+            {**types, **(named("*bf16", "x", "shares") if quantises else {})},
+            {
+                "TOP_K": 8,
+                "COLS": cols,
+                "DEPTH": depth,
+                "INNER": inner,
+                "GATED": gated,
+                "HAS_BIAS": inner == 1536,
+                "GATE": 0,
+                "BLOCKS": inner != 1536,
+                "QUANTISES": quantises,
+                "OVERLAP": True,
+            },
+            {"num_warps": max(1, depth // 512), "num_stages": 1},
         )
 
 
@@ -2174,6 +2211,7 @@ def compile_all(capability: int) -> None:
         expert_cases,
         one_row_expert_cases,
         fp8_expert_cases,
+        fp8_pair_cases,
         fp4_expert_cases,
         fp4_even_cases,
         fp4_expert_ahead_cases,

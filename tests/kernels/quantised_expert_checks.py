@@ -20,8 +20,8 @@ from tandem_kernels.experts.fp4.expert_tiles import ExpertTiles
 from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
 from tandem_kernels.experts.fp4.pair_shapes import takes_even_runs
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
-from tandem_kernels.experts.fp8_experts import fp8_gemm
-from tandem_kernels.experts.fp8_pairs import fp8_pair_gemm
+from tandem_kernels.experts.fp8.experts import fp8_gemm
+from tandem_kernels.experts.fp8.pairs import fp8_pair_gemm
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 
 Op = Callable[..., Any]

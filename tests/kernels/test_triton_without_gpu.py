@@ -35,6 +35,7 @@ HOPPER_ALONE = {
     "fp8_dequantise_kernel",
     "int8_gemm_kernel",
     "fp8_expert_gemm_kernel",
+    "fp8_pair_gemm_kernel",
     "quantise_fp8_kernel",
     "rms_norm_fp8_kernel",
     "scale_product_kernel",

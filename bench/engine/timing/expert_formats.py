@@ -19,7 +19,8 @@ from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.experts.fp4.experts import multiply
 from tandem_kernels.experts.fp4.pair_shapes import takes_each_pair
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
-from tandem_kernels.experts.fp8_experts import fp8_gemm
+from tandem_kernels.experts.fp8.experts import fp8_gemm
+from tandem_kernels.experts.fp8.pairs import fp8_pair_gemm
 from tandem_kernels.experts.fused_experts import expert_gemm
 from tandem_kernels.experts.int4_experts import int4_expert_gemm
 from tandem_kernels.gemm.fp4_tiles import (
@@ -179,6 +180,9 @@ class Fp8BlockWeights(ExpertWeights):
         """Computes one of both GEMMs; the first with the quantisation of its output."""
         weight = (self.w13, self.s13) if gated else (self.w2, self.s2)
         out = self._outputs(weights, gated)
+        if tuning.each_pair:
+            fp8_pair_gemm(x, weight, weights, rows.experts, out, tuning)
+            return
         if gated and tuning.cols == GROUP:
             numbers = torch.empty_like(out, dtype=torch.float8_e4m3fn)
             scales = torch.empty(-(-self.shape.width // GROUP), len(out), device="cuda")

@@ -25,7 +25,7 @@ from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
-from tandem_kernels.experts.fp8_pairs import fp8_pair_gemm
+from tandem_kernels.experts.fp8.pairs import fp8_pair_gemm
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.fp8_rows import fp8_scale, to_fp8
 from tandem_kernels.reference.fp8 import GROUP
