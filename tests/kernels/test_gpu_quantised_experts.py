@@ -43,6 +43,13 @@ def test_tiles_of_the_second_gemm_in_fp8(tuning: ExpertTuning, blocks: bool) -> 
     check.fp8_down(tuning, torch.bfloat16, "cuda", blocks=blocks)
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("tuning", check.FP8_PAIRS, ids=check.pair_name)
+def test_fp8_pairs_by_themselves(tuning: ExpertTuning, blocks: bool) -> None:
+    check.fp8_pairs(tuning, (5, 4, 16, 1152, 384), torch.bfloat16, "cuda", blocks=blocks)
+    check.fp8_pairs(tuning, (1, 8, 32, 7168, 256), torch.float16, "cuda", blocks=blocks)
+
+
 def test_fp8_experts_with_biases() -> None:
     sizes = 33, 4, 32, 512, 384
     check.fp8_experts(ops.fp8_experts, sizes, torch.float16, "cuda", clamped=True)

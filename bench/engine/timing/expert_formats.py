@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from msgspec import structs
@@ -93,7 +93,7 @@ class ExpertWeights(ABC):
     ) -> None:
         """Computes one of both GEMMs of `x`, which is as `given` made it."""
 
-    def given(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def given(self, x: Tensor) -> Any:
         """Returns what a GEMM takes for its rows `x` in bf16."""
         return x
 
@@ -158,8 +158,9 @@ class Fp8BlockWeights(ExpertWeights):
         down = self.w2.squeeze(1), self.s2.squeeze(1)
         return ops.fp8_experts(x, self.w13, self.s13, *down, weights, chosen)
 
-    def given(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantise_fp8(x, GROUP)
+    def given(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Returns rows as they are, too: pairs by themselves quantise those of the second GEMM."""
+        return x, quantise_fp8(x, GROUP)
 
     @classmethod
     def tunings(cls, rows_per_expert: float, *, gated: bool) -> Iterator[ExpertTuning]:
@@ -170,7 +171,7 @@ class Fp8BlockWeights(ExpertWeights):
 
     def gemm(
         self,
-        x: tuple[Tensor, Tensor],  # type: ignore[override]
+        x: tuple[Tensor, tuple[Tensor, Tensor]],  # type: ignore[override]
         weights: Tensor,
         rows: ExpertRows,
         tuning: ExpertTuning,
@@ -180,15 +181,17 @@ class Fp8BlockWeights(ExpertWeights):
         """Computes one of both GEMMs; the first with the quantisation of its output."""
         weight = (self.w13, self.s13) if gated else (self.w2, self.s2)
         out = self._outputs(weights, gated)
+        plain, given = x
         if tuning.each_pair:
-            fp8_pair_gemm(x, weight, weights, rows.experts, out, tuning)
+            of = weights, rows.experts
+            fp8_pair_gemm(given if gated else plain, weight, *of, out, tuning)
             return
         if gated and tuning.cols == GROUP:
             numbers = torch.empty_like(out, dtype=torch.float8_e4m3fn)
             scales = torch.empty(-(-self.shape.width // GROUP), len(out), device="cuda")
-            fp8_gemm(x, weight, weights, rows, (numbers, scales), tuning)
+            fp8_gemm(given, weight, weights, rows, (numbers, scales), tuning)
             return
-        fp8_gemm(x, weight, weights, rows, (out, None), tuning)
+        fp8_gemm(given, weight, weights, rows, (out, None), tuning)
         if gated:
             quantise_fp8(out, GROUP)
 

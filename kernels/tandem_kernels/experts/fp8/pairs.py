@@ -15,7 +15,6 @@ has ended (PDL).
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
