@@ -275,7 +275,7 @@ def _one_row(x: Tensor, w13: Tensor, w2: Tensor, shared: Any) -> str:
 
 def _fp8_experts(x: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, weights: Tensor,
                  experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
-    from tandem_kernels.experts import fp8_experts
+    from tandem_kernels.experts.fp8 import experts as fp8_experts
 
     shape = ExpertShape(len(w2), w2.shape[2], w2.shape[1], fp8_experts.FORMAT)
     fixed = fp8_experts.FIXED if rest and rest[0] else None
