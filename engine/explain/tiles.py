@@ -276,10 +276,15 @@ def _one_row(x: Tensor, w13: Tensor, w2: Tensor, shared: Any) -> str:
 def _fp8_experts(x: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, weights: Tensor,
                  experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
     from tandem_kernels.experts.fp8 import experts as fp8_experts
+    from tandem_kernels.experts.fp8.ahead_shapes import HEIGHT, multiplies_ahead
 
+    fixed, b13, b2, gate = (*rest, None, None, None, None)[:4]
+    biased = b13 is not None or b2 is not None
+    if not fixed and multiplies_ahead(x, w13, experts.numel(), biased=biased, gate=gate):
+        return "fp8_experts_ahead_kernel", f"at most {HEIGHT} rows, warps 9"
     shape = ExpertShape(len(w2), w2.shape[2], w2.shape[1], fp8_experts.FORMAT)
-    fixed = fp8_experts.FIXED if rest and rest[0] else None
-    tunings, strips = _Tunings(shape, x, experts.numel(), fixed), fp8_experts.strips_of
+    one = fp8_experts.FIXED if fixed else None
+    tunings, strips = _Tunings(shape, x, experts.numel(), one), fp8_experts.strips_of
     parts = w13.shape[1]
     return "fp8_experts kernels", tunings.within(
         1, lambda tuning: parts * strips(parts, tuning), lambda tuning: strips(1, tuning)

@@ -98,7 +98,9 @@ from tandem_kernels.experts.fp4 import even_runs, expert_tiles, experts_ahead
 from tandem_kernels.experts.fp4 import experts as fp4_experts
 from tandem_kernels.experts.fp4 import pairs as fp4_pairs
 from tandem_kernels.experts.fp8 import experts as fp8_experts
+from tandem_kernels.experts.fp8 import experts_ahead as fp8_experts_ahead
 from tandem_kernels.experts.fp8 import pairs as fp8_pairs
+from tandem_kernels.experts.fp8 import sorted_rows
 from tandem_kernels.gemm import (
     few_row_gemm,
     few_row_qkv,
@@ -1146,6 +1148,41 @@ def fp8_pair_cases(capability: int) -> Iterator[Case]:
             },
             {"num_warps": max(1, depth // 512), "num_stages": 1},
         )
+
+
+def fp8_ahead_cases(capability: int) -> Iterator[Case]:
+    """Yields what multiplies prompts of DeepSeek V3 and of Qwen3-30B-A3B."""
+    types = {
+        **named("*i32", "order", "counts", "tiles", "places", "experts"),
+        **named("*fp32", "shares", "weight_scales", "pair_weights", "scales", "out_scales"),
+        "limit": "fp32",
+    }
+    if capability < 90:
+        return
+    of_tiles = {"HEIGHT": 128, "EXPERTS": 256}
+    yield Case(sorted_rows.sorted_tiles_kernel, "", types, of_tiles, {"num_warps": 1})
+    yield Case(
+        sorted_rows.quantise_to_places_kernel,
+        "",
+        {**types, "x": "*bf16", "numbers": "*fp8e4nv"},
+        {"TOP_K": 8, "GROUP": 128, "BLOCK": 8192},
+        {"num_warps": 16},
+    )
+    layout = repr(fp8_experts_ahead.TILE)
+    boxes = {"x": [64, 128], "weight": [128, 128]}
+    described = {name: f"tensordesc<fp8e4nv{box},{layout}>" for name, box in boxes.items()}
+    for gated, blocks in ((True, True), (False, True), (True, False)):
+        yield Case(
+            fp8_experts_ahead.fp8_experts_ahead_kernel,
+            f"gated={gated} blocks={blocks}",
+            {**types, **described, "out": "*fp8e4nv" if gated else "*bf16"},
+            {
+                "STAGES": 4, "REGISTERS": 224, "COPIER_REGISTERS": 56, "GATED": gated,
+                "BLOCKS": blocks,
+                "GATE": 5 if gated else 0, **({} if gated else {"out_scales": None}),
+            },
+            {"num_warps": 4},
+        )  # fmt: skip
 
 
 def fp4_expert_cases(capability: int) -> Iterator[Case]:
@@ -2212,6 +2249,7 @@ def compile_all(capability: int) -> None:
         one_row_expert_cases,
         fp8_expert_cases,
         fp8_pair_cases,
+        fp8_ahead_cases,
         fp4_expert_cases,
         fp4_even_cases,
         fp4_expert_ahead_cases,

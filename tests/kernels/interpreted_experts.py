@@ -56,6 +56,10 @@ def test_fp8_pairs_by_themselves(tuning: ExpertTuning, sizes: check.Sizes) -> No
     check.fp8_pairs(tuning, sizes, torch.float32, blocks=tuning.cols != 4, clamped=several)
 
 
+def test_rows_that_are_sorted_and_in_fp8() -> None:
+    check.sorted_rows([0, 3, 128, 0, 130])
+
+
 @pytest.mark.parametrize("tuning", check.FP8_DOWN[:2], ids=check.tile_name)
 def test_tiles_of_the_second_gemm_in_fp8(tuning: ExpertTuning) -> None:
     check.fp8_down(tuning, torch.float32, "cpu", blocks=tuning.rows > 16)

@@ -22,6 +22,7 @@ from tandem_kernels.experts.fp4.pair_shapes import takes_even_runs
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.experts.fp8.experts import fp8_gemm
 from tandem_kernels.experts.fp8.pairs import fp8_pair_gemm
+from tandem_kernels.experts.fp8.sorted_rows import SortedTiles, quantise_to_places
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 
 Op = Callable[..., Any]
@@ -260,6 +261,33 @@ def tiles_of_experts(counts: list[int], device: str = "cpu", top_k: int = 1) -> 
     for own, count in zip(heights, counts, strict=True):
         assert len(own) == -(-count // HEIGHT)
         assert not own or max(own) - min(own) <= 1
+
+
+def sorted_rows(counts: list[int], device: str = "cpu") -> None:
+    """Rows of an expert lie beside each other, as `quantise_fp8` makes them, and its tiles follow
+    one another; those behind the last have none."""
+    top_k, width = 3, 200
+    expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
+    going = len(expert)
+    expert = torch.cat([expert, torch.full((-going % top_k + top_k,), -1, dtype=torch.int32)])
+    chosen = expert[torch.randperm(len(expert))].view(-1, top_k).to(device)
+    x = torch.randn(len(chosen), width, device=device)
+    found = SortedTiles.of(chosen, len(counts))
+    order = torch.argsort(chosen.view(-1), stable=True)[-going:]
+    assert torch.equal(found.places[order].cpu(), torch.arange(going).int())
+    numbers, scales = quantise_to_places(x, found)
+    expected, of_groups = quantise_fp8(x, _BLOCK)
+    assert torch.equal(numbers[:going].float(), expected[order // top_k].float())
+    assert torch.equal(scales[:, :going], of_groups[:, order // top_k])
+    starts = [sum(counts[:own]) for own in range(len(counts))]
+    tiles = [
+        [own, starts[own] + first, min(HEIGHT, count - first)]
+        for own, count in enumerate(counts)
+        for first in range(0, count, HEIGHT)
+    ]
+    of_tile = found.tiles[1:].view(-1, 3).tolist()
+    assert found.tiles[0] == len(tiles) and of_tile[: len(tiles)] == tiles
+    assert all(height == 0 for _, _, height in of_tile[len(tiles) :])
 
 
 def fp4_pairs(

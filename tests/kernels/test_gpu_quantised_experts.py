@@ -43,6 +43,10 @@ def test_tiles_of_the_second_gemm_in_fp8(tuning: ExpertTuning, blocks: bool) -> 
     check.fp8_down(tuning, torch.bfloat16, "cuda", blocks=blocks)
 
 
+def test_rows_that_are_sorted_and_in_fp8() -> None:
+    check.sorted_rows([0, 1, 128, 129, 0, 500], "cuda")
+
+
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("tuning", check.FP8_PAIRS, ids=check.pair_name)
 def test_fp8_pairs_by_themselves(tuning: ExpertTuning, blocks: bool) -> None:

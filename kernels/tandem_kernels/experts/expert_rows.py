@@ -65,8 +65,8 @@ def sorted_rows(
     HEIGHT: tl.constexpr,
     FIRST: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the expert of the `tile`-th tile of all experts, and pairs FIRST and on of the HEIGHT
-    that it has: [ROWS]."""
+    """Returns the expert of the `tile`-th tile of all experts, and of the HEIGHT pairs that it has
+    FIRST and on: their places among all that are sorted, and themselves, [ROWS]."""
     lane = tl.arange(0, EXPERTS)
     count = tl.load(counts + lane, mask=lane < num_experts, other=0)
     tiles = tl.cdiv(count, HEIGHT)
@@ -77,7 +77,7 @@ def sorted_rows(
     start = tl.sum(tl.where(lane < expert, count, 0), axis=0)
     place = (tile - before) * HEIGHT + FIRST + tl.arange(0, ROWS)
     real = place < tl.sum(tl.where(own, count, 0), axis=0)
-    return expert, tl.load(order + start + place, mask=real, other=num_pairs)
+    return expert, start + place, tl.load(order + start + place, mask=real, other=num_pairs)
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def rows_of_program(
         num_row_tiles = num_sorted_tiles(counts, num_experts, EXPERTS, HEIGHT or ROWS)
     tile, col_tile = tile_of_program(num_row_tiles, num_col_tiles, GROUP, LAST_APART, IN_FRONT)
     if SORTED:
-        expert, pair = sorted_rows(
+        expert, _, pair = sorted_rows(
             order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, HEIGHT or ROWS, FIRST
         )
     else:

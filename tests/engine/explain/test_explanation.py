@@ -203,7 +203,7 @@ def test_a_fast_path_that_is_disabled_is_not_explained(tmp_path: Path) -> None:
     assert the_row(found, 0, "self_attn.qkv_proj").operation != "small_m_gemm"
 
 
-@pytest.mark.parametrize("tokens", [64, 4096])
+@pytest.mark.parametrize("tokens", [64, 1000])
 def test_experts_have_the_tiles_of_their_table(tmp_path: Path, tokens: int) -> None:
     config = config_of(tmp_path, "qwen3-30b-a3b")
     (found,) = explain(config, H200, [Batch(prompts=(tokens,))])
@@ -223,11 +223,11 @@ def test_experts_have_as_few_stages_as_shared_memory_has_room_for(tmp_path: Path
     config = config_of(tmp_path, "qwen3-30b-a3b")
     stages = []
     for gpu in (H200, L40S):
-        (found,) = explain(config, gpu, [Batch(prompts=(4096,))])
+        (found,) = explain(config, gpu, [Batch(prompts=(1000,))])
         first, second = the_row(found, 0, "mlp.experts").tile.split("; ")[:2]
         stages.append([int(tile.rpartition(" ")[2]) for tile in (first, second)])
     shape = ExpertShape(128, 768, 2048, "fp8")
-    both = gemm_tunings(shape, 4096 * 8, H200.name)
+    both = gemm_tunings(shape, 1000 * 8, H200.name)
     assert stages[0] == [tuning.num_stages for tuning in both]
     within = (tuning.within(99 * 1024, n, 1) for tuning, n in zip(both, (2, 1), strict=True))
     assert stages[1] == [tuning.num_stages for tuning in within] < stages[0]
@@ -252,6 +252,12 @@ def test_rows_of_tables_are_said_with_what_they_ask_for(tmp_path: Path) -> None:
         assert row.tables == ("sm_90/decode_attention row 12: num_units <= 128",)
         assert row.tables[0] in report([found]) and found.thresholds == "sm_90/gemm_thresholds"
         assert tables_of([found]) == ["sm_90"]
+
+
+def test_long_prompts_in_fp8_need_no_table(tmp_path: Path) -> None:
+    (found,) = explain(config_of(tmp_path, "qwen3-30b-a3b"), H200, [Batch(prompts=(4096,))])
+    row = the_row(found, 0, "mlp.experts")
+    assert row.kernel == "fp8_experts_ahead_kernel" and row.tile.startswith("at most 128 rows")
 
 
 def test_h100_takes_the_tables_of_h200_and_says_so(tmp_path: Path) -> None:

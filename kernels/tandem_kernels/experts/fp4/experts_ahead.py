@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tandem_kernels.device import num_programs
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
+from tandem_kernels.experts.ahead_gate import activated
 from tandem_kernels.experts.fp4.ahead_products import begin, ended, loaded, widened
 from tandem_kernels.experts.fp4.expert_tiles import PLACES, ExpertTiles
 
@@ -148,19 +149,6 @@ def _multiply(
 
 
 @gluon.jit
-def _activated(gate: gl.tensor, up: gl.tensor, limit: gl.tensor, GATE: gl.constexpr) -> gl.tensor:
-    """Does what `expert_gate.activated` does, for SiLU of gates that may be capped or limited."""
-    if GATE == 5:
-        gate = gl.minimum(gate, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit)
-    found = gate / (1.0 + gl.exp(-gate))
-    if GATE == 3:
-        found = gl.minimum(found, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit)
-    return found * up
-
-
-@gluon.jit
 def _write(
     first: gl.tensor,
     second: gl.tensor,
@@ -181,7 +169,7 @@ def _write(
     lane = gl.arange(0, COLS, gl.SliceLayout(1, WRITTEN))
     place = out + (pair.to(gl.int64) * num_outputs)[None, :] + lane[:, None]
     if GATED:
-        found = _activated(first, second, limit, GATE).to(out.dtype.element_ty)
+        found = activated(first, second, limit, GATE).to(out.dtype.element_ty)
         gl.store(place + column * COLS, gl.convert_layout(found, WRITTEN), mask=real)
     else:
         own = gl.load(pairs + gl.arange(0, N, gl.SliceLayout(0, first.type.layout)))

@@ -25,7 +25,10 @@ from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
+from tandem_kernels.experts.fp8.ahead_shapes import multiplies_ahead
+from tandem_kernels.experts.fp8.experts_ahead import fp8_experts_ahead
 from tandem_kernels.experts.fp8.pairs import fp8_pair_gemm
+from tandem_kernels.experts.fp8.sorted_rows import SortedTiles, quantise_to_places
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.fp8_rows import fp8_scale, to_fp8
 from tandem_kernels.reference.fp8 import GROUP
@@ -245,6 +248,10 @@ def fp8_experts(
     num_pairs = experts.numel()
     if num_tokens == 0:
         return torch.empty_like(x)
+    biased = b13 is not None or b2 is not None
+    if not fixed_order and multiplies_ahead(x, w13, num_pairs, biased=biased, gate=gate):
+        parts = _many_rows(x, (w13, s13), (w2, s2), weights, experts, gate)
+        return sum_pairs(parts, experts) if summed else parts
     shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
     plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
     hidden = _gate_up(x, (w13, s13), weights, plan, num_pairs, b13, gate)
@@ -255,6 +262,27 @@ def fp8_experts(
     else:
         fp8_gemm(hidden, down, weights, plan.rows, (parts, None), plan.down, b2)
     return sum_pairs(parts, experts) if summed else parts
+
+
+def _many_rows(
+    x: Tensor,
+    first: tuple[Tensor, Tensor],
+    second: tuple[Tensor, Tensor],
+    weights: Tensor,
+    experts: Tensor,
+    gate: GateForm | None,
+) -> Tensor:
+    """Computes what each pair gives its token, [pairs, H], of rows that are sorted first."""
+    num_pairs, (num_experts, _, width, hidden_size) = experts.numel(), first[0].shape
+    rows = SortedTiles.of(experts, num_experts)
+    numbers = torch.empty((num_pairs, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((width // GROUP, num_pairs), device=x.device)
+    hidden = numbers, scales
+    fp8_experts_ahead(quantise_to_places(x, rows), first, weights, rows, hidden, gate)
+    parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
+    down = second[0].unsqueeze(1), second[1].unsqueeze(1)
+    fp8_experts_ahead(hidden, down, weights, rows, (parts, None))
+    return parts
 
 
 def _gate_up(

@@ -1,0 +1,22 @@
+"""The activation between the two GEMMs of experts, of kernels in Gluon."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+GATES = ("silu", "limited", "capped")
+"""The kinds of `GateForm` that there are."""
+
+
+@gluon.jit
+def activated(gate: gl.tensor, up: gl.tensor, limit: gl.tensor, GATE: gl.constexpr) -> gl.tensor:
+    """Does what `expert_gate.activated` does, for SiLU of gates that may be capped or limited."""
+    if GATE == 5:
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+    found = gate / (1.0 + gl.exp(-gate))
+    if GATE == 3:
+        found = gl.minimum(found, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+    return found * up
