@@ -30,8 +30,18 @@ def _seeded() -> None:
         ((300, 8, 128, 1024, 384), True),
         ((700, 2, 8, 512, 384), False),
         ((700, 2, 8, 512, 640), True),
+        ((1100, 2, 8, 512, 640), True),
+        ((1100, 2, 8, 768, 384), False),
     ],
-    ids=["by pair", "by expert", "sorted", "large tiles", "large tiles and blocks"],
+    ids=[
+        "by pair",
+        "by expert",
+        "sorted",
+        "large tiles",
+        "large tiles and blocks",
+        "warps that copy and blocks",
+        "warps that copy",
+    ],
 )
 def test_fp8_experts(sizes: check.Sizes, blocks: bool) -> None:
     check.fp8_experts(ops.fp8_experts, sizes, torch.bfloat16, "cuda", blocks=blocks)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-GATES = ("silu", "limited", "capped")
-"""The kinds of `GateForm` that there are."""
-
 
 @gluon.jit
 def activated(gate: gl.tensor, up: gl.tensor, limit: gl.tensor, GATE: gl.constexpr) -> gl.tensor:

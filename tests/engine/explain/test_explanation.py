@@ -255,7 +255,7 @@ def test_rows_of_tables_are_said_with_what_they_ask_for(tmp_path: Path) -> None:
 
 
 def test_long_prompts_in_fp8_need_no_table(tmp_path: Path) -> None:
-    (found,) = explain(config_of(tmp_path, "qwen3-30b-a3b"), H200, [Batch(prompts=(4096,))])
+    (found,) = explain(config_of(tmp_path, "qwen3-30b-a3b"), H200, [Batch(prompts=(8192,))])
     row = the_row(found, 0, "mlp.experts")
     assert row.kernel == "fp8_experts_ahead_kernel" and row.tile.startswith("at most 128 rows")
 

@@ -18,7 +18,8 @@ _COLS = 256
 """Outputs of a tile; of gate and of up, half as many."""
 _FEWEST_STEPS = 8
 _LARGEST = 2**31
-_GATES = ("silu", "limited", "capped")
+GATES = ("silu", "limited", "capped")
+"""What `ahead_gate` computes."""
 
 
 def multiplies_ahead(
@@ -37,5 +38,5 @@ def multiplies_ahead(
         and min(width, hidden) >= 64 * _FEWEST_STEPS
         and num_pairs * max(width, hidden) < _LARGEST
         and not biased
-        and (gate is None or gate.kind in _GATES)
+        and (gate is None or gate.kind in GATES)
     )

@@ -7,15 +7,18 @@ from torch import Tensor
 
 from tandem_kernels.device import has_warpgroup_mma
 from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.experts.fp4.ahead_shapes import GATES
 
 HEIGHT = 128
 """The most rows of a tile."""
 COLS = 256
 """Outputs of a tile; of gate and of up, half as many."""
-MEAN_ROWS = 64
-"""Experts have more rows than this on average."""
+_MEAN_ROWS, _MANY_ROWS = 64, 256
+"""Experts have more rows than this on average: of layers of this width, and of others. On an H200
+8,192 tokens of DeepSeek-V3 take 8.3 ms in place of 10.4, and 2,049 3.6 in place of 4.3; 8,192 of
+Qwen3-30B-A3B 1.27 in place of 1.46."""
+_WIDE = 2048
 _LARGEST = 2**31
-_GATES = ("silu", "limited", "capped")
 
 
 def multiplies_ahead(
@@ -27,10 +30,10 @@ def multiplies_ahead(
     return (
         has_warpgroup_mma(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
-        and num_pairs > MEAN_ROWS * num_experts
+        and num_pairs > (_MEAN_ROWS if width >= _WIDE else _MANY_ROWS) * num_experts
         and width % (COLS // 2) == hidden % COLS == 0
         and 2 * num_experts * width < _LARGEST
         and num_pairs * max(width, hidden) // 128 < _LARGEST
         and not biased
-        and (gate is None or gate.kind in _GATES)
+        and (gate is None or gate.kind in GATES)
     )
