@@ -19,7 +19,7 @@ _COLS = 256
 _FEWEST_STEPS = 8
 _LARGEST = 2**31
 GATES = ("silu", "limited", "capped")
-"""What `ahead_gate` computes."""
+"""These are what `ahead_gate` computes."""
 
 
 def multiplies_ahead(

@@ -35,7 +35,7 @@ _copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Has another name from Triton 3.9 on."""
 _STAGES = 4
 _MULTIPLIER_REGISTERS, _COPIER_REGISTERS = 224, 56
-"""Of a thread. With those of the first four warps they fill an SM."""
+"""Threads have as many; with those of the first four warps they fill an SM."""
 
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
