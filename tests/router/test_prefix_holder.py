@@ -66,6 +66,17 @@ def test_who_gave_the_last_answer_has_more_than_the_prompt() -> None:
     assert holder({"p0": (3,), "d": (2,)}, 1, 2, 3, 4) == ""
 
 
+def test_of_two_that_answered_the_later_is_named() -> None:
+    """A turn that is no whole block longer ends with the block of the turn before."""
+    fleet = fleet_of(1)
+    fleet.add("e", DECODE, **SHARING)
+    policy = TandemPolicy(fleet.registry, random.Random(1))
+    says(fleet, fleet.node("p0"), 3)
+    for name in ("d", "e", "d"):
+        says(fleet, fleet.node(name), 3)
+        assert policy.place(turn(1, 2, 3)).prefix_holder is fleet.node(name)
+
+
 def test_nodes_that_share_nothing_or_do_not_fit_are_not_named() -> None:
     assert holder({"p1": (2,)}, 1, 2, 3) == "p1"
     assert holder({"p1": (2,), "d": (2,)}, 1, 2, 3, serves_prefixes=False) == ""

@@ -43,9 +43,11 @@ class _Shelf:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Holds `levels` of (blocks, nodes whose match ends there), shortest first; nodes as bits."""
+    """Holds `levels` of (blocks, nodes whose match ends there), shortest first; nodes as bits.
+    `latest`: of matches that nodes told of, by their blocks, the node that did so last."""
 
     levels: tuple[tuple[int, int], ...]
+    latest: dict[int, int]
     _shelves: dict[Node, _Shelf]
     _by_bit: dict[int, Node]
 
@@ -60,14 +62,17 @@ class PrefixMatch:
 
     def holders(self, count: int) -> Iterator[tuple[Node, int]]:
         """Yields nodes and how many leading blocks they have, the longest matches first: those of
-        at least `count` blocks."""
+        at least `count` blocks. Of equal ones comes first who told of it last: a conversation that
+        moves is longest there."""
         for length, bits in reversed(self.levels):
             if length < count:
                 return
-            while bits:
-                lowest = bits & -bits
-                yield self._by_bit[lowest], length
-                bits ^= lowest
+            latest = bits & self.latest.get(length, 0)
+            for part in (latest, bits ^ latest):
+                while part:
+                    lowest = part & -part
+                    yield self._by_bit[lowest], length
+                    part ^= lowest
 
     def best(self, count: int, rng: random.Random) -> list[Node]:
         """Returns at most `count` nodes of the longest match; none when there is no match. Which of
@@ -90,6 +95,7 @@ class PrefixIndex:
         self.max_entries = max_entries
         self._nodes_of: dict[int, int] = {}
         self._ends: dict[int, int] = {}
+        self._latest: dict[int, int] = {}  # [end]: bit of the node that told of it last
         self._shelves: OrderedDict[Node, _Shelf] = OrderedDict()
         self._by_bit: dict[int, Node] = {}
         self._free_bits: list[int] = []
@@ -105,8 +111,9 @@ class PrefixIndex:
             if more != alive:
                 levels.append((depth, alive & ~more))
             alive = more
-        levels += self._reported(blocks, depth)
-        return PrefixMatch(tuple(levels), self._shelves, self._by_bit)
+        reported = list(self._reported(blocks, depth))
+        latest = {length: self._latest[blocks[length - 1]] for length, _ in reported}
+        return PrefixMatch((*levels, *reported), latest, self._shelves, self._by_bit)
 
     def _reported(self, blocks: Sequence[int], start: int) -> Iterator[tuple[int, int]]:
         """Yields matches longer than `start`."""
@@ -121,6 +128,7 @@ class PrefixIndex:
             shelf.ends[end] = None
             shelf.ends.move_to_end(end)
             self._ends[end] = self._ends.get(end, 0) | shelf.bit
+            self._latest[end] = shelf.bit
         while len(shelf.ends) > _MAX_ENDS:
             self._drop_end(shelf)
 
@@ -186,4 +194,4 @@ class PrefixIndex:
         if left:
             self._ends[end] = left
         else:
-            del self._ends[end]
+            del self._ends[end], self._latest[end]
