@@ -44,7 +44,7 @@ class _Shelf:
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """Holds `levels` of (blocks, nodes whose match ends there), shortest first; nodes as bits.
-    `latest`: of matches that nodes told of, by their blocks, the node that did so last."""
+    `latest`: of reported matches, by their blocks, the node that reported last."""
 
     levels: tuple[tuple[int, int], ...]
     latest: dict[int, int]
@@ -62,7 +62,7 @@ class PrefixMatch:
 
     def holders(self, count: int) -> Iterator[tuple[Node, int]]:
         """Yields nodes and how many leading blocks they have, the longest matches first: those of
-        at least `count` blocks. Of equal ones comes first who told of it last: a conversation that
+        at least `count` blocks. Of equal ones comes first who reported it last: a conversation that
         moves is longest there."""
         for length, bits in reversed(self.levels):
             if length < count:
@@ -95,7 +95,7 @@ class PrefixIndex:
         self.max_entries = max_entries
         self._nodes_of: dict[int, int] = {}
         self._ends: dict[int, int] = {}
-        self._latest: dict[int, int] = {}  # [end]: bit of the node that told of it last
+        self._latest: dict[int, int] = {}  # [end]: bit of the node that reported it last
         self._shelves: OrderedDict[Node, _Shelf] = OrderedDict()
         self._by_bit: dict[int, Node] = {}
         self._free_bits: list[int] = []
