@@ -65,17 +65,14 @@ def _paged(q: Tensor, kv_cache: PagedKV, metadata: Any, *rest: Any) -> tuple[str
 
 def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, *rest: Any) -> Any:
     from tandem_kernels.attention.latent_attention import latent_tuning
-    from tandem_kernels.attention.latent_decode import latent_decode_tuning
+    from tandem_kernels.attention.latent_decode import tuning_of
 
-    size = q_latent.element_size()
     if metadata.num_decodes and not metadata.fixed_order:
-        rows = q_latent.shape[1] * metadata.decode_query_len
-        tuning = latent_decode_tuning(q_latent.device, rows, size)
         return (
-            "latent_decode_kernel, latent_merge_kernel",
-            _fields(tuning, "rows", "tile", "num_warps", "num_stages"),
+            "latent_decode_kernel, merge_kernel",
+            _fields(tuning_of(q_latent, metadata), "rows", "tile", "num_warps", "num_stages"),
         )
-    long = latent_tuning(q_latent.device, size)
+    long = latent_tuning(q_latent.device, q_latent.element_size())
     return "latent_attention_kernel", _fields(long, "rows", "tile", "num_warps", "num_stages")
 
 

@@ -47,6 +47,7 @@ from tandem_kernels.attention import (
     latent_attention,
     latent_decode,
     latent_gather,
+    latent_merge,
     latent_rope_and_cache,
     merge_attention,
     prefill_attention,
@@ -914,6 +915,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
             )
         for by_head in (False, True) if vary else (False,):
             merge = {**shape_of_tile, "PARTS": 64 if by_head else 16, "BY_HEAD": by_head}
+            merge |= {"ROWS": 64, "ALIGNED": False}
             merge |= {"BLOCK_VALUE": min(64, merge["BLOCK_VALUE"])} if by_head else {}
             merge |= rare if vary else plain
             del merge["HEAD_DIM"], merge["BLOCK_DIM"]
@@ -1383,7 +1385,9 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
         "kv_cache": cached,
         **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
         **named("*i64", "positions", "slot_mapping"),
-        **named("*fp32", "state", "parts", "cos_sin_cache", "kv_scale"),
+        **named(
+            "*fp32", "state", "parts", "partial_acc", "partial_state", "cos_sin_cache", "kv_scale"
+        ),
         **named("fp32", "scale", "eps"),
     }
     shape = {"LATENT": 512, "BLOCK_LATENT": 512}
@@ -1396,28 +1400,31 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
             "BLOCK_SIZE": 64, "OVERLAP": capability >= 90,
         },
     )  # fmt: skip
-    turned = latent_decode.LatentDecodeTuning(16, 64, 4, 3, turned=True)
-    for tuning, splits, block_size in (
-        (latent_decode.latent_decode_tuning(CPU, 16, 2), 4, 64),
-        (latent_decode.latent_decode_tuning(CPU, 16, 2), 1, 16),
-        (latent_decode.latent_decode_tuning(CPU, 128, 2), 1, 64),
-        *(((turned, 1, 64),) if capability >= 90 else ()),
+    for num_rows, num_decodes, block_size in (
+        (16, 1, 64),
+        (16, 64, 64),
+        (16, 64, 16),
+        (128, 64, 64),
     ):
+        tuning = latent_decode.latent_decode_tuning(
+            CPU, num_rows, 2, num_decodes, by_warpgroups=capability >= 90
+        )
         yield Case(
             latent_decode.latent_decode_kernel,
-            f"rows={tuning.rows} splits={splits} block={block_size} fp8={is_fp8}",
-            {**types, "out": "*fp32" if splits > 1 else "*bf16"},
+            f"rows={tuning.rows} turned={tuning.turned} block={block_size} fp8={is_fp8}",
+            {**types, "out": "*bf16"},
             {
                 **shape,
                 **scales,
                 "QUERY_LEN": 1,
                 "NUM_HEADS": tuning.rows,
                 "ROWS": tuning.rows,
+                "ROW_TILES": 1,
                 "ROPE": 64,
                 "BLOCK_ROPE": 64,
                 "BLOCK_SIZE": block_size,
                 "TILE": tuning.tile,
-                "SPLITS": splits,
+                "REQS": 16,
                 "TURNED": tuning.turned,
                 "OVERLAP": capability >= 90,
                 "PRECISION": "tf32",
@@ -1425,7 +1432,7 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
     yield Case(
-        latent_decode.latent_merge_kernel,
+        latent_merge.latent_merge_kernel,
         "",
         {**types, "out": "*bf16"},
         {**shape, "SPLITS": 4, "OVERLAP": capability >= 90},

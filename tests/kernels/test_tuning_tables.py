@@ -78,6 +78,10 @@ def _fp8_path(rows: int, blocks: bool, is_whole: bool) -> str:
     return fp8_path(rows, weight, torch.empty((1, 1) if blocks else (1,), device="meta"))
 
 
+def _latent_decode(num_rows: int, itemsize: int, num_decodes: int, by_warpgroups: bool) -> Any:
+    return latent_decode_tuning(CPU, num_rows, itemsize, num_decodes, by_warpgroups=by_warpgroups)
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "lora_gemm": partial(lora_gemm_tuning, CPU),
     "whole_prompts": partial(whole_prompts, CPU),
@@ -87,7 +91,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "decode": _decode,
     "prefill": _prefill,
     "latent": partial(latent_tuning, CPU),
-    "latent_decode": partial(latent_decode_tuning, CPU),
+    "latent_decode": _latent_decode,
     "sparse": _sparse,
     "window_rows": _window_rows,
     "block_sparse": partial(block_sparse_tuning, CPU),

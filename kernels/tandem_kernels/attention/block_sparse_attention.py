@@ -22,7 +22,7 @@ from tandem_kernels.attention.fp8_cache import in_half
 from tandem_kernels.attention.head_planes import planes_of_head
 from tandem_kernels.attention.kv_pages import PagedKV, first_of, sizes_of
 from tandem_kernels.attention.kv_scales import KVScales, pointers
-from tandem_kernels.attention.latent_decode import latent_merge_kernel
+from tandem_kernels.attention.latent_merge import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import num_programs

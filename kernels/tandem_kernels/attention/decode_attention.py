@@ -325,8 +325,10 @@ def decode_attention(
         partial_state,
         num_reqs,
         programs,
+        ROWS=num_q_heads,
         PARTS=_MERGED_PARTS if few else 16,
         BY_HEAD=few,
+        ALIGNED=False,
         num_warps=4,
         **shape,
     )

@@ -35,3 +35,14 @@ def find(ends: tl.tensor, place: tl.tensor) -> tl.tensor:
     """Returns the request whose stretch holds `place`, and where that stretch begins."""
     before = ends <= place
     return tl.sum(before.to(tl.int32), axis=0), tl.max(tl.where(before, ends, 0), axis=0)
+
+
+@triton.jit
+def aligned_run(seq_len: tl.tensor, run: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Returns the tiles of a run such that the longest of `seq_len` is cut into equal parts, where
+    that makes runs longer by no more than a third: contexts of one length are then cut alike, or
+    not at all, and have fewer parts."""
+    longest = tl.cdiv(tl.max(seq_len, axis=0), TILE)
+    parts = tl.maximum(longest // tl.maximum(run, 1), 1)
+    aligned = tl.maximum(tl.cdiv(longest, parts), run)
+    return tl.where(3 * aligned <= 4 * run, aligned, run)

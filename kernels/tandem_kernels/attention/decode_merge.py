@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.attention_sink import with_sink
-from tandem_kernels.attention.decode_line import find, line, skipped
+from tandem_kernels.attention.decode_line import aligned_run, find, line, skipped
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_runs"])
@@ -26,6 +26,7 @@ def merge_kernel(
     num_runs: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     TILE: tl.constexpr,
@@ -35,10 +36,11 @@ def merge_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
     BY_HEAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ) -> None:
     """Merges, in program (i, g, c), columns c * BLOCK_VALUE and on of query head g of a KV head, if
     that is cut. BY_HEAD: of head i, as heads are counted through all requests; else of the one
-    whose first part is the end of run i.
+    whose first part is the end of run i. Of a request's heads, GROUP each, the first ROWS are real.
 
     Outputs of requests without a context become zero: of head i, or of requests i, i + programs,
     and so on.
@@ -48,6 +50,8 @@ def merge_kernel(
     kind = out.dtype.element_ty
     seq_len, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
     run = tl.cdiv(length, num_runs)
+    if ALIGNED:
+        run = aligned_run(seq_len, run, TILE)
     request = tl.arange(0, REQS)
     if BY_HEAD:
         r = tl.program_id(0) // NUM_KV_HEADS
@@ -56,8 +60,8 @@ def merge_kernel(
         tiles = tl.cdiv(own_len, TILE) - skipped(own_len, TILE, WINDOW)
         begin = tl.sum(tl.where(request == r, ends, 0), axis=0) - (NUM_KV_HEADS - head) * tiles
         program = begin // tl.maximum(run, 1)
-        if own_len == 0:
-            to = ((r * NUM_KV_HEADS + head) * GROUP + g) * VALUE_DIM + dim
+        if (own_len == 0) & (head * GROUP + g < ROWS):
+            to = (r * ROWS + head * GROUP + g) * VALUE_DIM + dim
             tl.store(out + to, tl.zeros([BLOCK_VALUE], kind), mask=dim < VALUE_DIM)
     else:
         program = tl.program_id(0)
@@ -66,8 +70,9 @@ def merge_kernel(
             for r in range(program, num_reqs, num_runs):
                 if tl.load(seq_lens + r) == 0:
                     for head in range(NUM_KV_HEADS):
-                        to = ((r * NUM_KV_HEADS + head) * GROUP + g) * VALUE_DIM + dim
-                        tl.store(out + to, tl.zeros([BLOCK_VALUE], kind), mask=dim < VALUE_DIM)
+                        to = (r * ROWS + head * GROUP + g) * VALUE_DIM + dim
+                        real = (dim < VALUE_DIM) & (head * GROUP + g < ROWS)
+                        tl.store(out + to, tl.zeros([BLOCK_VALUE], kind), mask=real)
 
     if OVERLAP:
         # Even where nothing is to be merged: the next kernel may wait for this one only.
@@ -88,7 +93,7 @@ def merge_kernel(
         begin += head * tiles
         if begin < end - run:
             return
-    if begin + tiles <= (program + 1) * run:
+    if (begin + tiles <= (program + 1) * run) | (head * GROUP + g >= ROWS):
         return
     last = (begin + tiles - 1) // run
     peak = -3.0e38
@@ -113,5 +118,5 @@ def merge_kernel(
     query_head = head * GROUP + g
     if HAS_SINKS:
         total = with_sink(total, peak, sinks, query_head, g < GROUP)
-    to = (r * NUM_KV_HEADS * GROUP + query_head) * VALUE_DIM + dim
+    to = (r * ROWS + query_head) * VALUE_DIM + dim
     tl.store(out + to, (acc / total).to(kind), mask=dim < VALUE_DIM)

@@ -1,9 +1,10 @@
 """Latent attention of decodes, absorbed: all heads of a token read the same rows of the cache.
 
 A program owns ROWS query rows of one request, tokens times heads, and walks a part of the context.
-A row of the cache is loaded once and serves as key and as value. With few rows the context is cut
-into SPLITS parts, whose results `latent_merge_kernel` joins; how many depends on shapes alone, so
-steps can be recorded.
+A row of the cache is loaded once and serves as key and as value. All that is walked is one line of
+tiles, as in `decode_attention`: as many programs as the device holds cut it into equal runs, and
+`merge_kernel` joins the parts of a context. Lengths are read on the device, so that steps can be
+recorded, and one long context among short ones takes all programs.
 
 TURNED, scores are computed with the context on the left: a matrix unit of Hopper takes 64 rows
 there and no fewer, and there are 16 heads on a rank.
@@ -22,18 +23,20 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.decode_line import aligned_run, find, line
+from tandem_kernels.attention.decode_merge import merge_kernel
 from tandem_kernels.attention.kv_scales import KVScales, pointers
-from tandem_kernels.attention.latent_tile import (
-    attend_rows,
-    joined_parts,
-    latent_queries,
-    store_attended,
-)
+from tandem_kernels.attention.latent_tile import attend_rows, latent_queries
 from tandem_kernels.attention.prefill_attention import LOG2_E
-from tandem_kernels.device import num_programs
+from tandem_kernels.device import has_warpgroup_mma, num_programs
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
 from tandem_kernels.tunings.table import plain_table
+
+_FEW_UNITS = 16
+"""Tiles of query rows that have many parts each: a program joins _MERGED_COLUMNS of a row, of
+_MERGED_PARTS at once; of more, all columns of 16."""
+_MERGED_COLUMNS, _MERGED_PARTS = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,7 @@ class LatentDecodeTuning:
     Attributes:
         rows: Query rows of a program, tokens times heads.
         tile: Tokens of the context at once.
-        programs_per_sm: Contexts are cut until there are this many programs.
-        most_splits: Parts of a context; a power of two.
+        programs_per_sm: Of the grid, which depends on nothing else.
         turned: Scores are computed with the context on the left.
     """
 
@@ -53,27 +55,37 @@ class LatentDecodeTuning:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 2
-    most_splits: int = 16
     turned: bool = False
 
 
-_TABLE = plain_table("latent_decode", LatentDecodeTuning, ("num_rows", "itemsize"))
+_TABLE = plain_table(
+    "latent_decode", LatentDecodeTuning, ("num_rows", "itemsize", "num_decodes", "by_warpgroups")
+)
 
 
-def latent_decode_tuning(device: torch.device, num_rows: int, itemsize: int) -> LatentDecodeTuning:
-    """Chooses by the query rows of a request.
+def latent_decode_tuning(
+    device: torch.device, num_rows: int, itemsize: int, num_decodes: int, *, by_warpgroups: bool
+) -> LatentDecodeTuning:
+    """Chooses by what a request has, and how many there are.
 
     Args:
         num_rows: Tokens times heads.
         itemsize: Bytes of a number.
+        by_warpgroups: Matrix units multiply for four warps at once, as on Hopper.
     """
-    return _TABLE.choose(device, num_rows, itemsize)
+    return _TABLE.choose(device, num_rows, itemsize, num_decodes, by_warpgroups)
 
 
-def num_splits(tuning: LatentDecodeTuning, num_tiles: int, device: torch.device) -> int:
-    """Returns into how many parts contexts are cut when there are this many tiles of rows."""
-    free = num_programs(device, tuning.programs_per_sm) // num_tiles
-    return min(tuning.most_splits, 1 << max(free.bit_length() - 1, 0))
+def tuning_of(q_latent: Tensor, metadata: AttentionMetadata) -> LatentDecodeTuning:
+    """Chooses for the decodes of a step, with queries [T, H, L]."""
+    device = q_latent.device
+    return latent_decode_tuning(
+        device,
+        q_latent.shape[1] * metadata.decode_query_len,
+        q_latent.element_size(),
+        metadata.num_decodes,
+        by_warpgroups=has_warpgroup_mma(device),
+    )
 
 
 @triton.jit
@@ -95,6 +107,55 @@ def blocks_of(
 
 
 @triton.jit
+def _walk(
+    query: tl.tensor,
+    rotated: tl.tensor,
+    kv_cache: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    own_position: tl.tensor,
+    block_stride: tl.tensor,
+    scale: tl.tensor,
+    ROWS: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TURNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Returns the softmax state (peak, sum, accumulator) of ROWS queries over positions from
+    `first` to `end`."""
+    dim = tl.arange(0, BLOCK_LATENT)
+    rot = tl.arange(0, BLOCK_ROPE)
+    lane = tl.arange(0, TILE)
+    peak = tl.full([ROWS], -3.0e38, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
+    block = blocks_of(table, first, end, lane, BLOCK_SIZE, TILE)
+    for start in range(first, end, TILE):
+        position = start + lane
+        inside = position < end
+        line_of = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE)
+        mask = inside[:, None] & (dim < LATENT)[None, :]
+        latents = tl.load(line_of[:, None] + dim[None, :], mask=mask, other=0.0)
+        block = blocks_of(table, start + TILE, end, lane, BLOCK_SIZE, TILE)
+        mask = inside[:, None] & (rot < ROPE)[None, :]
+        keys = tl.load(line_of[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
+        if TURNED:
+            seen = inside[:, None] & (position[:, None] <= own_position[None, :])
+        else:
+            seen = inside[None, :] & (position[None, :] <= own_position[:, None])
+        peak, total, acc = attend_rows(
+            query, rotated, latents, keys, seen, scale, peak, total, acc, TURNED, PRECISION
+        )
+    return peak, total, acc
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
 def latent_decode_kernel(
     q_latent: tl.tensor,
     q_rope: tl.tensor,
@@ -103,7 +164,9 @@ def latent_decode_kernel(
     seq_lens: tl.tensor,
     kv_scale: tl.tensor,
     out: tl.tensor,
-    state: tl.tensor,
+    partial_acc: tl.tensor,
+    partial_state: tl.tensor,
+    num_reqs: tl.tensor,
     latent_token_stride: tl.tensor,
     latent_head_stride: tl.tensor,
     rope_token_stride: tl.tensor,
@@ -114,90 +177,71 @@ def latent_decode_kernel(
     QUERY_LEN: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     LATENT: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    REQS: tl.constexpr,
     TURNED: tl.constexpr,
     OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
 ) -> None:
-    """Walks, in program (i, r, s), part s of the context of request r for its i-th tile of rows.
-    Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
+    """Walks one run of the line in each program. Writes [T, H, L]; of a context that is cut float32
+    parts and their softmax states in slot 0 or 1 of the program, as `decode_attention` does.
     """
     take_turn(OVERLAP)
-    r = tl.program_id(1)
-    split = tl.program_id(2)
-    seq_len = tl.load(seq_lens + r)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = row // NUM_HEADS
-    head = row % NUM_HEADS
-    real = token < QUERY_LEN
-    own_position = seq_len - QUERY_LEN + token
-    at = (r * QUERY_LEN + token).to(tl.int64)
-    dim = tl.arange(0, BLOCK_LATENT)
-    rot = tl.arange(0, BLOCK_ROPE)
-    is_latent = (dim < LATENT)[None, :]
-    is_rope = (rot < ROPE)[None, :]
-    query, rotated = latent_queries(
-        q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride,
-        q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride,
-        real, FP8, LATENT, BLOCK_LATENT, ROPE, BLOCK_ROPE,
-    )  # fmt: skip
+    program = tl.program_id(0)
+    lengths, ends, length = line(seq_lens, num_reqs, ROW_TILES, TILE, REQS, 0)
+    run = aligned_run(lengths, tl.cdiv(length, tl.num_programs(0)), TILE)
+    here = program * run
+    end = tl.minimum(here + run, length)
     if FP8:
         own_scale = tl.load(kv_scale)
         scale = scale * own_scale
-    peak = tl.full([ROWS], -3.0e38, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
-    part = tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS) * TILE
-    first = split * part
-    end = tl.minimum(first + part, seq_len)
-    lane = tl.arange(0, TILE)
-    table = block_tables + r.to(tl.int64) * table_stride
-    block = blocks_of(table, first, end, lane, BLOCK_SIZE, TILE)
-    for start in range(first, end, TILE):
-        position = start + lane
-        inside = position < end
-        line = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE)
-        mask = inside[:, None] & is_latent
-        latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
-        block = blocks_of(table, start + TILE, end, lane, BLOCK_SIZE, TILE)
-        mask = inside[:, None] & is_rope
-        keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
-        if TURNED:
-            seen = inside[:, None] & (position[:, None] <= own_position[None, :])
-        else:
-            seen = inside[None, :] & (position[None, :] <= own_position[:, None])
-        peak, total, acc = attend_rows(
-            query, rotated, latents, keys, seen, scale, peak, total, acc, TURNED, PRECISION
-        )
-    if FP8:
-        acc = acc * own_scale
-    index = at * NUM_HEADS + head
-    store_attended(out, state, index, split, real, peak, total, acc, LATENT, BLOCK_LATENT, SPLITS)
-
-
-@triton.jit
-def latent_merge_kernel(
-    parts: tl.tensor,
-    state: tl.tensor,
-    out: tl.tensor,
-    LATENT: tl.constexpr,
-    BLOCK_LATENT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Joins the parts of one row in each program."""
-    take_turn(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
+    own_row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_LATENT)
-    joined = joined_parts(parts, state, row, 0, LATENT, BLOCK_LATENT, SPLITS)
-    tl.store(out + row * LATENT + dim, joined.to(out.dtype.element_ty), mask=dim < LATENT)
+    while here < end:
+        r, begin = find(ends, here)
+        seq_len = tl.load(seq_lens + r)
+        tiles = tl.cdiv(seq_len, TILE)
+        row_tile = (here - begin) // tiles
+        first_tile = (here - begin) % tiles
+        last_tile = tl.minimum(tiles, first_tile + end - here)
+        row = row_tile * ROWS + own_row
+        token = row // NUM_HEADS
+        head = row % NUM_HEADS
+        real = token < QUERY_LEN
+        at = (r * QUERY_LEN + token).to(tl.int64)
+        query, rotated = latent_queries(
+            q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride,
+            q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride,
+            real, FP8, LATENT, BLOCK_LATENT, ROPE, BLOCK_ROPE,
+        )  # fmt: skip
+        peak, total, acc = _walk(
+            query, rotated, kv_cache, block_tables + r.to(tl.int64) * table_stride,
+            first_tile * TILE, tl.minimum(last_tile * TILE, seq_len),
+            seq_len - QUERY_LEN + token, block_stride, scale, ROWS, LATENT, BLOCK_LATENT, ROPE,
+            BLOCK_ROPE, BLOCK_SIZE, TILE, TURNED, PRECISION,
+        )  # fmt: skip
+        if FP8:
+            acc = acc * own_scale
+        kept = real[:, None] & (dim < LATENT)[None, :]
+        if (first_tile == 0) & (last_tile == tiles):
+            attended = (acc / total[:, None]).to(out.dtype.element_ty)
+            to = (at * NUM_HEADS + head)[:, None] * LATENT + dim[None, :]
+            tl.store(out + to, attended, mask=kept)
+        else:
+            slot = program.to(tl.int64) * 2 + (first_tile == 0).to(tl.int64)
+            to = (slot * ROWS + own_row)[:, None] * LATENT + dim[None, :]
+            tl.store(partial_acc + to, acc, mask=kept)
+            state = partial_state + slot * (2 * ROWS) + own_row
+            tl.store(state, peak, mask=real)
+            tl.store(state + ROWS, total, mask=real)
+        here += last_tile - first_tile
 
 
 def latent_decode(
@@ -222,50 +266,56 @@ def latent_decode(
         kv_scales: Of a cache of e4m3 numbers; None: it has those of the queries.
     """
     _, num_heads, latent = q_latent.shape
-    num_decodes, query_len = metadata.num_decodes, metadata.decode_query_len
-    tuning = tuning or latent_decode_tuning(
-        q_latent.device, num_heads * query_len, q_latent.element_size()
-    )
-    row_tiles = triton.cdiv(num_heads * query_len, tuning.rows)
-    splits = num_splits(tuning, num_decodes * row_tiles, q_latent.device)
-    target, state = out, None
-    if splits > 1:
-        rows = num_decodes * query_len, num_heads, splits
-        target, state = (
-            torch.empty((*rows, width), dtype=torch.float32, device=out.device)
-            for width in (latent, 2)
-        )
-    launch = in_turn(out.device, num_decodes * query_len)
-    shape = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
-    latent_decode_kernel[(row_tiles, num_decodes, splits)](
-        q_latent,
-        q_rope,
-        kv_cache,
-        metadata.block_tables,
-        metadata.seq_lens,
-        pointers(kv_scales)[0],
-        target,
-        state,
-        *q_latent.stride()[:2],
-        *q_rope.stride()[:2],
-        kv_cache.stride(0),
-        metadata.block_tables.stride(0),
-        scale * LOG2_E,
-        QUERY_LEN=query_len,
+    num_decodes, num_rows = metadata.num_decodes, num_heads * metadata.decode_query_len
+    tuning = tuning or tuning_of(q_latent, metadata)
+    row_tiles = triton.cdiv(num_rows, tuning.rows)
+    programs = num_programs(out.device, tuning.programs_per_sm)
+    parts = [
+        torch.empty((programs, 2, *size), dtype=torch.float32, device=out.device)
+        for size in ((tuning.rows, latent), (2, tuning.rows))
+    ]
+    shape = {
+        "TILE": tuning.tile,
+        "REQS": max(16, triton.next_power_of_2(num_decodes)),
+        **in_turn(out.device, num_decodes * metadata.decode_query_len),
+    }
+    rope = q_rope.shape[2]
+    latent_decode_kernel[(programs,)](
+        q_latent, q_rope, kv_cache, metadata.block_tables, metadata.seq_lens,
+        pointers(kv_scales)[0], out, *parts, num_decodes, *q_latent.stride()[:2],
+        *q_rope.stride()[:2], kv_cache.stride(0), metadata.block_tables.stride(0), scale * LOG2_E,
+        QUERY_LEN=metadata.decode_query_len,
         NUM_HEADS=num_heads,
         ROWS=tuning.rows,
-        ROPE=q_rope.shape[2],
-        BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
+        ROW_TILES=row_tiles,
+        LATENT=latent,
+        BLOCK_LATENT=triton.next_power_of_2(latent),
+        ROPE=rope,
+        BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
         BLOCK_SIZE=kv_cache.shape[1],
-        TILE=tuning.tile,
         TURNED=tuning.turned,
         PRECISION=precision_of(q_latent),
         FP8=kv_scales is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **shape,
-        **launch,
-    )
-    if state is not None:
-        grid = (num_decodes * query_len * num_heads,)
-        latent_merge_kernel[grid](target, state, out, num_warps=4, **shape, **launch)
+    )  # fmt: skip
+    units, whole = num_decodes * row_tiles, triton.next_power_of_2(latent)
+    few = units <= _FEW_UNITS
+    columns = min(whole, _MERGED_COLUMNS) if few else whole
+    grid = min(units, programs), min(tuning.rows, num_rows), triton.cdiv(latent, columns)
+    merge_kernel[grid](
+        metadata.seq_lens, None, out, *parts, num_decodes, programs,
+        NUM_KV_HEADS=row_tiles,
+        GROUP=tuning.rows,
+        ROWS=num_rows,
+        VALUE_DIM=latent,
+        BLOCK_VALUE=columns,
+        WINDOW=0,
+        HAS_SINKS=False,
+        PARTS=_MERGED_PARTS if few else 16,
+        BY_HEAD=units <= programs,
+        ALIGNED=True,
+        num_warps=4,
+        **shape,
+    )  # fmt: skip

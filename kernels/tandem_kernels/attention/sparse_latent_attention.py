@@ -22,7 +22,7 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.chosen_slots import chosen_slots, request_of_token, seen_tokens
 from tandem_kernels.attention.kv_scales import KVScales, pointers
-from tandem_kernels.attention.latent_decode import latent_merge_kernel
+from tandem_kernels.attention.latent_merge import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.attention.sparse_latents_ahead import sparse_ahead_kernel
