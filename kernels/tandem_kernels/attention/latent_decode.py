@@ -230,17 +230,18 @@ def latent_decode_kernel(
         if FP8:
             acc = acc * own_scale
         kept = real[:, None] & (dim < LATENT)[None, :]
-        if (first_tile == 0) & (last_tile == tiles):
-            attended = (acc / total[:, None]).to(out.dtype.element_ty)
-            to = (at * NUM_HEADS + head)[:, None] * LATENT + dim[None, :]
-            tl.store(out + to, attended, mask=kept)
-        else:
-            slot = program.to(tl.int64) * 2 + (first_tile == 0).to(tl.int64)
-            to = (slot * ROWS + own_row)[:, None] * LATENT + dim[None, :]
-            tl.store(partial_acc + to, acc, mask=kept)
-            state = partial_state + slot * (2 * ROWS) + own_row
-            tl.store(state, peak, mask=real)
-            tl.store(state + ROWS, total, mask=real)
+        # By masks, not by a branch: behind one, products of the walk wait longer for what they load
+        # (8 rows behind 32k tokens: 115 us in place of 86 on an H200).
+        is_whole = (first_tile == 0) & (last_tile == tiles)
+        attended = (acc / total[:, None]).to(out.dtype.element_ty)
+        to = (at * NUM_HEADS + head)[:, None] * LATENT + dim[None, :]
+        tl.store(out + to, attended, mask=kept & is_whole)
+        slot = program.to(tl.int64) * 2 + (first_tile == 0).to(tl.int64)
+        to = (slot * ROWS + own_row)[:, None] * LATENT + dim[None, :]
+        tl.store(partial_acc + to, acc, mask=kept & (is_whole == 0))
+        state = partial_state + slot * (2 * ROWS) + own_row
+        tl.store(state, peak, mask=real & (is_whole == 0))
+        tl.store(state + ROWS, total, mask=real & (is_whole == 0))
         here += last_tile - first_tile
 
 
