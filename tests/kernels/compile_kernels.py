@@ -1412,7 +1412,7 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
         yield Case(
             latent_decode.latent_decode_kernel,
             f"rows={tuning.rows} turned={tuning.turned} block={block_size} fp8={is_fp8}",
-            {**types, "out": "*bf16"},
+            {**types, "out": "*bf16", **({"kv_cache": "*i16"} if is_fp8 else {})},
             {
                 **shape,
                 **scales,
@@ -1428,6 +1428,7 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
                 "TURNED": tuning.turned,
                 "OVERLAP": capability >= 90,
                 "PRECISION": "tf32",
+                "NATIVE": True,
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )

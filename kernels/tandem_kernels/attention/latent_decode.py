@@ -25,10 +25,11 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.decode_line import aligned_run, find, line
 from tandem_kernels.attention.decode_merge import merge_kernel
+from tandem_kernels.attention.fp8_cache import unpacked
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries
 from tandem_kernels.attention.prefill_attention import LOG2_E
-from tandem_kernels.device import has_warpgroup_mma, num_programs
+from tandem_kernels.device import has_e4m3, has_warpgroup_mma, num_programs
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
 from tandem_kernels.tunings.table import plain_table
@@ -126,11 +127,15 @@ def _walk(
     TILE: tl.constexpr,
     TURNED: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Returns the softmax state (peak, sum, accumulator) of ROWS queries over positions from
-    `first` to `end`."""
-    dim = tl.arange(0, BLOCK_LATENT)
-    rot = tl.arange(0, BLOCK_ROPE)
+    `first` to `end`. FP8: rows are pairs of numbers, see `fp8_cache`."""
+    row_latent: tl.constexpr = LATENT // 2 if FP8 else LATENT
+    row_rope: tl.constexpr = ROPE // 2 if FP8 else ROPE
+    dim = tl.arange(0, BLOCK_LATENT // 2 if FP8 else BLOCK_LATENT)
+    rot = tl.arange(0, BLOCK_ROPE // 2 if FP8 else BLOCK_ROPE)
     lane = tl.arange(0, TILE)
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -139,12 +144,17 @@ def _walk(
     for start in range(first, end, TILE):
         position = start + lane
         inside = position < end
-        line_of = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE)
-        mask = inside[:, None] & (dim < LATENT)[None, :]
-        latents = tl.load(line_of[:, None] + dim[None, :], mask=mask, other=0.0)
+        line_of = kv_cache + block * block_stride + position % BLOCK_SIZE * (row_latent + row_rope)
+        mask = inside[:, None] & (dim < row_latent)[None, :]
+        latents = tl.load(line_of[:, None] + dim[None, :], mask=mask, other=0)
         block = blocks_of(table, start + TILE, end, lane, BLOCK_SIZE, TILE)
-        mask = inside[:, None] & (rot < ROPE)[None, :]
-        keys = tl.load(line_of[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
+        mask = inside[:, None] & (rot < row_rope)[None, :]
+        keys = tl.load(line_of[:, None] + row_latent + rot[None, :], mask=mask, other=0)
+        if FP8:
+            latents, odd = unpacked(latents, NATIVE)
+            latents = tl.interleave(latents, odd)
+            keys, odd = unpacked(keys, NATIVE)
+            keys = tl.interleave(keys, odd)
         if TURNED:
             seen = inside[:, None] & (position[:, None] <= own_position[None, :])
         else:
@@ -189,6 +199,7 @@ def latent_decode_kernel(
     OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> None:
     """Walks one run of the line in each program. Writes [T, H, L]; of a context that is cut float32
     parts and their softmax states in slot 0 or 1 of the program, as `decode_attention` does.
@@ -225,7 +236,7 @@ def latent_decode_kernel(
             query, rotated, kv_cache, block_tables + r.to(tl.int64) * table_stride,
             first_tile * TILE, tl.minimum(last_tile * TILE, seq_len),
             seq_len - QUERY_LEN + token, block_stride, scale, ROWS, LATENT, BLOCK_LATENT, ROPE,
-            BLOCK_ROPE, BLOCK_SIZE, TILE, TURNED, PRECISION,
+            BLOCK_ROPE, BLOCK_SIZE, TILE, TURNED, PRECISION, FP8, NATIVE,
         )  # fmt: skip
         if FP8:
             acc = acc * own_scale
@@ -281,10 +292,11 @@ def latent_decode(
         **in_turn(out.device, num_decodes * metadata.decode_query_len),
     }
     rope = q_rope.shape[2]
+    numbers = kv_cache if kv_scales is None else kv_cache.view(torch.int16)
     latent_decode_kernel[(programs,)](
-        q_latent, q_rope, kv_cache, metadata.block_tables, metadata.seq_lens,
+        q_latent, q_rope, numbers, metadata.block_tables, metadata.seq_lens,
         pointers(kv_scales)[0], out, *parts, num_decodes, *q_latent.stride()[:2],
-        *q_rope.stride()[:2], kv_cache.stride(0), metadata.block_tables.stride(0), scale * LOG2_E,
+        *q_rope.stride()[:2], numbers.stride(0), metadata.block_tables.stride(0), scale * LOG2_E,
         QUERY_LEN=metadata.decode_query_len,
         NUM_HEADS=num_heads,
         ROWS=tuning.rows,
@@ -297,6 +309,7 @@ def latent_decode(
         TURNED=tuning.turned,
         PRECISION=precision_of(q_latent),
         FP8=kv_scales is not None,
+        NATIVE=has_e4m3(out.device),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **shape,
