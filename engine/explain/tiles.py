@@ -63,14 +63,17 @@ def _paged(q: Tensor, kv_cache: PagedKV, metadata: Any, *rest: Any) -> tuple[str
     return "; ".join(kernels), "; ".join(tiles)
 
 
-def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, *rest: Any) -> Any:
+def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, scale: float,
+            kv_scales: Any = None) -> tuple[str, str]:  # fmt: skip
     from tandem_kernels.attention.latent_attention import latent_tuning
     from tandem_kernels.attention.latent_decode import tuning_of
 
     if metadata.num_decodes and not metadata.fixed_order:
         return (
             "latent_decode_kernel, merge_kernel",
-            _fields(tuning_of(q_latent, metadata), "rows", "tile", "num_warps", "num_stages"),
+            _fields(
+                tuning_of(q_latent, metadata, kv_scales), "rows", "tile", "num_warps", "num_stages"
+            ),
         )
     long = latent_tuning(q_latent.device, q_latent.element_size())
     return "latent_attention_kernel", _fields(long, "rows", "tile", "num_warps", "num_stages")

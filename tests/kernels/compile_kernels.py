@@ -1407,7 +1407,7 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
         (128, 64, 64),
     ):
         tuning = latent_decode.latent_decode_tuning(
-            CPU, num_rows, 2, num_decodes, by_warpgroups=capability >= 90
+            CPU, num_rows, 2, num_decodes, turns=capability >= 90 and not is_fp8
         )
         yield Case(
             latent_decode.latent_decode_kernel,

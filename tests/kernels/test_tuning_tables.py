@@ -78,8 +78,8 @@ def _fp8_path(rows: int, blocks: bool, is_whole: bool) -> str:
     return fp8_path(rows, weight, torch.empty((1, 1) if blocks else (1,), device="meta"))
 
 
-def _latent_decode(num_rows: int, itemsize: int, num_decodes: int, by_warpgroups: bool) -> Any:
-    return latent_decode_tuning(CPU, num_rows, itemsize, num_decodes, by_warpgroups=by_warpgroups)
+def _latent_decode(num_rows: int, itemsize: int, num_decodes: int, turns: bool) -> Any:
+    return latent_decode_tuning(CPU, num_rows, itemsize, num_decodes, turns=turns)
 
 
 KINDS: dict[str, Callable[..., Any]] = {
