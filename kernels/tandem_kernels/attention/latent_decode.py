@@ -15,7 +15,9 @@ leave the pipeline a tile short.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -362,14 +364,28 @@ def latent_decode(
         num_stages=tuning.num_stages,
         **shape,
     )  # fmt: skip
-    units, whole = num_decodes * row_tiles, triton.next_power_of_2(latent)
+    _join(out, metadata, parts, num_rows, shape)
+
+
+def _join(
+    out: Tensor,
+    metadata: AttentionMetadata,
+    parts: Sequence[Tensor],
+    num_rows: int,
+    shape: dict[str, Any],
+) -> None:
+    """Joins `parts`, accumulators [P, 2, ROWS, L] and softmax states [P, 2, 2, ROWS], of requests
+    with `num_rows` query rows each. `shape`: what both kernels are compiled for."""
+    programs, _, tile_rows, latent = parts[0].shape
+    row_tiles, whole = triton.cdiv(num_rows, tile_rows), triton.next_power_of_2(latent)
+    units = metadata.num_decodes * row_tiles
     few = units <= _FEW_UNITS
     columns = min(whole, _MERGED_COLUMNS) if few else whole
-    grid = min(units, programs), min(tuning.rows, num_rows), triton.cdiv(latent, columns)
+    grid = min(units, programs), min(tile_rows, num_rows), triton.cdiv(latent, columns)
     merge_kernel[grid](
-        metadata.seq_lens, None, out, *parts, num_decodes, programs,
+        metadata.seq_lens, None, out, *parts, metadata.num_decodes, programs,
         NUM_KV_HEADS=row_tiles,
-        GROUP=tuning.rows,
+        GROUP=tile_rows,
         ROWS=num_rows,
         VALUE_DIM=latent,
         BLOCK_VALUE=columns,
