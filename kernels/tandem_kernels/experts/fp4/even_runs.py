@@ -32,13 +32,19 @@ from tandem_kernels.gemm.fp4_products import operand_constants, products
 
 
 @triton.jit
-def _active(experts: tl.tensor, num_pairs: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
+def _active(
+    experts: tl.tensor, num_pairs: tl.tensor, PAIRS: tl.constexpr, GATED: tl.constexpr
+) -> tl.tensor:
     """Returns the expert of each pair [PAIRS], -1 for none; the number of its expert among those
-    that have rows, where a pair is the first of its expert, else -1; and how many those are."""
+    that have rows, where a pair is the first of its expert, else -1; and how many those are.
+
+    The second GEMM has waited for nothing yet, and reads past the SM's own cache, which may hold
+    what was there before: programs that disagree about experts would leave counters behind.
+    """
     pair = tl.arange(0, PAIRS)
-    of_pair = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
-    mate = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
-    earlier = (of_pair[:, None] == mate[None, :]) & (pair[None, :] < pair[:, None])
+    modifier: tl.constexpr = "" if GATED else ".cg"
+    of_pair = tl.load(experts + pair, mask=pair < num_pairs, other=-1, cache_modifier=modifier)
+    earlier = (of_pair[:, None] == of_pair[None, :]) & (pair[None, :] < pair[:, None])
     is_first = (of_pair >= 0) & (tl.sum(earlier.to(tl.int32), axis=1) == 0)
     rank = tl.cumsum(is_first.to(tl.int32), axis=0) - 1
     return of_pair, tl.where(is_first, rank, -1), tl.sum(is_first.to(tl.int32), axis=0)
@@ -116,7 +122,7 @@ def fp4_even_gemm_kernel(
         if GATED:
             gdc_wait()
         gdc_launch_dependents()
-    of_pair, number, num_active = _active(experts, num_pairs, PAIRS)
+    of_pair, number, num_active = _active(experts, num_pairs, PAIRS, GATED)
     steps = tl.cdiv(inner, DEPTH)
     col_tiles = tl.cdiv(num_outputs, COLS)
     length = num_active * col_tiles * steps
