@@ -380,8 +380,10 @@ def _join(
     row_tiles, whole = triton.cdiv(num_rows, tile_rows), triton.next_power_of_2(latent)
     units = metadata.num_decodes * row_tiles
     few = units <= _FEW_UNITS
+    # Not by the number of requests itself: each power of two, `REQS`, has one kernel.
+    by_head = shape["REQS"] * row_tiles <= programs
     columns = min(whole, _MERGED_COLUMNS) if few else whole
-    grid = min(units, programs), min(tile_rows, num_rows), triton.cdiv(latent, columns)
+    grid = units if by_head else programs, min(tile_rows, num_rows), triton.cdiv(latent, columns)
     merge_kernel[grid](
         metadata.seq_lens, None, out, *parts, metadata.num_decodes, programs,
         NUM_KV_HEADS=row_tiles,
@@ -392,7 +394,7 @@ def _join(
         WINDOW=0,
         HAS_SINKS=False,
         PARTS=_MERGED_PARTS if few else 16,
-        BY_HEAD=units <= programs,
+        BY_HEAD=by_head,
         ALIGNED=True,
         num_warps=4,
         **shape,
