@@ -78,6 +78,9 @@ def test_thoughts_among_the_parts_are_no_text(thinking: Any) -> None:
     parts = [{"type": "thinking", "thinking": thinking}, {"type": "text", "text": "hello"}]
     (answer,), _, _ = shown({"messages": [{"role": "assistant", "content": parts}]})
     assert (answer["content"], answer["reasoning_content"]) == ("hello", "hm, yes")
+    for role in ("system", "user", "tool"):
+        with pytest.raises(BadRequest, match=f"role {role} .* thinking part"):
+            shown({"messages": [{"role": role, "content": parts}]})
 
 
 def test_any_tool_is_mistrals_word_for_required() -> None:

@@ -204,6 +204,11 @@ class ChatMessage(_OpenBody):
         )
 
     @property
+    def has_thinking_parts(self) -> bool:
+        parts = self.content if isinstance(self.content, list) else []
+        return any(isinstance(part, ThinkingPart) for part in parts)
+
+    @property
     def _thought_in_parts(self) -> str:
         parts = self.content if isinstance(self.content, list) else []
         return "".join(part.thought for part in parts if isinstance(part, ThinkingPart))

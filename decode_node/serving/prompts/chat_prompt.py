@@ -7,7 +7,7 @@ a client's own where the operator allows it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -17,6 +17,7 @@ from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history, shown_tools, tool_variables
 from decode_node.chat_templates.probe import probe
 from decode_node.protocol.chat.chat import ChatCompletionRequest
+from decode_node.protocol.chat.chat_messages import ChatMessage
 from decode_node.protocol.chat.tools import ToolUse
 from edge.http.errors import BadRequest
 from engine.frontend.templates.chat_template import (
@@ -87,6 +88,7 @@ class ChatPrompt:
                 "a message that is to be continued needs text as its content, and has calls alone",
                 param="messages",
             )
+        _check_thoughts(body.messages)
         messages = history(body.messages, forms)
         if self._control_tokens is not None:
             messages = self._control_tokens.sanitize(messages)
@@ -150,6 +152,18 @@ def _variables(body: ChatCompletionRequest, forms: TemplateForms) -> dict[str, A
 def _replaced(template: ChatTemplate, source: str) -> ChatTemplate:
     """Returns a client's template, which is compiled and probed once while it is in use."""
     return template.replaced_by(source)
+
+
+def _check_thoughts(messages: Sequence[ChatMessage]) -> None:
+    """Raises `BadRequest` for thoughts of others than assistants, which templates would leave
+    out."""
+    for message in messages:
+        if message.role != "assistant" and message.has_thinking_parts:
+            raise BadRequest(
+                f"a message of the role {message.role} has a thinking part, as only those of "
+                "assistants may; send it as text",
+                param="messages",
+            )
 
 
 @contextmanager
