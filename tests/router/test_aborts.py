@@ -33,6 +33,9 @@ async def test_every_decode_node_is_asked_by_the_names_of_both_apis(cluster: Clu
     assert prefill.status.aborts == []
     async with router.post({"rid": ""}, path="/abort_request") as response:
         assert (response.status, (await response.json())["error"]["param"]) == (400, "rid")
+    async with router.post({"rid": "a"}, path="/abort_requests") as response:
+        assert response.status == 400 and "request_ids" in await response.text()
+    assert [node.status.aborts for node in nodes] == [[], []]
 
 
 async def test_what_waits_in_the_line_goes_to_a_node_as_aborted(cluster: Cluster) -> None:

@@ -21,9 +21,9 @@ class AbortBody(msgspec.Struct):
     abort_all: bool = False
 
 
-class AbortsBody(msgspec.Struct):
+class AbortsBody(msgspec.Struct, forbid_unknown_fields=True):
     """Asks for the end of several answers: POST /abort_requests, as vLLM has it. Without any name
-    of all."""
+    of all, but not where the names are in a field that is not known."""
 
     request_ids: list[str] | None = None
 
