@@ -10,6 +10,7 @@ import pytest
 from kv_transfer.metadata import KVPeer
 from tests.awaited import until
 from tests.decode_node.http_node import HttpNode, chunks_of, http_node
+from tests.engine.core.tiny_engine import NUM_BLOCKS
 
 IDS = [5, 6, 7]
 TOKENS = {"token_ids": IDS, "sampling_params": {"max_tokens": 9}, "request_id": "mine"}
@@ -77,6 +78,17 @@ async def test_one_that_waits_for_a_prefill_node_waits_no_longer(
         (choice,) = (await answer).json()["choices"]
         assert (choice["token_ids"], choice["finish_reason"]) == ([], "abort")
         assert not node.engine.requests
+
+
+async def test_one_that_waits_for_room_waits_no_longer() -> None:
+    async with http_node(auto=False) as node:
+        blocker = node.proxy._credits.claim_now(NUM_BLOCKS * 8, 1)
+        answer = begun(node, "/inference/v1/generate", TOKENS, **{"x-prefiller-host-port": "a:1"})
+        await until(lambda: node.proxy.num_queued)
+        assert await abort(node, rid="mine") == 1
+        assert (await answer).json()["choices"][0]["finish_reason"] == "abort"
+        assert not node.engine.requests and not node.proxy.num_queued
+        blocker.release()
 
 
 async def test_one_whose_prompt_is_computed_elsewhere_ends() -> None:
