@@ -92,10 +92,10 @@ class ArrivalsByJob(Generic[_Arrival]):
 
 @dataclass(slots=True)
 class TierCounters:
-    """Counts prompts since the start.
+    """Counts since the start.
 
     Attributes:
-        tokens: Those whose KV came.
+        tokens: Tokens of prompts whose KV came.
         tokens_again: Those of them whose requests had been preempted, and looked up before.
         cheaper_to_compute: Prompts that computed what might have come.
     """
