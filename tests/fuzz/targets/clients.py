@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from hypothesis import strategies as st
 
-from edge.http.bodies.json_counter import JsonCounter
+from edge.http.bodies.json_counter import MAX_DEPTH, JsonCounter
 from edge.http.errors import BadRequest
 from router.edge.key_file import read_keys
 from router.errors import ConfigurationError
@@ -191,7 +191,7 @@ def _check_info(data: bytes) -> None:
             whole = json.loads(data[1:])
         except (ValueError, RecursionError):
             whole = None
-        if whole is not None and _depth(whole) > counter.depth + 128:
+        if whole is not None and _depth(whole) > MAX_DEPTH:
             raise Fault("what is nested deeper than counted was let through")
         read_request_info(path, "r", {}, data[1:])
 
@@ -199,13 +199,13 @@ def _check_info(data: bytes) -> None:
 
 
 def _depth(value: Any) -> int:
+    """Returns how many lists and objects lie in each other."""
     depth, level = 0, [value]
-    while level:
+    while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
         level = [
             inner
             for outer in level
-            if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
     return depth
