@@ -18,8 +18,8 @@ ENGINE_BUGS = (
     Bug(
         "drafts-in-states", "a state takes in drafts that were wrong",
         "kernels/tandem_kernels/reference/state_runs.py",
-        "count = min(max(first - taken, 0), pending.most)",
-        "count = pending.most if taken else min(max(first - taken, 0), pending.most)",
+        "count = min(max(first - taken, 0), self.most)",
+        "count = self.most if taken else min(max(first - taken, 0), self.most)",
         ("tests/kernels/test_delta_reference.py", "-k", "drafts"),
     ),
     Bug(

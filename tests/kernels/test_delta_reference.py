@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tandem_kernels import ops
+from tandem_kernels.batch.state_metadata import StateMetadata
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 batches = pytest.mark.parametrize("batch", [check.DECODES, check.MIXED, check.BORDERS])
@@ -27,6 +28,27 @@ def test_causal_conv(dtype: torch.dtype, batch: check.Batch, kernel: int) -> Non
     check.causal_conv(
         ops.causal_conv, batch, sizes, dtype, has_bias=not is_plain, activates=not is_plain
     )
+
+
+def test_a_step_may_overwrite_the_metadata_of_the_one_before() -> None:
+    """An engine writes the numbers of each step into the same tensors."""
+    blocks, lengths = torch.tensor([1, 2]), torch.tensor([1, 4])
+    overwritten = StateMetadata(blocks, torch.tensor([0, 1, 3]), lengths, 0)
+    x, weight = torch.randn(3, 8), torch.randn(8, 4)
+
+    def convolved(metadata: StateMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        states = torch.arange(3 * 8 * 3.0).view(3, 8, 3)
+        return ops.causal_conv(x, weight, states, metadata), states
+
+    before = convolved(overwritten)
+    blocks.copy_(torch.tensor([2, 0]))
+    lengths.copy_(torch.tensor([3, 2]))
+    metadata = StateMetadata(torch.tensor([2, 0]), torch.tensor([0, 1, 3]), torch.tensor([3, 2]), 0)
+    for found, expected, old in zip(
+        convolved(overwritten), convolved(metadata), before, strict=True
+    ):
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, old)
 
 
 @dtypes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.reference.gemm import few_row_gemm
-from tandem_kernels.reference.state_runs import Lockstep, state_runs
+from tandem_kernels.reference.state_runs import Lockstep, state_runs, windows_of
 from tandem_kernels.reference.steady import sigmoid, silu, softplus
 
 L2_EPS = 1e-6
@@ -45,33 +45,20 @@ def causal_conv(
     """
     width, runs = weight.shape[1], state_runs(metadata)
     out = x.new_zeros((len(x) + metadata.num_pending_rows, x.shape[1]))
-    if not runs:
+    if runs is None:
         return out
-    blocks = torch.tensor([run.block for run in runs])
-    goes_on = torch.tensor([run.goes_on for run in runs])[:, None, None]
-    before = torch.where(goes_on, states[blocks], 0.0).transpose(1, 2)
-    rows, own = list[Tensor](), x.to(states.dtype)
-    for run, old in zip(runs, before, strict=True):
-        rows.append(old)
-        if run.row is not None:
-            assert kept is not None
-            places = torch.arange(run.first, run.first + run.count) % kept.shape[1]
-            rows.append(kept[run.row, places[: run.num_pending]])
-            kept[run.row, places[run.num_pending :]] = x[run.start : run.stop]
-        rows.append(own[run.start : run.stop])
+    windows = windows_of(runs, width)
+    before = torch.where(runs.goes_on[:, None, None], states[runs.blocks], 0.0).transpose(1, 2)
+    parts = runs.with_pending(x.to(states.dtype), kept)
     # All runs at once: windows that begin in one and end in the next are left out below.
-    inputs = torch.cat(rows)
+    inputs = torch.cat((before.flatten(0, 1), *parts)).index_select(0, windows.sources)
     wide, taps = inputs.float(), weight.float().unbind(1)
     total = sum(wide[i : len(wide) - width + 1 + i] * tap for i, tap in enumerate(taps))
     assert isinstance(total, Tensor)
     total = total if bias is None else total + bias.float()
     total = (silu(total) if activates else total).to(x.dtype)
-    first, stay = 0, list[range]()
-    for run in runs:
-        out[run.line : run.line + run.count] = total[first : first + run.count]
-        stay.append(range(first + run.num_taken_in, first + run.num_taken_in + width - 1))
-        first += width - 1 + run.count
-    states[blocks] = inputs[torch.tensor(stay, dtype=torch.int64)].transpose(1, 2)
+    out[runs.lines] = total.index_select(0, windows.begins)
+    states[runs.blocks] = inputs[windows.stay].transpose(1, 2)
     return out
 
 
@@ -145,7 +132,7 @@ def gated_delta_rule(
     runs = state_runs(metadata)
     _, num_values, _, value_dim = states.shape
     out = mixed.new_zeros((len(gates), num_values, value_dim))
-    if not runs:
+    if runs is None:
         return out
     gates = gates if decays is None else torch.cat((gates, decays), dim=1)
     walk = Lockstep(runs, states)
@@ -153,9 +140,7 @@ def gated_delta_rule(
     decay, rate = decay_and_rate(walk.gates(gates, kept), a_log, dt_bias, decay_floor)
     tokens = q[..., None], k[..., None], v, decay[..., None], (rate_scale * rate)[..., None]
     read = []
-    for queries, keys, values, decays, rates in zip(
-        *(torch.split(part, walk.sizes) for part in tokens), strict=True
-    ):
+    for queries, keys, values, decays, rates in zip(*map(walk.steps, tokens), strict=True):
         state = walk.states() * decays
         change = (values - (state * keys).sum(-2)) * rates
         state = state + keys * change[..., None, :]

@@ -48,7 +48,7 @@ def mamba_scan(
     groups = (mixed.shape[1] - inner) // (2 * size)
     out = mixed.new_zeros((len(steps), num_heads, head_dim))
     runs = state_runs(metadata)
-    if not runs:
+    if runs is None:
         return out
     walk = Lockstep(runs, states)
     wide = mixed[walk.lines].float()
@@ -61,9 +61,7 @@ def mamba_scan(
     decay = torch.exp(-a_log.exp() * dt)[..., None, None]
     tokens = decay, b[..., None], (dt[..., None] * x)[:, :, None], c[..., None], skip[:, None] * x
     read = []
-    for decays, takes, given, reads, past in zip(
-        *(torch.split(part, walk.sizes) for part in tokens), strict=True
-    ):
+    for decays, takes, given, reads, past in zip(*map(walk.steps, tokens), strict=True):
         state = decays * walk.states() + takes * given
         read.append((state * reads).sum(-2) + past)
         walk.go(state)
