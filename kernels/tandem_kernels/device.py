@@ -15,6 +15,8 @@ import torch
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
 _HOPPER_SHARED_BYTES = 227 * 1024
+_AMPLE_SHARED_BYTES = 163 * 1024
+"""As much as a program of an A100 can have; of an L40S it is 99 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ def num_programs(device: torch.device, programs_per_sm: int) -> int:
 
 
 def gpu_names(device: torch.device) -> tuple[str, ...]:
-    """Returns the names under which tables of tunings may have a GPU: its own, and its family's,
-    `sm_90`; of no GPU, none."""
+    """Returns the names under which tables of tunings may have a GPU: its own, its family's,
+    `sm_90`, and `shared_99k` if its programs can have no more; of no GPU, none."""
     return _names_of_device(device) if _assumed is None else _names_of(_assumed)
 
 
@@ -96,7 +98,8 @@ def _names_of_device(device: torch.device) -> tuple[str, ...]:
 
 
 def _names_of(gpu: GpuFacts) -> tuple[str, ...]:
-    return gpu.name, "sm_{}{}".format(*gpu.capability)
+    own = gpu.name, "sm_{}{}".format(*gpu.capability)
+    return own if gpu.shared_bytes >= _AMPLE_SHARED_BYTES else (*own, "shared_99k")
 
 
 def gpu_name(device: torch.device) -> str:
@@ -109,6 +112,11 @@ def shared_bytes(device: torch.device) -> int:
     """Returns how much shared memory a program of a GPU can have; of no GPU, as on Hopper."""
     gpu = gpu_facts(device)
     return _HOPPER_SHARED_BYTES if gpu is None else gpu.shared_bytes
+
+
+def has_ample_memory(device: torch.device) -> bool:
+    """Returns whether a program can have as much shared memory as on an A100."""
+    return shared_bytes(device) >= _AMPLE_SHARED_BYTES
 
 
 def has_capability(device: torch.device, least: tuple[int, int]) -> bool:

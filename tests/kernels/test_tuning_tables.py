@@ -173,6 +173,22 @@ def test_a_gpu_takes_the_table_of_its_name_then_of_its_family_then_the_general_o
     assert "NVIDIA_A100 or sm_80: GEMMs and attention take those of sm_90" in record.getMessage()
 
 
+def test_programs_with_little_shared_memory_have_tables_of_their_own() -> None:
+    """What of an H200's does not fit an L40S; `compile_kernels` sees that this does."""
+    with as_on(GpuFacts("NVIDIA_L40S", (8, 9), 142, 99 * 1024)), asked_choices() as asked:
+        latent_tuning(CPU, 2)
+        latent_decode_tuning(CPU, 128, 2, 1, turns=False)
+        prefill_tuning(CPU, 8192, 1 << 20, 8192, 128, torch.bfloat16, 128)
+        decode_tuning(CPU, 8, 128, torch.bfloat16)
+    assert [choice.table for choice in asked] == [
+        "shared_99k/latent_attention",
+        "shared_99k/latent_decode",
+        "shared_99k/prefill_attention",
+        f"{GENERAL}/decode_attention",
+    ]
+    assert all(choice.tuning.rows <= 16 for choice in asked[:2]) and asked[2].tuning.tile == 64
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem_kernels.attention.prefill_attention import LOG2_E, request_of
 from tandem_kernels.attention.ragged_batch import RaggedBatch
+from tandem_kernels.device import has_ample_memory
 
 _LOG_2 = 1 / LOG2_E
 _LEAST_WIDTH = 16
@@ -206,7 +207,7 @@ def ragged_attention(
     rest = key - main
     is_half = q.element_size() == 2
     block_q = 128 if is_half else 32
-    tile = 64 if is_half else 32
+    tile, stages = (64, 3 if has_ample_memory(q.device) else 2) if is_half else (32, 1)
     tiles = triton.cdiv(num_tokens, block_q) + num_reqs
     ragged_attention_kernel[(num_heads, tiles)](
         q,
@@ -237,6 +238,6 @@ def ragged_attention(
         PRECISION="tf32" if is_half else "ieee",
         LOG_2=_LOG_2,
         num_warps=8 if is_half else 4,
-        num_stages=3 if is_half else 1,
+        num_stages=stages,
     )
     return out, log_sums

@@ -6,7 +6,7 @@
 
 The first row whose conditions hold is taken; the last has none, so that every shape finds one. A
 GPU takes the table in the folder of its own name, else that of its family, which is its compute
-capability, else that of `GENERAL`, and the log says so once.
+capability, else that of its shared memory, else that of `GENERAL`, and the log says so once.
 
 What follows from a shape by arithmetic, as how many parts fill the SMs, is a function beside the
 kernel, which is given to the table as `fit`. What a kernel can compute at all stays in its code.
@@ -214,7 +214,7 @@ def folder_of(name: str, gpu: tuple[str, ...], tables: Path = TABLES) -> str:
 @cache
 def _say_general(gpu: tuple[str, ...]) -> None:
     logger.warning(
-        "there are no tables of tunings for %s: GEMMs and attention take those of %s, which are "
+        "tables of tunings are missing for %s: GEMMs and attention take those of %s, which are "
         "right, and may be slower than others would be",
         " or ".join(gpu),
         GENERAL,
