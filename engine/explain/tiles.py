@@ -85,16 +85,14 @@ _OF_HEADS = "rows", "tile", "num_warps", "num_stages"
 
 def _sparse_latents(q_latent: Tensor, q_rope: Tensor, cache: Tensor, chosen: Tensor, metadata: Any,
                     scale: float, kv_scales: Any = None) -> tuple[str, str]:  # fmt: skip
-    from tandem_kernels.attention.sparse_latent_attention import copies_ahead, sparse_tuning
+    from tandem_kernels.attention import sparse_latent_attention as sparse
 
-    is_ahead = copies_ahead(q_latent, q_rope, metadata, kv_scales)
-    tuning = sparse_tuning(
-        q_latent.device, q_latent.shape[1], q_latent.element_size(), is_ahead=is_ahead
+    is_ahead, heads = sparse.copies_ahead(q_latent, q_rope, metadata, kv_scales), q_latent.shape[1]
+    tuning = sparse.sparse_tuning(
+        q_latent.device, heads, q_latent.element_size(), is_ahead=is_ahead
     )
-    kernel = "sparse_latent_kernel"
-    if is_ahead:
-        kernel = "sparse_pieces_kernel" if tuning.rows == 64 else "sparse_ahead_kernel"
-    return kernel, _fields(tuning, *_OF_HEADS)
+    kernel = sparse.ahead_kernel(heads) if is_ahead else sparse.sparse_latent_kernel
+    return kernel.__name__, _fields(tuning, *_OF_HEADS)
 
 
 def _index(q: Tensor, head_weights: Tensor, pages: Any, *rest: Any) -> tuple[str, str]:
@@ -358,7 +356,9 @@ def _rows_of(found: Range) -> str:
 
 def _tile(tuning: ExpertTuning) -> str:
     sizes = f"{tuning.rows} x {tuning.cols} x {tuning.depth}"
-    return f"{sizes}, warps {tuning.num_warps}, stages {tuning.num_stages}"
+    shared = f", {tuning.runs} even runs an SM" if tuning.runs else ""
+    way = ", each pair by itself" if tuning.each_pair else shared
+    return f"{sizes}, warps {tuning.num_warps}, stages {tuning.num_stages}{way}"
 
 
 _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {

@@ -174,7 +174,7 @@ def test_a_gpu_takes_the_table_of_its_name_then_of_its_family_then_the_general_o
 
 
 def test_programs_with_little_shared_memory_have_tables_of_their_own() -> None:
-    """What of an H200's does not fit an L40S; `compile_kernels` sees that this does."""
+    """An L40S has no room for some tiles of an H200; `compile_kernels` sees that these fit."""
     with as_on(GpuFacts("NVIDIA_L40S", (8, 9), 142, 99 * 1024)), asked_choices() as asked:
         latent_tuning(CPU, 2)
         latent_decode_tuning(CPU, 128, 2, 1, turns=False)

@@ -13,6 +13,7 @@ steps can be recorded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -30,6 +31,9 @@ from tandem_kernels.attention.sparse_latents_pieces import sparse_pieces_kernel
 from tandem_kernels.device import has_warpgroup_mma, num_programs
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.tunings.table import plain_table
+
+_TURNED_HEADS = 16
+"""Up to this many heads are multiplied with the context on the left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,12 @@ def copies_ahead(
     if (latent, q_rope.shape[2]) != (512, 64) or not has_warpgroup_mma(q_latent.device):
         return False
     is_full = num_tokens >= num_programs(q_latent.device, 2) and not metadata.fixed_order
-    return num_heads > 16 or is_full
+    return num_heads > _TURNED_HEADS or is_full
+
+
+def ahead_kernel(num_heads: int) -> Any:
+    """Returns the kernel that attends where copies are begun ahead."""
+    return sparse_pieces_kernel if num_heads > _TURNED_HEADS else sparse_ahead_kernel
 
 
 _TABLE = plain_table("sparse_latents", SparseTuning, ("num_heads", "itemsize", "is_ahead"))
@@ -215,8 +224,8 @@ def sparse_latent_attention(
     }
     widths = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
     if is_ahead:
-        ahead_kernel = sparse_pieces_kernel if num_heads > 16 else sparse_ahead_kernel
-        ahead_kernel[(num_tokens * head_tiles, splits)](*given, *rest, TILES=head_tiles, **shape)
+        grid = num_tokens * head_tiles, splits
+        ahead_kernel(num_heads)[grid](*given, *rest, TILES=head_tiles, **shape)
     else:
         sparse_latent_kernel[(num_tokens, head_tiles, splits)](
             *given,
