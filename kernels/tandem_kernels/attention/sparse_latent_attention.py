@@ -224,8 +224,8 @@ def sparse_latent_attention(
     }
     widths = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
     if is_ahead:
-        grid = num_tokens * head_tiles, splits
-        ahead_kernel(num_heads)[grid](*given, *rest, TILES=head_tiles, **shape)
+        ahead = ahead_kernel(num_heads)
+        ahead[(num_tokens * head_tiles, splits)](*given, *rest, TILES=head_tiles, **shape)
     else:
         sparse_latent_kernel[(num_tokens, head_tiles, splits)](
             *given,
