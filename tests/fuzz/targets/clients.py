@@ -44,6 +44,7 @@ _TOOL = {
     },
 }
 _CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}]
+_TEXT = {"type": "text", "text": "hm"}
 _PIXEL = "data:image/png;base64,iVBORw0KGgo="
 _BODIES: list[tuple[str, Any]] = [
     ("/v1/completions", {"prompt": "hi", **_SAMPLING}),
@@ -56,6 +57,7 @@ _BODIES: list[tuple[str, Any]] = [
                 {"role": "user", "content": [{"type": "text", "text": "hi"}]},
                 {"role": "assistant", "content": None, "tool_calls": _CALLS},
                 {"role": "tool", "tool_call_id": "c", "content": "42"},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": [_TEXT]}]},
             ],
             "tools": [_TOOL],
             "tool_choice": "auto",
@@ -125,14 +127,31 @@ _BODIES: list[tuple[str, Any]] = [
     ("/tokenize", {"prompt": "hi"}),
     ("/detokenize", {"tokens": [5, 6]}),
     ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}),
+    (
+        "/generate",
+        {
+            "text": "hi",
+            "image_data": [_PIXEL, {"url": "iVBORw0KGgo="}],
+            "sampling_params": {"max_new_tokens": 2, "stop": ["x"]},
+            "priority": 3,
+            "rid": "r",
+        },
+    ),
 ]
+_ASKED = [
+    *_BODIES,
+    ("/abort_request", {"rid": "a", "abort_all": True}),
+    ("/abort_requests", {"request_ids": ["a"]}),
+]
+"""What operators ask a node besides, which routers do not pass on."""
 
 
 @st.composite
 def _requests(draw: st.DrawFn) -> bytes:
     """Draws a byte for the route, then a body."""
-    number = draw(st.integers(0, len(_BODIES) - 1))
-    body = draw(st.one_of(altered(_BODIES[number][1], 3), altered(_BODIES[number][1], 3), JSON))
+    number = draw(st.integers(0, len(_ASKED) - 1))
+    body = draw(st.one_of(altered(_ASKED[number][1], 3), altered(_ASKED[number][1], 3), JSON))
     return bytes([number]) + draw(
         damaged(st.just(json_bytes(body)), draw(st.sampled_from([0, 0, 1])))
     )
@@ -164,7 +183,7 @@ def _node() -> _Node:
 def _check_request(data: bytes) -> None:
     if not data:
         return
-    path, _ = _BODIES[data[0] % len(_BODIES)]
+    path, _ = _ASKED[data[0] % len(_ASKED)]
     answer = _node().post(path, data[1:])
     if answer.status_code == 200:
         return
