@@ -9,7 +9,7 @@ the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -47,6 +47,8 @@ class Choice:
     num_cached: int | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None
     replay: RequestOutput | None = None
+    make_replay: Callable[[], RequestOutput] | None = None
+    """Makes what the engine gives first of a choice that goes on, where it gives nothing."""
     prefill_nodes: Sequence[str] | None = None
     """Which a router names for its prompt; None: the proxy's own."""
     num_given_tokens: int = 0

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.contracts.errors import InvalidRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
-from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.output_processor import OutputProcessor, RequestOutput
 
 
 class ChoicePreparer:
@@ -175,6 +175,8 @@ def _take_over(choice: Choice, begun: ResumedChoice, served: ServedModel) -> Non
     choice.num_cached = begun.num_cached
     choice.resumed_logprobs = begun.logprobs or None
     if begun.end is None:
+        if begun.token_ids:
+            choice.make_replay = partial(_replay, choice.request, served)
         return
     # A stop string is found again in the text; other ends have to be passed on.
     is_found = isinstance(begun.end.stop_reason, str)
@@ -185,6 +187,11 @@ def _take_over(choice: Choice, begun: ResumedChoice, served: ServedModel) -> Non
         stop_reason=begun.end.stop_reason,
     )
     choice.replay.is_replay = True
+
+
+def _replay(request: GenerationRequest, served: ServedModel) -> RequestOutput:
+    replayed = OutputProcessor(request, served.tokenizer)
+    return replayed.replay(request.spec.resumed_token_ids)
 
 
 def _salt(tenant: str, own: str) -> str:

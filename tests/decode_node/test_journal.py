@@ -42,10 +42,14 @@ def resume_of(events: list[str]) -> bytes:
 
 
 async def ask(
-    node: HttpNode, path: str, body: dict[str, Any], known: list[str] | None = None
+    node: HttpNode,
+    path: str,
+    body: dict[str, Any],
+    known: list[str] | None = None,
+    **more: str,
 ) -> list[str]:
-    """Events of an answer; `known`: those of it that another node gave."""
-    raw, headers = json.dumps(body).encode(), dict(ASK)
+    """Events of an answer; `known`: those of it that another node gave. `more` headers."""
+    raw, headers = json.dumps(body).encode(), {**ASK, **more}
     if known:
         headers["x-tandem-resume"] = str(len(raw))
         raw += resume_of(known)
@@ -121,6 +125,30 @@ async def test_wherever_it_is_cut_it_goes_on(
             assert created is None or all(
                 created[1] in found for found in re.findall(r'"created":(\d+)', "".join(rest))
             )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "fields"), [BODIES[i] for i in (0, 3, 6, 9, 10)])
+async def test_an_aborted_answer_ends_with_what_there_is_of_it(
+    path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    """Its node has died, and an operator wants its end: the next one computes nothing."""
+    body = {**fields, "stream": stream}
+    async with http_node() as first, http_node() as second:
+        whole = await ask(first, path, body)
+        known = whole[:3]
+        rest = await ask(second, path, body, known, **{"x-tandem-aborted": "1"})
+        assert not second.engine.requests and rest[-1] == "data: [DONE]"
+        told, all_told = ("".join(map(data_of, events)) for events in (rest, whole))
+        assert told.count(':"abort"') == len(re.findall(r':"(?:length|stop)"', all_told)) > 0
+        if stream or path == "/generate":
+            return
+        answer = json.loads(data_of(rest[-2]).removeprefix("data: "))
+        begun = read_resume(resume_of(known)).choices
+        assert answer["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in begun) > 0
+        expected = json.loads(data_of(whole[-2]).removeprefix("data: "))["choices"]
+        for one, other in zip(answer["choices"], expected, strict=True):
+            assert path == CHAT or other["text"].startswith(one["text"])
 
 
 async def test_tokens_that_wait_for_others_are_told_by_the_node_that_goes_on() -> None:

@@ -47,8 +47,7 @@ class AbortableRuns:
 
     Args:
         names: By which clients know the answer.
-        is_aborted: It was before it came here. What another node has begun goes on all the same:
-            the client has a part of it already.
+        is_aborted: It was before it came here. Of what another node has begun, that is all.
     """
 
     def __init__(self, proxy: DisaggProxy, names: Collection[str], *, is_aborted: bool) -> None:
@@ -67,7 +66,7 @@ class AbortableRuns:
         delivery: Delivery,
     ) -> None:
         """Returns when all choices have ended. Raises as `DisaggProxy.run`."""
-        if not self._is_aborted or request.spec.num_resumed_tokens:
+        if not self._is_aborted:
             deadline = asyncio.timeout(None)
             try:
                 async with deadline:

@@ -78,10 +78,15 @@ class Delivery:
         await long_work.pause()
 
     def end_unbegun(self) -> None:
-        """Ends choices that have not ended, and of which nothing comes any more."""
+        """Ends choices that have not ended, and of which nothing comes any more: with what another
+        node gave of them, if that has not come yet."""
         self._has_ended = True
         for name, (_, choice) in self._choices.items():
+            if choice.make_replay is not None and not choice.record.num_output_tokens:
+                self._end_with(choice, choice.make_replay())
             if choice.record.finish_reason is None:
-                output = RequestOutput(name, [], "", finish_reason="abort")
-                choice.record.on_output(output)
-                self._take(choice, choice.checked(output))
+                self._end_with(choice, RequestOutput(name, [], "", finish_reason="abort"))
+
+    def _end_with(self, choice: Choice, output: RequestOutput) -> None:
+        choice.record.on_output(output)
+        self._take(choice, choice.checked(output))
