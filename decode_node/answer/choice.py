@@ -47,8 +47,8 @@ class Choice:
     num_cached: int | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None
     replay: RequestOutput | None = None
-    make_replay: Callable[[], RequestOutput] | None = None
-    """Makes what the engine gives first of a choice that goes on, where it gives nothing."""
+    when_aborted: Callable[[], Iterator[RequestOutput]] | None = None
+    """Yields the outputs of one that goes on, if it is aborted before the engine has it."""
     prefill_nodes: Sequence[str] | None = None
     """Which a router names for its prompt; None: the proxy's own."""
     num_given_tokens: int = 0

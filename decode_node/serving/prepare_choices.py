@@ -176,7 +176,7 @@ def _take_over(choice: Choice, begun: ResumedChoice, served: ServedModel) -> Non
     choice.resumed_logprobs = begun.logprobs or None
     if begun.end is None:
         if begun.token_ids:
-            choice.make_replay = partial(_replay, choice.request, served)
+            choice.when_aborted = partial(_begun_and_aborted, choice.request, served)
         return
     # A stop string is found again in the text; other ends have to be passed on.
     is_found = isinstance(begun.end.stop_reason, str)
@@ -189,9 +189,11 @@ def _take_over(choice: Choice, begun: ResumedChoice, served: ServedModel) -> Non
     choice.replay.is_replay = True
 
 
-def _replay(request: GenerationRequest, served: ServedModel) -> RequestOutput:
-    replayed = OutputProcessor(request, served.tokenizer)
-    return replayed.replay(request.spec.resumed_token_ids)
+def _begun_and_aborted(request: GenerationRequest, served: ServedModel) -> Iterator[RequestOutput]:
+    """Yields what another node gave, and the end, with text that waited for more."""
+    processor = OutputProcessor(request, served.tokenizer)
+    yield processor.replay(request.spec.resumed_token_ids)
+    yield processor.process([], finish_reason="abort")
 
 
 def _salt(tenant: str, own: str) -> str:

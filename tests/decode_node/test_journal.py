@@ -151,6 +151,20 @@ async def test_an_aborted_answer_ends_with_what_there_is_of_it(
             assert path == CHAT or other["text"].startswith(one["text"])
 
 
+async def test_an_aborted_answer_has_the_text_that_waited_for_more() -> None:
+    """The beginning of a stop string is held back until it is known to be none."""
+    async with http_node() as first, http_node() as second:
+        plain = {"prompt": [1, 2, 3], "max_tokens": 12, "seed": 3}
+        text = (await first.client.post(COMPLETIONS, json=plain)).json()["choices"][0]["text"]
+        body = {**plain, "stop": [f"{text[4:7]}!"], "stream": True}
+        known = (await ask(first, COMPLETIONS, body))[:2]
+        rest = await ask(second, COMPLETIONS, body, known, **{"x-tandem-aborted": "1"})
+        told = [json.loads(data_of(event).removeprefix("data: ")) for event in [*known, *rest[:-1]]]
+        texts = [event["choices"][0]["text"] for event in told]
+        tokens = read_resume(resume_of(known)).choices[0].token_ids
+        assert "".join(texts) == second.tokenizer.decode(tokens) and texts[-1]
+
+
 async def test_tokens_that_wait_for_others_are_told_by_the_node_that_goes_on() -> None:
     """Events with all of an answer so far come more seldom the longer it is."""
     sampling = {"max_new_tokens": 70, "sampling_seed": 5}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from decode_node.answer.choice import Choice
 from decode_node.disagg.credits import Claim
@@ -82,11 +82,11 @@ class Delivery:
         node gave of them, if that has not come yet."""
         self._has_ended = True
         for name, (_, choice) in self._choices.items():
-            if choice.make_replay is not None and not choice.record.num_output_tokens:
-                self._end_with(choice, choice.make_replay())
-            if choice.record.finish_reason is None:
-                self._end_with(choice, RequestOutput(name, [], "", finish_reason="abort"))
-
-    def _end_with(self, choice: Choice, output: RequestOutput) -> None:
-        choice.record.on_output(output)
-        self._take(choice, choice.checked(output))
+            outputs: Iterable[RequestOutput]
+            outputs = [RequestOutput(name, [], "", finish_reason="abort")]
+            if choice.when_aborted is not None and not choice.record.num_output_tokens:
+                outputs = choice.when_aborted()
+            for output in outputs:
+                if choice.record.finish_reason is None:
+                    choice.record.on_output(output)
+                    self._take(choice, choice.checked(output))

@@ -144,7 +144,7 @@ _ASKED = [
     ("/abort_request", {"rid": "a", "abort_all": True}),
     ("/abort_requests", {"request_ids": ["a"]}),
 ]
-"""What operators ask a node besides, which routers do not pass on."""
+"""Bodies besides that operators send to a node, which routers do not pass on."""
 
 
 @st.composite
