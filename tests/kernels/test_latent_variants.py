@@ -30,7 +30,7 @@ class Kernel:
         return launch
 
 
-@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("query_len", [1, 3, 6])
 def test_each_power_of_two_of_decodes_has_one_kernel(
     query_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -381,7 +381,7 @@ def _join(
     units = metadata.num_decodes * row_tiles
     few = units <= _FEW_UNITS
     # Not by the number of requests itself: each power of two, `REQS`, has one kernel.
-    by_head = shape["REQS"] * row_tiles <= programs
+    by_head = few or shape["REQS"] * row_tiles <= programs
     columns = min(whole, _MERGED_COLUMNS) if few else whole
     grid = units if by_head else programs, min(tile_rows, num_rows), triton.cdiv(latent, columns)
     merge_kernel[grid](
