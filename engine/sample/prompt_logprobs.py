@@ -88,7 +88,8 @@ class PromptLogprobsStates:
         """Returns whether the step computes prompt tokens of a row that wants them. A decode, and
         what runs as one, computes the end of a prompt at most.
         """
-        return bool((self._num_top[order.rows[order.num_decodes :]] != NO_LOGPROBS).any())
+        rows = order.rows[order.num_decodes :]
+        return len(rows) > 0 and bool((self._num_top[rows] != NO_LOGPROBS).any())
 
     def compute(
         self,

@@ -150,6 +150,18 @@ def test_rope_and_cache(dtype: torch.dtype, head_dim: int, head_norm: bool) -> N
     )
 
 
+def test_a_step_may_overwrite_the_slots_of_the_one_before() -> None:
+    """An engine writes those of each step into the same tensor."""
+    cache, slots = torch.zeros(3, 2, 1, 4, 8), torch.tensor([1, -1])
+    q, k, v = torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), torch.ones(2, 1, 8)
+    rest = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 8), cache, slots
+    for step in ([1, -1], [-1, 6], [9, 10]):
+        slots.copy_(torch.tensor(step))
+        ops.rope_and_cache(q, k, v, *rest)
+    written = cache[:, 1, 0, :, 0].flatten().nonzero().flatten()
+    assert written.tolist() == [1, 6, 9, 10]
+
+
 @dtypes
 def test_values_of_a_form(dtype: torch.dtype) -> None:
     for values in (ValueForm(normed=True), ValueForm(scale=0.7), ValueForm(normed=True, scale=2.0)):

@@ -8,7 +8,7 @@ at a time on exactly the tokens of its context. In fixed order every query token
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -58,14 +58,9 @@ def paged_attention(
     window = metadata.window
     alone = metadata.fixed_order or metadata.decode_query_len > 1
     num_decodes = 0 if alone else metadata.num_decodes
-    for requests in _similar_lengths(seq_lens[:num_decodes], window, sizes.block_size):
-        tables = metadata.block_tables[requests]
-        if isinstance(requests, slice):
-            ends = seq_lens[requests]
-        else:
-            ends = [seq_lens[r] for r in requests]
-        seen = _seen(tuple(ends), window, sizes.block_size, tables.device)
-        blocks = seen.blocks(tables)
+    decodes = tuple(seq_lens[:num_decodes])
+    for requests, seen in _seen_by(decodes, window, sizes.block_size, q.device):
+        blocks = seen.blocks(metadata.block_tables[requests])
         k, v = _gather(kv_cache, blocks, kv_scales, seen.hidden, seen.first_hidden)
         out[requests] = _decode(q[requests], k, v, seen, scale, softcap, sinks)
     if num_decodes < len(seq_lens):
@@ -82,11 +77,11 @@ def paged_attention(
 
 
 def _similar_lengths(
-    seq_lens: list[int], window: int | None, block_size: int
+    seq_lens: Sequence[int], window: int | None, block_size: int
 ) -> Iterator[list[int] | slice]:
     """Splits requests into groups of which the longest sees at most twice what the shortest does.
     Leaves out padding."""
-    seen = seq_lens if window is None else [min(window, length) for length in seq_lens]
+    seen = [length if window is None else min(window, length) for length in seq_lens]
     if seen and min(seen) > 0 and max(seen) <= 2 * min(seen) + block_size:
         yield slice(0, len(seen))
         return
@@ -136,10 +131,23 @@ class _Seen:
 
 
 @lru_cache(maxsize=8)
-def _seen(
-    ends: tuple[int, ...], window: int | None, block_size: int, device: torch.device
-) -> _Seen:
-    """Returns what is seen of contexts of these lengths: the same in all layers of a step."""
+def _seen_by(
+    seq_lens: tuple[int, ...], window: int | None, block_size: int, device: torch.device
+) -> list[tuple[slice | Tensor, _Seen]]:
+    """Returns what groups of decodes of similar lengths see: the same in all layers of a step."""
+    groups = list[tuple[slice | Tensor, _Seen]]()
+    for requests in _similar_lengths(seq_lens, window, block_size):
+        if isinstance(requests, slice):
+            groups.append((requests, _seen(seq_lens[requests], window, block_size, device)))
+            continue
+        ends = [seq_lens[r] for r in requests]
+        rows = torch.tensor(requests, device=device)
+        groups.append((rows, _seen(ends, window, block_size, device)))
+    return groups
+
+
+def _seen(ends: Sequence[int], window: int | None, block_size: int, device: torch.device) -> _Seen:
+    """Returns what decodes see whose contexts have these lengths."""
     begins, before = [0] * len(ends), [0] * len(ends)
     if window is not None:
         begins = [max(0, end - window) for end in ends]
@@ -259,16 +267,11 @@ def _prefill(
     T + i.
     """
     num_tokens, seq_len = q.shape[0], k.shape[1]
-    mask = None
-    if num_tokens < seq_len or window is not None:
-        mask = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=q.device)
-        mask = mask.tril_(seq_len - num_tokens)
-        if window is not None:
-            mask = mask.triu_(seq_len - num_tokens - window + 1)
-    if softcap or sinks is not None:
+    mask, by_scores = None, softcap or sinks is not None
+    if by_scores or num_tokens < seq_len or window is not None:
+        mask = _last_tokens_see(num_tokens, seq_len, window, q.device)
+    if by_scores and mask is not None:
         heads = q.view(num_tokens, len(k), -1, q.shape[2]).permute(1, 2, 0, 3)
-        if mask is None:
-            mask = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=q.device).tril_()
         sink = None if sinks is None else sinks.view(len(k), -1, 1)
         by_head = _by_scores(heads, k[:, None], v[:, None], scale, softcap, ~mask, sink)
         return by_head.flatten(0, 1).transpose(0, 1)
@@ -282,6 +285,16 @@ def _prefill(
         enable_gqa=True,
     )
     return attended[0].transpose(0, 1)
+
+
+@lru_cache(maxsize=4)
+def _last_tokens_see(
+    num_tokens: int, seq_len: int, window: int | None, device: torch.device
+) -> Tensor:
+    """Returns which tokens of a context its last ones see, [T, L] bool."""
+    seen = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=device)
+    seen = seen.tril_(seq_len - num_tokens)
+    return seen if window is None else seen.triu_(seq_len - num_tokens - window + 1)
 
 
 def _by_scores(

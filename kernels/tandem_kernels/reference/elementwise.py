@@ -14,6 +14,7 @@ from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.reference.fp8_cache import quantise
+from tandem_kernels.reference.slots import places_of
 from tandem_kernels.reference.steady import sigmoid, silu, situ
 
 
@@ -156,10 +157,13 @@ def rope_and_cache(
         `q`, rotated.
     """
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
-    q.copy_(_rotate(q, cos, sin, q_weight, eps))
+    parts = _widened(q, q_weight, eps), _widened(k, k_weight, eps)
+    rotated_q, rotated_k = _rotate(torch.cat(parts, dim=1), cos, sin).split_with_sizes(
+        [q.shape[1], k.shape[1]], dim=1
+    )
+    q.copy_(rotated_q)
     if k.shape[1] == 0:
         return q
-    rotated_k = _rotate(k, cos, sin, k_weight, eps)
     formed_v = v if values.is_plain else _formed(v, values, eps)
     if keep_k:
         written = slot_mapping[:, None, None] >= 0
@@ -175,12 +179,15 @@ def rope_and_cache(
     return q
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Rotate the two halves of each head of `x` [T, H, D]; returns float32."""
+def _widened(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Returns heads [T, H, D] in float32, normalised where there is a weight."""
     wide = x.float()
-    if weight is not None:
-        wide = rms_norm(wide, weight.float(), eps)
-    first, second = wide.chunk(2, dim=-1)
+    return wide if weight is None else rms_norm(wide, weight.float(), eps)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head of `x` [T, H, D], float32."""
+    first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
@@ -193,13 +200,10 @@ def _formed(v: Tensor, values: ValueForm, eps: float) -> Tensor:
 
 
 def _write_slots(kv_cache: PagedKV, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
-    if bool((slot_mapping < 0).any()):
-        written = slot_mapping >= 0
-        slot_mapping, k, v = slot_mapping[written], k[written], v[written]
-    block_size = sizes_of(kv_cache).block_size
-    places = slot_mapping // block_size, slot_mapping % block_size
+    places = places_of(slot_mapping, sizes_of(kv_cache).block_size)
+    k, v = places.of(k), places.of(v)
     if isinstance(kv_cache, KVPages):
-        kv_cache.k.transpose(1, 2).index_put_(places, k)  # [N, B, Hkv, D]
-        kv_cache.v.transpose(1, 2).index_put_(places, v)
+        kv_cache.k.transpose(1, 2).index_put_(places.at, k)  # [N, B, Hkv, D]
+        kv_cache.v.transpose(1, 2).index_put_(places.at, v)
     else:
-        kv_cache.permute(0, 3, 1, 2, 4).index_put_(places, torch.stack((k, v), dim=1))
+        kv_cache.permute(0, 3, 1, 2, 4).index_put_(places.at, torch.stack((k, v), dim=1))

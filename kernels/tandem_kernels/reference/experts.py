@@ -142,11 +142,13 @@ def fused_experts(
     """
     chosen = experts.flatten()
     pairs = chosen.argsort(stable=True)
-    numbers, counts = torch.unique_consecutive(chosen[pairs], return_counts=True)
-    rows_of_experts = torch.split(x[pairs // experts.shape[1]], counts.tolist())
+    # Numbers begin with -1, which has the first count.
+    counts = torch.bincount(chosen + 1).tolist()
+    numbers = [number - 1 for number, count in enumerate(counts) if count]
+    rows_of_experts = x[pairs // experts.shape[1]].split_with_sizes([n for n in counts if n])
     products = [x.new_empty((0, w13.shape[1]))]
     downs: list[tuple[Tensor, Tensor | None]] = []
-    for expert, rows in zip(numbers.tolist(), rows_of_experts, strict=True):
+    for expert, rows in zip(numbers, rows_of_experts, strict=True):
         if expert < 0:
             pairs = pairs[len(rows) :]
             continue
@@ -157,7 +159,7 @@ def fused_experts(
         downs += [(down, down_bias)] * len(pieces)
     # Between the products all experts at once: no number depends on another.
     between = _between(torch.cat(products), gate)
-    hidden = torch.split(between, [len(one) for one in products[1:]])
+    hidden = between.split_with_sizes([len(one) for one in products[1:]])
     parts = [F.linear(one, *down) for one, down in zip(hidden, downs, strict=True)]
     outputs = x.new_zeros((len(chosen), x.shape[1]), dtype=torch.float32)
     if parts:

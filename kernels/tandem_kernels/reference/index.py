@@ -22,6 +22,7 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.reference.fp8 import E4M3_MAX, to_e4m3
+from tandem_kernels.reference.slots import places_of
 
 _SMALLEST = 1e-4
 """No vector is scaled as if its largest number were smaller."""
@@ -69,16 +70,12 @@ def index_rope_and_cache(
         both, scales = rounded(both)
         head_weights = head_weights * scales[:, :-1]
     queries, keys = both[:, :-1], both[:, -1]
-    written = slot_mapping >= 0
-    slots = slot_mapping[written]
-    block_size = pages.keys.shape[1]
-    blocks = torch.div(slots, block_size, rounding_mode="floor")
-    place = blocks, slots - blocks * block_size
+    places = places_of(slot_mapping, pages.keys.shape[1])
     if scales is None or pages.scales is None:
-        pages.keys.index_put_(place, keys[written])
+        pages.keys.index_put_(places.at, places.of(keys))
     else:
-        pages.keys.view(torch.uint8).index_put_(place, keys[written].view(torch.uint8))
-        pages.scales.index_put_(place, scales[:, -1][written])
+        pages.keys.view(torch.uint8).index_put_(places.at, places.of(keys.view(torch.uint8)))
+        pages.scales.index_put_(places.at, places.of(scales[:, -1]))
     return queries.contiguous(), head_weights
 
 
@@ -133,18 +130,36 @@ def index_topk(
         start, end = bounds[r], bounds[r + 1]
         if start == end or seq_len == 0:
             continue
-        keys = keys_of(pages, metadata.block_tables[r], seq_len // tokens)
         first = seq_len - (end - start)
+        count = seq_len // tokens
+        if count <= top_k:
+            chosen[start:end, :count] = _all_seen(first, seq_len, tokens, q.device)
+            continue
+        keys = keys_of(pages, metadata.block_tables[r], count)
         for step in range(end - start) if metadata.fixed_order else (None,):
             own = slice(start, end) if step is None else slice(start + step, start + step + 1)
             seen = keys if step is None else keys[: (first + step + 1) // tokens]
-            scores = torch.einsum("thd,sd->ths", q[own].float(), seen).relu_()
-            scores = torch.einsum("th,ths->ts", head_weights[own], scores)
-            positions = torch.arange(len(seen), device=q.device)
-            last = torch.arange(first, seq_len, device=q.device)
-            last = last if step is None else last[step : step + 1]
-            _choose(scores, positions[None, :] < (last[:, None] + 1) // tokens, chosen[own])
+            queries = q[own].float()
+            scores = torch.bmm(queries.flatten(0, 1)[None], seen.t()[None]).relu_()
+            scores = scores.view(*queries.shape[:2], len(seen))
+            scores = torch.bmm(head_weights[own, None], scores)[:, 0]
+            # A token by itself sees all that it is given.
+            mask = None if len(scores) == 1 else _seen(first, seq_len, tokens, q.device)
+            _choose(scores, mask, chosen[own])
     return chosen
+
+
+def _seen(first: int, seq_len: int, tokens: int, device: torch.device) -> Tensor:
+    """Returns which of S closed rows the tokens from `first` on see, [T, S]."""
+    last = torch.arange(first, seq_len, device=device)[:, None]
+    return torch.arange(seq_len // tokens, device=device) < (last + 1) // tokens
+
+
+@lru_cache(maxsize=8)
+def _all_seen(first: int, seq_len: int, tokens: int, device: torch.device) -> Tensor:
+    """Returns the same rows, [T, S] int32; -1: one that is not seen."""
+    number = torch.arange(seq_len // tokens, dtype=torch.int32, device=device)
+    return torch.where(_seen(first, seq_len, tokens, device), number, -1)
 
 
 def keys_of(pages: IndexPages, block_table: Tensor, seq_len: int) -> Tensor:
@@ -159,12 +174,17 @@ def keys_of(pages: IndexPages, block_table: Tensor, seq_len: int) -> Tensor:
     return keys.view(pages.keys.dtype).float() * scales[:, None]
 
 
-def _choose(scores: Tensor, seen: Tensor, chosen: Tensor) -> None:
-    """Writes the highest of `scores` [T, S] where `seen` into `chosen` [T, K]."""
+def _choose(scores: Tensor, seen: Tensor | None, chosen: Tensor) -> None:
+    """Writes the highest of `scores` [T, S] where `seen` into `chosen` [T, K]; None: all are."""
     top_k, length = chosen.shape[1], scores.shape[1]
     count = min(top_k, length)
     # Adding zero makes one zero of two, which compare equal and are sorted apart.
-    scores = torch.where(seen, scores + 0.0, float("-inf"))
+    scores = scores + 0.0
+    if seen is not None:
+        scores = torch.where(seen, scores, float("-inf"))
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    if seen is None:
+        chosen[:, :count] = best.sort(dim=1).values.int()
+        return
     behind = torch.where(seen.gather(1, best), best, length).sort(dim=1).values
     chosen[:, :count] = torch.where(behind < length, behind, -1).int()

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_scales import KVScales
-from tandem_kernels.reference.latent import latent_rows
+from tandem_kernels.reference.latent import head_scores, latent_rows, summed_rows
 
 
 def sparse_latent_attention(
@@ -37,23 +39,30 @@ def sparse_latent_attention(
             continue
         rows = latent_rows(kv_cache, metadata.block_tables[r], seq_len, kv_scales)
         queries = torch.cat((q_latent[start:end], q_rope[start:end]), dim=-1).float()
-        last = torch.arange(seq_len - (end - start), seq_len, device=rows.device)[:, None]
-        counted = torch.arange(chosen.shape[1], device=rows.device) <= last
+        counted = _counted(seq_len - (end - start), seq_len, chosen.shape[1], rows.device)
         own_places = torch.where(counted, chosen[start:end].long(), -1)
         for step in range(end - start) if metadata.fixed_order else (None,):
             if step is None:
                 seen = rows
                 places = own_places
-                mask = torch.zeros(end - start, seq_len + 1, dtype=torch.bool, device=rows.device)
-                mask.scatter_(1, torch.where(places < 0, seq_len, places), True)
-                own, mask = slice(None), mask[:, :seq_len]
+                hidden = torch.ones(end - start, seq_len + 1, dtype=torch.bool, device=rows.device)
+                hidden.scatter_(1, torch.where(places < 0, seq_len, places), False)
+                own, hides = slice(None), hidden[:, :seq_len]
             else:
                 places = own_places[step]
                 seen = rows[places[places >= 0]]
-                own = slice(step, step + 1)
-                mask = torch.ones(1, len(seen), dtype=torch.bool, device=rows.device)
-            scores = torch.einsum("thd,ld->htl", queries[own], seen) * scale
-            scores.masked_fill_(~mask, float("-inf"))
-            attended = torch.einsum("htl,ld->thd", scores.softmax(-1), seen[:, :size])
+                own, hides = slice(step, step + 1), None
+            scores = head_scores(queries[own], seen) * scale
+            if hides is not None:
+                scores.masked_fill_(hides, float("-inf"))
+            attended = summed_rows(scores.softmax(-1), seen[:, :size])
             out[start:end][own] = attended.to(out.dtype)
     return out
+
+
+@lru_cache(maxsize=8)
+def _counted(first: int, seq_len: int, most: int, device: torch.device) -> Tensor:
+    """Returns which of `most` chosen positions count for the tokens from `first` on, [T, most]: as
+    many as each sees."""
+    last = torch.arange(first, seq_len, device=device)[:, None]
+    return torch.arange(most, device=device) <= last

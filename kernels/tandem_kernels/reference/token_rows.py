@@ -26,6 +26,7 @@ from tandem_kernels.attention.token_rows import (
 from tandem_kernels.narrow_form import NARROW_GROUP
 from tandem_kernels.reference.fp8 import BLOCK, quantise_fp8
 from tandem_kernels.reference.index import rounded
+from tandem_kernels.reference.slots import places_of
 
 
 def turned(x: Tensor, table: Tensor) -> Tensor:
@@ -74,8 +75,8 @@ def _normed(x: Tensor, eps: float) -> Tensor:
 
 
 def _write(rows: Tensor, pages: RowPages, slot_mapping: Tensor) -> None:
-    written = slot_mapping >= 0
-    place, rows = _place(slot_mapping[written], pages), rows[written]
+    places = places_of(slot_mapping, pages.shape[1])
+    place, rows = places.at, places.of(rows)
     if not isinstance(pages, NarrowRows):
         pages.index_put_(place, rows.to(pages.dtype))
         return
@@ -107,11 +108,6 @@ def widened(numbers: Tensor, exponents: Tensor) -> Tensor:
 
 def _two_to(powers: Tensor) -> Tensor:
     return (powers << 23).view(torch.float32)
-
-
-def _place(slots: Tensor, pages: RowPages) -> tuple[Tensor, Tensor]:
-    blocks = torch.div(slots, pages.shape[1], rounding_mode="floor")
-    return blocks, slots - blocks * pages.shape[1]
 
 
 def keep_open_tokens(x: Tensor, rows: OpenTokens) -> None:
@@ -227,8 +223,8 @@ def index_rows(
     queries, query_scales = rounded(queries)
     numbers, scales = rounded(keys)
     _write(numbers.view(torch.uint8), pages.keys.view(torch.uint8), slot_mapping)
-    written = slot_mapping >= 0
-    pages.scales.index_put_(_place(slot_mapping[written], pages.keys), scales[written])
+    places = places_of(slot_mapping, pages.keys.shape[1])
+    pages.scales.index_put_(places.at, places.of(scales))
     return queries, head_weights * query_scales
 
 
