@@ -106,8 +106,8 @@ ENGINE_BUGS = (
     ),
     Bug(
         "zeroed-state", "the first step behind a pulled state begins with zeros",
-        "kernels/tandem_kernels/reference/state_runs.py", "StateRun(block, first > 0, start,",
-        "StateRun(block, first > 0 and stop - start > 1, start,",
+        "kernels/tandem_kernels/reference/state_runs.py", "StateRun(r, first > 0, start,",
+        "StateRun(r, first > 0 and stop - start > 1, start,",
         HAND_OVER,
     ),
     Bug(

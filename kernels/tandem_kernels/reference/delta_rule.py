@@ -48,7 +48,8 @@ def causal_conv(
     if runs is None:
         return out
     windows = windows_of(runs, width)
-    before = torch.where(runs.goes_on[:, None, None], states[runs.blocks], 0.0).transpose(1, 2)
+    blocks = runs.blocks(metadata)
+    before = torch.where(runs.goes_on[:, None, None], states[blocks], 0.0).transpose(1, 2)
     parts = runs.with_pending(x.to(states.dtype), kept)
     # All runs at once: windows that begin in one and end in the next are left out below.
     inputs = torch.cat((before.flatten(0, 1), *parts)).index_select(0, windows.sources)
@@ -58,7 +59,7 @@ def causal_conv(
     total = total if bias is None else total + bias.float()
     total = (silu(total) if activates else total).to(x.dtype)
     out[runs.lines] = total.index_select(0, windows.begins)
-    states[runs.blocks] = inputs[windows.stay].transpose(1, 2)
+    states[blocks] = inputs[windows.stay].transpose(1, 2)
     return out
 
 
@@ -135,7 +136,7 @@ def gated_delta_rule(
     if runs is None:
         return out
     gates = gates if decays is None else torch.cat((gates, decays), dim=1)
-    walk = Lockstep(runs, states)
+    walk = Lockstep(runs, states, metadata)
     q, k, v = split_heads(mixed[walk.lines].float(), states)
     decay, rate = decay_and_rate(walk.gates(gates, kept), a_log, dt_bias, decay_floor)
     tokens = q[..., None], k[..., None], v, decay[..., None], (rate_scale * rate)[..., None]

@@ -50,7 +50,7 @@ def mamba_scan(
     runs = state_runs(metadata)
     if runs is None:
         return out
-    walk = Lockstep(runs, states)
+    walk = Lockstep(runs, states, metadata)
     wide = mixed[walk.lines].float()
     x = wide[:, :inner].reshape(len(wide), num_heads, head_dim)
     b, c = (

@@ -19,7 +19,7 @@ class StateRun:
     """The tokens of one request that a step goes through: pending ones, then its own.
 
     Attributes:
-        block: Holds its state.
+        request: Its place in the step.
         goes_on: It begins with that state, else with zeros.
         start, stop: Its tokens among those of the step.
         num_pending: Tokens in front of them.
@@ -29,7 +29,7 @@ class StateRun:
         first: The place of the first of all in the sequence.
     """
 
-    block: int
+    request: int
     goes_on: bool
     start: int
     stop: int
@@ -47,7 +47,7 @@ class StateRun:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Holds what `StateMetadata` says, in numbers.
+    """Holds what `StateMetadata` says, in numbers, but for the blocks: layers may have their own.
 
     Attributes:
         pending: Of each decode its row and how many tokens that has taken; None: nothing is kept.
@@ -56,38 +56,37 @@ class _Batch:
 
     bounds: tuple[int, ...]
     seq_lens: tuple[int, ...]
-    blocks: tuple[int, ...]
     pending: tuple[tuple[int, int], ...] | None
     most: int
 
     @classmethod
     def of(cls, metadata: StateMetadata) -> _Batch:
-        columns = metadata.query_start_loc, metadata.seq_lens, metadata.blocks
-        bounds, seq_lens, blocks = (tuple(column.tolist()) for column in columns)
+        columns = metadata.query_start_loc, metadata.seq_lens
+        bounds, seq_lens = (tuple(column.tolist()) for column in columns)
         if metadata.pending is None:
-            return cls(bounds, seq_lens, blocks, None, 0)
+            return cls(bounds, seq_lens, None, 0)
         rows = metadata.pending.rows[: metadata.num_decodes].tolist()
         taken = metadata.pending.num_taken.tolist()
         pending = tuple((row, taken[row]) for row in rows)
-        return cls(bounds, seq_lens, blocks, pending, metadata.pending.most)
+        return cls(bounds, seq_lens, pending, metadata.pending.most)
 
     def runs(self) -> list[StateRun]:
         """Returns the runs of all requests that are no padding, in their order."""
         runs, decodes = [], self.pending or ()
-        for r, (start, stop, seq_len, block) in enumerate(
-            zip(self.bounds[:-1], self.bounds[1:], self.seq_lens, self.blocks, strict=True)
+        for r, (start, stop, seq_len) in enumerate(
+            zip(self.bounds[:-1], self.bounds[1:], self.seq_lens, strict=True)
         ):
             if seq_len == 0 or stop == start:
                 continue
             first = seq_len - (stop - start)
             if r >= len(decodes):
                 line, own = start + len(decodes) * self.most, stop - start
-                runs.append(StateRun(block, first > 0, start, stop, 0, own, line, None, first))
+                runs.append(StateRun(r, first > 0, start, stop, 0, own, line, None, first))
                 continue
             row, taken = decodes[r]
             count = min(max(first - taken, 0), self.most)
             line, begin = r * (self.most + stop - start) + self.most - count, first - count
-            runs.append(StateRun(block, taken > 0, start, stop, count, count, line, row, begin))
+            runs.append(StateRun(r, taken > 0, start, stop, count, count, line, row, begin))
         return runs
 
 
@@ -96,7 +95,7 @@ class StateRuns:
     step share it, and none changes it.
 
     Attributes:
-        blocks: [n], of the runs.
+        requests: [n], of the runs.
         goes_on: [n] bool.
         lines: [T], of all tokens of a run, then of the next, among the rows of `causal_conv`.
         sources: [T], of the same tokens among pending ones and, behind these, the step's own.
@@ -112,7 +111,7 @@ class StateRuns:
         counts = [run.count for run in runs]
         firsts = [0, *accumulate(counts)]
         places = [(run, i) for run in runs for i in range(run.count)]
-        self.blocks = torch.tensor([run.block for run in runs])
+        self.requests = torch.tensor([run.request for run in runs])
         self.goes_on = torch.tensor([run.goes_on for run in runs])
         self.lines = torch.tensor([run.line + i for run, i in places])
         self.sizes = [sum(count > i for count in counts) for i in range(counts[0])]
@@ -148,6 +147,10 @@ class StateRuns:
             sources.append(at if is_pending else len(pending) + run.start + i - run.num_pending)
             at += is_pending
         self.sources = torch.tensor(sources)
+
+    def blocks(self, metadata: StateMetadata) -> Tensor:
+        """Returns those that hold the states of the runs, [n] int64."""
+        return metadata.blocks.index_select(0, self.requests).long()
 
     def with_pending(self, own: Tensor, kept: Tensor | None) -> list[Tensor]:
         """Returns what `sources` points into, in parts: what is kept of pending tokens, then `own`
@@ -216,11 +219,11 @@ class Lockstep:
         lines: [T], of all tokens in that order, among the rows of `causal_conv`.
     """
 
-    def __init__(self, runs: StateRuns, states: Tensor) -> None:
-        self._runs = runs
+    def __init__(self, runs: StateRuns, states: Tensor, metadata: StateMetadata) -> None:
+        self._runs, self._blocks = runs, runs.blocks(metadata)
         self.lines = runs.lines[runs.order]
         self._states, goes_on = states, runs.goes_on
-        found = states[runs.blocks]
+        found = states[self._blocks]
         self._now = torch.where(goes_on.view(-1, *[1] * (found.dim() - 1)), found, 0.0)
         self._stays = self._now.clone()
         self._num_gone = 0
@@ -250,7 +253,7 @@ class Lockstep:
     def end(self, read: Sequence[Tensor], out: Tensor) -> None:
         """Keeps the states, and writes what was read in each step, of tokens that are not
         pending."""
-        self._states[self._runs.blocks] = self._stays
+        self._states[self._blocks] = self._stays
         out[self._runs.own_rows] = (
             torch.cat(list(read)).index_select(0, self._runs.own).to(out.dtype)
         )
