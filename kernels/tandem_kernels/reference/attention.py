@@ -229,10 +229,24 @@ def _gathered(plane: Tensor, blocks: Tensor) -> Tensor:
         return by_request.transpose(1, 2).flatten(2, 3)
     num_rows = (count - 1) * heads_apart + num_heads
     rows = plane.as_strided((num_rows, block_size, width), (block_size * width, width, 1))
-    head = torch.arange(num_heads, device=blocks.device)[:, None]
-    chosen = blocks.unsqueeze(1) * heads_apart + head
-    gathered = rows.index_select(0, chosen.flatten())
+    ids = tuple(blocks.flatten().tolist())
+    chosen = _rows_of_heads(ids, num_requests, heads_apart, num_heads, blocks.device)
+    gathered = rows.index_select(0, chosen)
     return gathered.view(num_requests, num_heads, -1, width)
+
+
+@lru_cache(maxsize=8)
+def _rows_of_heads(
+    blocks: tuple[int, ...],
+    num_requests: int,
+    heads_apart: int,
+    num_heads: int,
+    device: torch.device,
+) -> Tensor:
+    """Returns the rows of (block, head) of `blocks`, as many of each request, head by head."""
+    first = torch.tensor(blocks, dtype=torch.int64, device=device).view(num_requests, 1, -1)
+    head = torch.arange(num_heads, device=device)[:, None]
+    return (first * heads_apart + head).flatten()
 
 
 def context(

@@ -101,14 +101,16 @@ def route_tokens(
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     if expert_scales is not None:
         weights = weights * expert_scales[experts]
-    padding = (slot_mapping < 0)[:, None]
     if own_numbers is not None:
         row = torch.arange(len(logits), device=logits.device) % len(own_numbers)
         experts = own_numbers[row[:, None], experts]
-    experts = experts.int().masked_fill(padding, -1)
+    experts, weights = experts.int(), weights * scaling if scaling != 1.0 else weights
+    if min(slot_mapping.tolist(), default=0) < 0:
+        padding = (slot_mapping < 0)[:, None]
+        experts, weights = experts.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
     if loads is not None:
         loads += torch.bincount(experts[experts >= 0], minlength=len(loads))
-    return (weights * scaling).masked_fill(padding, 0.0), experts
+    return weights, experts
 
 
 def fused_experts(
