@@ -56,7 +56,7 @@ class Responder:
             wants_timeline=context.wants_timeline,
             wants_metrics=bool(body.include_metrics),
         )
-        known_as = {body.given_name or context.request_id, form.id}
+        known_as = {body.given_name or form.id, context.request_id, form.id}
         runs = AbortableRuns(self._proxy, known_as, is_aborted=context.is_aborted)
         answer = Answer(runs, self._answers, choices, form, self._metrics, journal, options)
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class RequestHistory:
         at: Unix seconds of the beginning.
         names: By which clients know the answer.
         is_aborted: Its end is wanted.
+        is_sent: It went to a decode node before its end was wanted.
+        ended: Is set with its end.
         on_gap: Is called with the seconds between two pieces of a stream, from the second on.
         choice: Why the first prefill node was chosen; `predicted_s` was expected until the first
             token.
@@ -59,6 +62,8 @@ class RequestHistory:
     generates: bool = True
     names: frozenset[str] = frozenset()
     is_aborted: bool = False
+    is_sent: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     model: str = ""
     session: bytes = b""
     session_source: str = ""

@@ -29,11 +29,13 @@ async def abort(node: HttpNode, path: str = "/abort_request", **body: Any) -> in
 
 
 async def test_what_was_generated_stays() -> None:
+    """A router names the request, and its client the answer: once either ends it."""
     async with http_node(auto=False) as node:
-        answer = begun(node, "/generate", {"input_ids": IDS, "rid": "mine"})
+        body = {"input_ids": IDS, "rid": "mine"}
+        answer = begun(node, "/generate", body, **{"x-request-id": "request"})
         node.engine.produce(await node.engine.added(), 3)
         assert await abort(node, rid="other") == 0
-        assert await abort(node, rid="mine") == 1
+        assert [await abort(node, rid=name) for name in ("request", "mine")] == [1, 0]
         found = (await answer).json()
         assert len(found["output_ids"]) == 3 and found["meta_info"]["completion_tokens"] == 3
         assert found["meta_info"]["finish_reason"]["type"] == "abort"

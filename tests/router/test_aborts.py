@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from tests.router.cluster import Cluster, eventually
@@ -26,7 +27,7 @@ async def test_every_decode_node_is_asked_by_the_names_of_both_apis(cluster: Clu
         async with router.post(body, path=path) as response:
             assert response.status == 200
             told = {f"decode {node.target}": "aborted 1" for node in nodes}
-            assert await response.json() == {"nodes": told}
+            assert await response.json() == {"nodes": told, "router": "aborted 0"}
         for node in nodes:
             asked = node.status.aborts.pop()
             assert (sorted(asked.names), asked.all) == (names, not names)
@@ -54,11 +55,37 @@ async def test_what_waits_in_the_line_goes_to_a_node_as_aborted(cluster: Cluster
     line = router.services.gates.of("demo").line
     await eventually(lambda: len(line) == 2)
     async with router.post({"rid": "mine"}, path="/abort_request") as response:
-        assert response.status == 200
+        told = {"nodes": {f"decode {node.target}": "aborted 1"}, "router": "aborted 1"}
+        assert (response.status, await response.json()) == (200, told)
     may_answer.set()
     await asyncio.gather(*asked)
     sent = {b"mine" in body: headers.get("x-tandem-aborted") for headers, body in node.requests[1:]}
     assert sent == {True: "1", False: None}
+    assert "x-tandem-aborted" not in node.requests[0][0]
+
+
+@pytest.mark.parametrize("body", [{"abort_all": True}, {"rid": "mine"}], ids=["all", "named"])
+async def test_what_a_node_has_late_ends_before_the_reply(
+    cluster: Cluster, body: dict[str, Any]
+) -> None:
+    """The node knows nothing of the answer when it is asked first."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        name, aborts = request.headers["x-request-id"], node.status.aborts
+        await eventually(lambda: len(aborts) > 1 and name in aborts[-1].names)
+        return await stream_tokens(1)(request)
+
+    node = await cluster.decode("d", answer)
+    router = await cluster.router(node)
+    asked = asyncio.create_task(router.text({**BODY, "rid": "mine"}))
+    await eventually(lambda: node.num_open == 1)
+    async with router.post(body, path="/abort_request") as response:
+        assert (await response.json())["router"] == "aborted 0"
+        assert (node.num_open, router.num_open) == (0, 0)
+    first, *later = node.status.aborts
+    assert (first.all, list(first.names)) == ("rid" not in body, ["mine"] if "rid" in body else [])
+    assert later and all(len(one.names) == 1 and not one.all for one in later)
+    assert "[DONE]" in await asked
     assert "x-tandem-aborted" not in node.requests[0][0]
 
 

@@ -35,8 +35,10 @@ class OpenAnswers:
             self._open.discard(runs)
 
     def abort(self, names: Collection[str] | None) -> int:
-        """Ends the answers of these names, or all; returns how many they are."""
-        found = [runs for runs in self._open if names is None or runs.has_name_in(names)]
+        """Ends the answers of these names, or all; returns how many they are, without those that
+        were aborted before."""
+        met = [runs for runs in self._open if names is None or runs.has_name_in(names)]
+        found = [runs for runs in met if not runs.is_aborted]
         for runs in found:
             runs.abort()
         return len(found)
@@ -55,6 +57,10 @@ class AbortableRuns:
         self._names = names
         self._is_aborted = is_aborted
         self._running: dict[str, tuple[Sequence[Choice], asyncio.Timeout]] = {}
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._is_aborted
 
     def has_name_in(self, names: Collection[str]) -> bool:
         return any(name in names for name in self._names)

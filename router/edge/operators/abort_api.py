@@ -32,8 +32,11 @@ def abort_routes(aborts: Aborts, may_change: Callable[[], bool] = lambda: True) 
     async def end_answers(request: Request, read: ReadAbort) -> JSONResponse:
         if not may_change():
             raise AdminOnly("keys of clients do not end answers; use the router's --admin-port")
-        outcomes = await aborts.abort(await read(request))
+        num_waiting, outcomes = await aborts.abort(await read(request))
         has_failed = any(outcome.startswith(FAILED) for outcome in outcomes.values())
-        return JSONResponse({"nodes": outcomes}, status_code=503 if has_failed else 200)
+        return JSONResponse(
+            {"nodes": outcomes, "router": f"aborted {num_waiting}"},
+            status_code=503 if has_failed else 200,
+        )
 
     return routes

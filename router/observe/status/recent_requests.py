@@ -35,6 +35,7 @@ class RecentRequests:
         del self._open[record]
         record.ended_at = time.monotonic()
         record.status = status
+        record.ended.set()
         self.figures.ended(record)
         self.sessions.note(record)
         self.ended.append(record)

@@ -209,6 +209,8 @@ class Attempts:
             headers[names.SESSION] = info.session_id
         if request.record.is_aborted:
             headers[names.ABORTED] = "1"
+        else:
+            request.record.is_sent = info.generates
         if request.kept:
             headers[names.RESPONSE] = request.kept
         if info.tenant.salt:
