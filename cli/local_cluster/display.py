@@ -1,7 +1,10 @@
 """Shows how `tandem up` goes: progress while nodes load, a table of endpoints, deaths and
-restarts."""
+restarts, and the errors of running services."""
 
 from __future__ import annotations
+
+import json
+import re
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -9,6 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.local_cluster.supervisor import Listener, Service, ServiceState
+
+_ERROR_LINE = re.compile(r"\d{4}-\d\d-\d\d \S+ (ERROR|CRITICAL) ")
+"""Begins a line of `TextFormatter`."""
 
 
 class ClusterDisplay:
@@ -68,9 +74,21 @@ class ClusterDisplay:
             self.console.print(f"[bold]{service.spec.name}[/] is {_state(service)}")
 
     def on_log(self, service: Service, line: str) -> None:
-        if self._verbose or service.state is ServiceState.RESTARTING:
+        is_late = not self._loading and is_error(line)
+        if self._verbose or is_late or service.state is ServiceState.RESTARTING:
             text = Text.assemble((service.spec.name, "dim"), " ", line)
             self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def is_error(line: str) -> bool:
+    """Says whether a line of a log, of either format, tells of an error."""
+    if not line.startswith("{"):
+        return _ERROR_LINE.match(line) is not None
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and fields.get("level") in ("error", "critical")
 
 
 def _state(service: Service) -> str:

@@ -331,6 +331,7 @@ class TransferProcesses:
             child = process.child
             if child is not None and (number in frozen or child.exit_code is not None):
                 dead[number] = frozen.get(number) or child.describe_exit()
+                logger.error("%s and is started again", dead[number])
                 self._start_again(number, process, child)
         return dead
 
@@ -344,14 +345,11 @@ class TransferProcesses:
 
     def _frozen(self) -> dict[int, str]:
         silences = self._life.silences() if self._life is not None else {}
-        frozen = {
+        return {
             number: f"{silence.name} gave no sign of life for {silence.seconds:.1f} s"
             for number, silence in silences.items()
             if silence.seconds > self._frozen_after_s
         }
-        for why in frozen.values():
-            logger.warning("%s and is started again", why)
-        return frozen
 
     @property
     def num_dropped_messages(self) -> float:

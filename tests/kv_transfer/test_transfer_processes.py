@@ -142,8 +142,11 @@ def one_prompt(
 
 @both_transports
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_killed_transfer_process(share_node: MakeNode, role: str, transports: str) -> None:
-    """Its transfers fail on both sides, it comes back at its address, and new ones succeed."""
+def test_killed_transfer_process(
+    share_node: MakeNode, role: str, transports: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its transfers fail on both sides, the log says why, it comes back at its address, and
+    new ones succeed."""
     shape = layout()
     prefill = share_node("prefill", shape, transports=transports)
     decode = share_node("decode", shape, transports=transports)
@@ -167,6 +170,7 @@ def test_killed_transfer_process(share_node: MakeNode, role: str, transports: st
     until_restarted(victim, restarts + 1, prefill, decode)
     until_empty(prefill, decode)
     assert prefill.peer.endpoints == endpoints
+    assert " was killed by SIGKILL and is started again" in caplog.text
 
     one_prompt(prefill, decode, 2, 64)
     until_empty(prefill, decode)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
 
+import pytest
 from rich.console import Console
 
 from cli.local_cluster.display import ClusterDisplay
 from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, ServiceState
+from edge.logs.formatters import JsonFormatter, TextFormatter
 
 
 def test_the_table_has_the_room_of_every_node() -> None:
@@ -42,3 +45,24 @@ def test_lines_of_logs_are_neither_broken_nor_read_as_colours() -> None:
     line = '{"message": "cannot read [/x]", "path": "[red]' + "y" * 100 + '"}'
     display.on_log(Service(ServiceSpec("decode-0", (), ""), Listener()), line)
     assert out.getvalue() == f"decode-0 {line}\n"
+
+
+@pytest.mark.parametrize(
+    "formatter", [TextFormatter(), TextFormatter("worker 0"), JsonFormatter("")]
+)
+def test_errors_of_running_services_are_shown_and_nothing_else(
+    formatter: logging.Formatter,
+) -> None:
+    out = io.StringIO()
+    display = ClusterDisplay(Console(file=out, width=40))
+    display.end_loading()
+    service = Service(ServiceSpec("decode-1", (), ""), Listener(), state=ServiceState.READY)
+    shown = []
+    for level in (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
+        record = logging.LogRecord("core", level, "", 0, "worker 0 was killed", None, None)
+        line = formatter.format(record)
+        display.on_log(service, line)
+        if level >= logging.ERROR:
+            shown.append(f"decode-1 {line}")
+    display.on_log(service, "{not JSON")
+    assert out.getvalue().strip().splitlines() == shown
