@@ -22,7 +22,7 @@ from edge.http.error_forms import ErrorForms
 from edge.http.outer_edge import OuterEdge
 from edge.http.request_head import READY_PATHS
 from edge.http.service_routes import service_routes
-from edge.http.unknown_path import serve
+from edge.http.unknown_path import serve, serve_elsewhere
 from edge.logs.request_log import RequestLog
 from edge.security.config import Role
 from router.config import RouterSettings
@@ -87,6 +87,9 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         routes = operator_routes(*services.for_operators(), services.keys.may_change_nodes)
         serve(app, routes, is_named=False)
         open_paths.add("/metrics")
+    else:
+        routes = operator_routes(*services.for_operators())
+        serve_elsewhere(app, routes, where="at the router's --admin-port")
     check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
     app.add_middleware(ApiKeyGate, check=check)
     app.add_middleware(ErrorForms)

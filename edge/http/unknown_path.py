@@ -32,6 +32,11 @@ def serve(app: Starlette, routes: Sequence[BaseRoute], *, is_named: bool = True)
         app.state.named = [*getattr(app.state, "named", ()), *routes]
 
 
+def serve_elsewhere(app: Starlette, routes: Sequence[BaseRoute], *, where: str) -> None:
+    """Says of routes that another port serves them. `where` tells which."""
+    app.state.elsewhere = (where, routes)
+
+
 def unknown_path(request: Request) -> HttpError:
     """Returns the error for a request that no route takes."""
     method, path = request.method, request.url.path
@@ -44,6 +49,9 @@ def unknown_path(request: Request) -> HttpError:
     is_slashed = request.scope["raw_path"].endswith(b"/")
     if is_slashed and any(route.path_regex.match(path[:-1]) for route in routes):
         return path_without_slash(request)
+    where, away = getattr(request.app.state, "elsewhere", ("", ()))
+    if any(isinstance(route, Route) and route.path_regex.match(path) for route in away):
+        return NotFound(f"{method} {shown} is not served on this port, but {where}")
     routes = [route for route in request.app.state.named if isinstance(route, Route)]
     named = {
         path: _methods(route for route in routes if route.path_format == path)

@@ -510,6 +510,13 @@ async def test_an_admin_port_has_what_the_api_s_port_has_not() -> None:
                 assert response.status == 200
             async with client.get(api + path) as response:
                 assert response.status == 404
+        for path in ("/admin/nodes", "/admin/nodes/d/drain", "/flush_cache", "/abort_request"):
+            async with client.post(api + path) as response:
+                assert response.status == 404
+                told = (await response.json())["error"]["message"]
+            assert (
+                told == f"POST {path} is not served on this port, but at the router's --admin-port"
+            )
         for path, status in (("/health", 200), ("/ready", 503)):
             for base in (api, admin):
                 async with client.get(base + path) as response:
