@@ -169,6 +169,8 @@ async def test_a_node_that_has_not_reported_is_away(cluster: Cluster) -> None:
     status, answer = await call(router, "127.0.0.1:1", "drain")
     assert (status, answer["error"]["code"]) == (503, "nodes_away")
     assert await listed(router.client, router.url) == {"": "joining"}
+    status, answer = await call(router, "nosuch", "drain")
+    assert status == 404 and "there are 127.0.0.1:1 (joining)" in answer["error"]["message"]
 
 
 async def test_keys_of_clients_only_list(cluster: Cluster) -> None:

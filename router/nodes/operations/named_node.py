@@ -32,8 +32,10 @@ def named_node(registry: NodeRegistry, name: str) -> Node:
             raise NodesAway(f"{node.address} has not reported yet; try again")
         if node.report is not None and name in (*places, node.report.node_id):
             return node
-    known = ", ".join(sorted(str(node.address) for node in nodes if node.report)) or "none"
-    raise NotFound(f"no node is known as {name!r}; there are {known}", param="node")
+    known = ", ".join(
+        sorted(f"{node.address}{'' if node.report else ' (joining)'}" for node in nodes)
+    )
+    raise NotFound(f"no node is known as {name!r}; there are {known or 'none'}", param="node")
 
 
 @asynccontextmanager
