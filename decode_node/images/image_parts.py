@@ -59,10 +59,11 @@ def expanded(
     images: Sequence[ImagePixels | VideoPixels],
     vision: VisionSpec,
     encode: Encode,
+    param: str = "messages",
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
     """Returns a prompt with each placeholder repeated for all tokens of its image or video, and
-    where the images and pairs of frames are then. Raises `BadRequest` unless there is a
-    placeholder for each."""
+    where the images and pairs of frames are then. `param`: the part of the body that has them.
+    Raises `BadRequest` unless there is a placeholder for each."""
     video = vision.video
     video_token = None if video is None else video.token_id
     places = [
@@ -70,12 +71,7 @@ def expanded(
     ]
     wanted = [isinstance(image, VideoPixels) for image in images]
     if [token_ids[place] == video_token for place in places] != wanted:
-        raise BadRequest(
-            f"the prompt has {len(places)} places for its {len(images)} images and videos, or has "
-            f"them in another order: the chat template leaves some out, or a text has a "
-            f"placeholder's name in it",
-            param="messages",
-        )
+        raise BadRequest(_misplaced(len(places), len(images), param), param=param)
     found: list[int] = []
     spans: list[ImageSpan] = []
     start = 0
@@ -92,6 +88,18 @@ def expanded(
         start = place + 1
     found += token_ids[start:]
     return found, tuple(spans)
+
+
+def _misplaced(num_places: int, num_images: int, param: str) -> str:
+    """Returns why the images of a prompt cannot be put into it."""
+    told = f"the prompt has {num_places} places for its {num_images} images and videos"
+    if param != "messages":
+        return f"{told}: it needs one placeholder for each"
+    if num_places == num_images:
+        told += ", in another order"
+    return (
+        f"{told}: the chat template moves or omits some, or a text has a placeholder's name in it"
+    )
 
 
 def _at(seconds: float, video: VideoSpec) -> str:

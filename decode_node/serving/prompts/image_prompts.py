@@ -56,7 +56,9 @@ class ImagePrompts:
             name = "truncate_prompt_tokens"
             raise BadRequest("a prompt with images or videos cannot be truncated", param=name)
         assert self._vision is not None
-        token_ids, spans = expanded(token_ids, images, self._vision, self._encode)
+        is_chat = isinstance(body, ChatCompletionRequest)
+        param = "messages" if is_chat else "image_data"
+        token_ids, spans = expanded(token_ids, images, self._vision, self._encode, param)
         pixels: dict[bytes, ImagePixels] = {}
         for image in images:
             parts = image.pairs if isinstance(image, VideoPixels) else (image,)

@@ -232,8 +232,12 @@ async def test_placeholders_become_the_tokens_of_their_images() -> None:
 @pytest.mark.parametrize("tokens", [[1, 2], [9, 9], [9]])
 async def test_as_many_places_as_images(tokens: list[int]) -> None:
     images = [] if tokens == [9] else [_image(1, 1)]
-    with pytest.raises(BadRequest, match="places for its"):
+    counts = f"{tokens.count(9)} places for its {len(images)} images"
+    with pytest.raises(BadRequest, match=f"{counts} and videos: the chat template"):
         expanded(tokens, images, _vision(9), _no_text)
+    with pytest.raises(BadRequest, match=f"{counts} and videos: it needs one placeholder") as told:
+        expanded(tokens, images, _vision(9), _no_text, "image_data")
+    assert told.value.param == "image_data" and "template" not in str(told.value)
 
 
 async def test_rows_of_an_image_end_with_tokens_of_their_own() -> None:
