@@ -1,7 +1,7 @@
 """Says which kernels compute a step, and why: `tandem explain`.
 
-    tandem explain --model openai/gpt-oss-120b --device h200 --batch 16
-    tandem explain --model FOLDER --device cpu --tokens 2048 --json
+    tandem explain openai/gpt-oss-120b --device h200 --batch 16
+    tandem explain FOLDER --device cpu --tokens 2048 --json
 
 Of the model only config.json is read, and no GPU is needed: the code chooses as on the device.
 """
@@ -100,7 +100,11 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("tandem explain", description=__doc__, formatter_class=_Help)
-    parser.add_argument("--model", required=True, help="folder or hub name")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("model", nargs="?", help="folder or hub name")
+    model.add_argument(
+        "--model", dest="model_option", metavar="MODEL", help="the same, as nodes take it"
+    )
     parser.add_argument(
         "--device", choices=("auto", "cpu", *KNOWN_GPUS), default="auto", help="need not be here"
     )
@@ -124,7 +128,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--no-flash-attention", action="store_true", help="FlashAttention 3 is not installed there"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.model = arguments.model or arguments.model_option
+    return arguments
 
 
 def _positive(text: str) -> int:

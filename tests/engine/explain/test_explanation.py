@@ -154,7 +154,7 @@ def test_cpu_runs_what_is_explained(tmp_path: Path, shape: str, batch: Batch) ->
 def test_help_and_steps_are_said_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "\n    tandem explain --model FOLDER --device cpu" in capsys.readouterr().out
+    assert "\n    tandem explain FOLDER --device cpu" in capsys.readouterr().out
     assert [str(Batch(n, context=8)) for n in (1, 2)] == [
         "1 decode of 8 tokens",
         "2 decodes of 8 tokens",
@@ -397,8 +397,13 @@ def test_the_command_reads_config_json_alone(
     told = capsys.readouterr().out
     assert "16 decodes of 1024 tokens" in told and "small_m_gemm_kernel" in told
     assert main([*asked, "--json"]) == 0
-    steps = json.loads(capsys.readouterr().out)
-    assert steps[0]["graph"] == "of 16 decodes"
+    by_option = capsys.readouterr().out
+    assert json.loads(by_option)[0]["graph"] == "of 16 decodes"
+    assert main([*asked[1:], "--json"]) == 0
+    assert capsys.readouterr().out == by_option
+    for wrong in (["--device", "h200"], [str(tmp_path), *asked]):
+        with pytest.raises(SystemExit):
+            main(wrong)
     assert main(["--model", str(tmp_path), "--device", "h200", "--tensor-parallel-size", "7"]) == 1
     assert "tandem explain: " in capsys.readouterr().err
 
