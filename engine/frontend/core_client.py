@@ -144,9 +144,10 @@ class EngineCoreClient:
         if num_looks > 0:
             pause_s = _FINAL_WAIT_S / _FINAL_LOOKS
             self._loop.call_later(pause_s, self._drain_final_messages, num_looks - 1)
-        elif not self._is_dead:
+        else:
             reason = self._child.describe_exit()
-            logger.error("engine %s is dead: %s", self._engine_id, reason)
+            if not self._is_dead:
+                logger.error("engine %s is dead: %s", self._engine_id, reason)
             self._die(reason)
 
     def _die(self, reason: str, facts: EngineFacts | None = None) -> None:
