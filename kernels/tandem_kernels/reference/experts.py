@@ -105,7 +105,7 @@ def route_tokens(
         row = torch.arange(len(logits), device=logits.device) % len(own_numbers)
         experts = own_numbers[row[:, None], experts]
     experts, weights = experts.int(), weights * scaling if scaling != 1.0 else weights
-    if min(slot_mapping.tolist(), default=0) < 0:
+    if slot_mapping.is_meta or min(slot_mapping.tolist(), default=0) < 0:
         padding = (slot_mapping < 0)[:, None]
         experts, weights = experts.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
     if loads is not None:
