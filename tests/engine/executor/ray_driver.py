@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import zmq
@@ -47,7 +48,7 @@ class Alone:
         for index, prompt in enumerate(prompts):
             self._found[tuple(prompt)] = node.tokens[f"alone {index}"]
 
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
+    def tokens(self, prompt: list[int], count: int, guess: Sequence[int] = ()) -> list[int]:
         return self._found[tuple(prompt)][:count]
 
 

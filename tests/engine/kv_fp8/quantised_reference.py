@@ -5,6 +5,7 @@ The format is the list of its numbers; a number becomes the nearest, and of two 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,6 @@ class QuantisedReference:
         logits = self.logits([*prompt, *answer[:-1]])
         return logits[len(prompt) - 1 :].argmax(-1).tolist()
 
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
+    def tokens(self, prompt: list[int], count: int, guess: Sequence[int] = ()) -> list[int]:
         """Returns the greedy answer."""
         return self.greedy(prompt, count)[0]

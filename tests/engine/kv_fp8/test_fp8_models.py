@@ -4,7 +4,7 @@ node and of two, behind cached prefixes and after preemptions; and that both sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -201,7 +201,7 @@ class OneNode:
     def __init__(self, node: GroupedNode) -> None:
         self._node = node
 
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
+    def tokens(self, prompt: list[int], count: int, guess: Sequence[int] = ()) -> list[int]:
         name = str(len(self._node.tokens))
         self._node.add(name, prompt, count)
         run_until([self._node], lambda: name in self._node.ended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -184,7 +184,7 @@ class Known:
     def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
         self._answers = answers
 
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
+    def tokens(self, prompt: list[int], count: int, guess: Sequence[int] = ()) -> list[int]:
         return self._answers[tuple(prompt)][:count]
 
 

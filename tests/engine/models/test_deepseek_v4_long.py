@@ -7,6 +7,7 @@ the KV, which must be the same on the node that has computed it and on the one t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class Alone:
     def __init__(self, node: GroupedNode) -> None:
         self._node = node
 
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
+    def tokens(self, prompt: list[int], count: int, guess: Sequence[int] = ()) -> list[int]:
         if "alone" not in self._node.tokens:
             self._node.add("alone", prompt, count)
             run_until([self._node], lambda: "alone" in self._node.ended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
@@ -71,7 +71,7 @@ class Expected:
     def __init__(self, node: GroupedNode) -> None:
         self._node = node
 
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
+    def tokens(self, prompt: list[int], count: int, guess: Sequence[int] = ()) -> list[int]:
         name = str(hash(tuple(prompt)))
         if name not in self._node.tokens:
             self._node.add(name, prompt, count)
