@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -38,8 +37,6 @@ from host.life_signs import LifeSigns, LifeWatch
 from host.sockets.local_socket import Context, bind_socket
 from host.sockets.message_reader import MessageReader
 
-logger = logging.getLogger(__name__)
-
 _FINAL_WAIT_S = 0.3
 """Seconds to wait for final messages: a process that has ended may have said why, and the message
 may still be on its way."""
@@ -57,7 +54,6 @@ class EngineCoreClient:
         on_dead: Callable[[str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._engine_id = config.engine_id
         self._on_message = on_message
         self._on_dead = on_dead
         self._encoder = msgspec.msgpack.Encoder()
@@ -145,10 +141,7 @@ class EngineCoreClient:
             pause_s = _FINAL_WAIT_S / _FINAL_LOOKS
             self._loop.call_later(pause_s, self._drain_final_messages, num_looks - 1)
         else:
-            reason = self._child.describe_exit()
-            if not self._is_dead:
-                logger.error("engine %s is dead: %s", self._engine_id, reason)
-            self._die(reason)
+            self._die(self._child.describe_exit())
 
     def _die(self, reason: str, facts: EngineFacts | None = None) -> None:
         if not self._is_dead:

@@ -168,9 +168,9 @@ async def test_a_core_that_nothing_reports_on_ends_at_once() -> None:
         await llm.shutdown()
 
 
-def test_killed_core_under_uvloop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_killed_core_under_uvloop(tmp_path: Path) -> None:
     """Runs on the event loop of the node servers: it watches descriptors in its own way. The last
-    steps are known without the core, and the log says why it is dead."""
+    steps are known without the core."""
 
     async def run() -> AsyncLLM:
         async with doomed_engine(1, tmp_path) as llm:
@@ -180,7 +180,6 @@ def test_killed_core_under_uvloop(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         report = report_of(runner.run(run()))
-    assert " is dead: the engine core was killed by SIGKILL" in caplog.text
     assert (report["core_answered"], report["engine"]) == (False, None)
     assert 0 < report["num_open_requests"] == len(report["open_requests"]) <= 8
     assert {one["request"] for one in report["open_requests"]} <= hashes_of(8)
