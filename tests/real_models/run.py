@@ -31,7 +31,7 @@ from jsonschema import validate
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 NUM_TOKENS = 24
-START_S, ANSWER_S = 120.0, 120.0
+START_S, ANSWER_S = 300.0, 120.0
 _URL = re.compile(r"http://[\d.]+:\d+(?=/v1)")
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
 PROMPTS = (
