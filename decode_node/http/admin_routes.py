@@ -29,7 +29,9 @@ def admin_routes(
     `metrics` None: they have a port of their own."""
 
     async def reset(request: Request) -> Response:
-        """Forgets all cached prefixes: a router those of all its nodes. For operators alone."""
+        """Forgets all cached prefixes: a router those of all its nodes. A router answers 503 where
+        one could not, as one that is away; the others have, and `nodes` tells of each. For
+        operators alone."""
         if request.state.caller is not Caller.TRUSTED:
             raise PermissionDenied("only operators may reset caches; ask the router's admin port")
         with engine_answers():
