@@ -91,7 +91,7 @@ def _sparse_latents(q_latent: Tensor, q_rope: Tensor, cache: Tensor, chosen: Ten
     tuning = sparse.sparse_tuning(
         q_latent.device, heads, q_latent.element_size(), is_ahead=is_ahead
     )
-    kernel = sparse.ahead_kernel(heads) if is_ahead else sparse.sparse_latent_kernel
+    kernel = sparse.kernel_of_copies_ahead(heads) if is_ahead else sparse.sparse_latent_kernel
     return kernel.__name__, _fields(tuning, *_OF_HEADS)
 
 

@@ -71,7 +71,7 @@ def copies_ahead(
     return num_heads > _TURNED_HEADS or is_full
 
 
-def ahead_kernel(num_heads: int) -> Any:
+def kernel_of_copies_ahead(num_heads: int) -> Any:
     """Returns the kernel that attends where copies are begun ahead."""
     return sparse_pieces_kernel if num_heads > _TURNED_HEADS else sparse_ahead_kernel
 
@@ -224,7 +224,7 @@ def sparse_latent_attention(
     }
     widths = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
     if is_ahead:
-        ahead = ahead_kernel(num_heads)
+        ahead = kernel_of_copies_ahead(num_heads)
         ahead[(num_tokens * head_tiles, splits)](*given, *rest, TILES=head_tiles, **shape)
     else:
         sparse_latent_kernel[(num_tokens, head_tiles, splits)](
