@@ -91,7 +91,8 @@ def test_kernels_compile_ahead_of_time() -> None:
     # Numbers of lines change no instruction, and take time.
     environment = {"TRITON_DISABLE_LINE_INFO": "1"}
     out = _output(_start([str(HERE / "compile_kernels.py"), "80", "90"], environment))
-    lines = [line.split(" | ")[:2] for line in out.splitlines()]
+    # Others are warnings, as that a GPU without tables takes those of sm_90.
+    lines = [line.split(" | ")[:2] for line in out.splitlines() if " | " in line]
     compiled = {(capability, name.split()[0]) for capability, name in lines}
     for kernel in _defined_kernels():
         assert ("90", kernel) in compiled, kernel
