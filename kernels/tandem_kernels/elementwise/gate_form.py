@@ -46,3 +46,8 @@ def gate_code(gate: GateForm | None) -> int:
 def has_gate(gate: GateForm | None) -> bool:
     """Returns whether there is a gate at all; None: SiLU."""
     return gate is None or gate.kind != "relu_squared"
+
+
+def is_silu(gate: GateForm | None) -> bool:
+    """Returns whether a gate is SiLU's, whose gate and output may be bounded; None: SiLU."""
+    return gate is None or gate.kind in ("silu", "limited", "capped")

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def activated(gate: gl.tensor, up: gl.tensor, limit: gl.tensor, GATE: gl.constexpr) -> gl.tensor:
-    """Does what `expert_gate.activated` does, for SiLU of gates that may be capped or limited."""
+    """Does what `expert_gate.activated` does, where `gate_form.is_silu`."""
     if GATE == 5:
         gate = gl.minimum(gate, limit)
         up = gl.minimum(gl.maximum(up, -limit), limit)

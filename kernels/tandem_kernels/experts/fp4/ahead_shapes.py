@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.device import has_warpgroup_mma
-from tandem_kernels.elementwise.gate_form import GateForm
+from tandem_kernels.elementwise.gate_form import GateForm, is_silu
 from tandem_kernels.gemm.fp4_tiles import TILE_WORDS
 
 HEIGHT = 128
@@ -18,8 +18,6 @@ _COLS = 256
 """Outputs of a tile; of gate and of up, half as many."""
 _FEWEST_STEPS = 8
 _LARGEST = 2**31
-GATES = ("silu", "limited", "capped")
-"""These are what `ahead_gate` computes."""
 
 
 def multiplies_ahead(
@@ -38,5 +36,5 @@ def multiplies_ahead(
         and min(width, hidden) >= 64 * _FEWEST_STEPS
         and num_pairs * max(width, hidden) < _LARGEST
         and not biased
-        and (gate is None or gate.kind in GATES)
+        and is_silu(gate)
     )

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.device import has_warpgroup_mma
-from tandem_kernels.elementwise.gate_form import GateForm
-from tandem_kernels.experts.fp4.ahead_shapes import GATES
+from tandem_kernels.elementwise.gate_form import GateForm, is_silu
 
 HEIGHT = 128
 """The most rows of a tile."""
@@ -33,5 +32,5 @@ def multiplies_ahead(
         and 2 * num_experts * width < _LARGEST
         and num_pairs * max(width, hidden) // 128 < _LARGEST
         and not biased
-        and (gate is None or gate.kind in GATES)
+        and is_silu(gate)
     )
