@@ -48,6 +48,27 @@ def seen_tokens(
     return tl.where(is_real, seq_len - num_tokens + token - first + 1, 0)
 
 
+@triton.jit
+def part_of_chosen(
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    token: tl.tensor,
+    split: tl.tensor,
+    num_reqs: tl.tensor,
+    QUERY_LEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Returns where part `split` of what a token attends to begins and ends, among at most TOP_K
+    chosen tokens: parts are whole tiles."""
+    r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
+    needed = tl.minimum(seen_tokens(query_start_loc, seq_lens, token, r), TOP_K)
+    count = tl.cdiv(tl.cdiv(needed, TILE), SPLITS) * TILE
+    first = split * count
+    return first, tl.minimum(first + count, needed)
+
+
 @triton.jit(do_not_specialize=["num_reqs"])
 def slots_kernel(
     chosen: tl.tensor,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.chosen_slots import chosen_slots, request_of_token, seen_tokens
+from tandem_kernels.attention.chosen_slots import chosen_slots, part_of_chosen
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.latent_merge import latent_merge_kernel
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
@@ -127,8 +127,9 @@ def sparse_latent_kernel(
     """
     token = tl.program_id(0)
     split = tl.program_id(2)
-    r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
-    needed = tl.minimum(seen_tokens(query_start_loc, seq_lens, token, r), TOP_K)
+    first, end = part_of_chosen(
+        query_start_loc, seq_lens, token, split, num_reqs, QUERY_LEN, TOP_K, TILE, SPLITS
+    )
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = head < NUM_HEADS
     at = token.to(tl.int64)
@@ -147,9 +148,6 @@ def sparse_latent_kernel(
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
-    part = tl.cdiv(tl.cdiv(needed, TILE), SPLITS) * TILE
-    first = split * part
-    end = tl.minimum(first + part, needed)
     lane = tl.arange(0, TILE)
     places = slots + at * TOP_K
     for start in range(first, end, TILE):

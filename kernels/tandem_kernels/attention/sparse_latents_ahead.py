@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tandem_kernels.attention.chosen_slots import request_of_token, seen_tokens
+from tandem_kernels.attention.chosen_slots import part_of_chosen
 
 _copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """Has another name from Triton 3.9 on."""
@@ -157,11 +157,9 @@ def sparse_ahead_kernel(
     kind: gl.constexpr = kv_cache.dtype.element_ty
     token, split = gl.program_id(0) // TILES, gl.program_id(1)
     first_head = gl.program_id(0) % TILES * ROWS
-    r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
-    needed = gl.minimum(seen_tokens(query_start_loc, seq_lens, token, r), TOP_K)
-    part = gl.cdiv(gl.cdiv(needed, TILE), SPLITS) * TILE
-    first = split * part
-    end = gl.minimum(first + part, needed)
+    first, end = part_of_chosen(
+        query_start_loc, seq_lens, token, split, num_reqs, QUERY_LEN, TOP_K, TILE, SPLITS
+    )
     at = token.to(gl.int64)
     own = q_latent + at * latent_token_stride
     query = _queries(own, first_head, NUM_HEADS, ROWS, LATENT, LATENTS, latent_head_stride)

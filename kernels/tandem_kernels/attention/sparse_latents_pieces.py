@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tandem_kernels.attention.chosen_slots import request_of_token, seen_tokens
+from tandem_kernels.attention.chosen_slots import part_of_chosen
 
 _copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """Has another name from Triton 3.9 on."""
@@ -152,11 +152,9 @@ def sparse_pieces_kernel(
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROPE], kind)
     token, split = gl.program_id(0) // TILES, gl.program_id(1)
     first_head = gl.program_id(0) % TILES * ROWS
-    r = request_of_token(query_start_loc, token, num_reqs, QUERY_LEN)
-    needed = gl.minimum(seen_tokens(query_start_loc, seq_lens, token, r), TOP_K)
-    count = gl.cdiv(gl.cdiv(needed, TILE), SPLITS) * TILE
-    first = split * count
-    end = gl.minimum(first + count, needed)
+    first, end = part_of_chosen(
+        query_start_loc, seq_lens, token, split, num_reqs, QUERY_LEN, TOP_K, TILE, SPLITS
+    )
     at = token.to(gl.int64)
     latents = gl.allocate_shared_memory(kind, [PIECES, TILE, WIDTH], wide)
     keys = gl.allocate_shared_memory(kind, [TILE, ROPE], narrow)
