@@ -24,7 +24,7 @@ from interpreted_fixtures import (  # noqa: F401
 
 from tandem_kernels import ops
 from tandem_kernels.attention import (
-    decode_attention,
+    decode_merge,
     prefill_attention,
     prefill_parts,
     rope_and_cache,
@@ -87,8 +87,8 @@ def test_paged_attention(
 
 
 def test_heads_that_are_merged_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_attention, "_MERGED_COLUMNS", 16)
-    monkeypatch.setattr(decode_attention, "_MERGED_PARTS", 2)
+    monkeypatch.setattr(decode_merge, "_COLUMNS", 16)
+    monkeypatch.setattr(decode_merge, "_PARTS", 2)
     shape = {"num_kv_heads": 1, "group": 2, "head_dim": 24, "block_size": 16}
     check.paged_attention(ops.paged_attention.kernel, oracle.paged_batch([900, 0], [1, 1], **shape))
 

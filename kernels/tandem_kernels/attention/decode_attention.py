@@ -39,7 +39,7 @@ from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.attention_sink import with_sink
 from tandem_kernels.attention.decode_ahead import ask_ahead, attend_ahead
 from tandem_kernels.attention.decode_line import find, line, skipped
-from tandem_kernels.attention.decode_merge import merge_kernel
+from tandem_kernels.attention.decode_merge import FEW_UNITS, merge_kernel, merge_shape
 from tandem_kernels.attention.decode_tuning import DecodeTuning, decode_tuning
 from tandem_kernels.attention.fp8_cache import in_half, unpacked
 from tandem_kernels.attention.head_planes import planes_of_head
@@ -50,11 +50,6 @@ from tandem_kernels.device import has_e4m3, num_programs, supports_pdl
 from tandem_kernels.product_precision import precision_of
 
 LOG2_E = 1.4426950408889634
-_FEW_UNITS = 16
-"""Requests times KV heads that leave most programs one tile or none: then a program asks for its
-first tile ahead, heads are merged by programs of their own, and what follows may begin early."""
-_MERGED_COLUMNS, _MERGED_PARTS = 64, 64
-"""A program for some columns has this many, and reads this many parts at once."""
 
 
 @triton.jit
@@ -288,7 +283,8 @@ def decode_attention(
     sizes = sizes_of(kv_cache)
     num_kv_heads = sizes.num_kv_heads
     num_units, group = num_reqs * num_kv_heads, num_q_heads // num_kv_heads
-    is_fp8, few = kv_scales is not None, num_units <= _FEW_UNITS
+    # Of few, most programs have one tile or none, and ask for it ahead.
+    is_fp8, few = kv_scales is not None, num_units <= FEW_UNITS
     tuning = tuning or decode_tuning(q.device, num_units, head_dim, kv_cache.dtype)
     programs = num_programs(q.device, tuning.programs_per_sm)
     acc_shape, state_shape = (programs, 2, group, sizes.value_dim), (programs, 2, 2, group)
@@ -315,7 +311,7 @@ def decode_attention(
         **shape,
     )  # fmt: skip
     whole = shape["BLOCK_VALUE"]
-    shape["BLOCK_VALUE"] = min(whole, _MERGED_COLUMNS) if few else whole
+    shape |= merge_shape(num_units, whole)
     grid = num_units if few else programs, group, triton.cdiv(whole, shape["BLOCK_VALUE"])
     merge_kernel[grid](
         metadata.seq_lens,
@@ -326,7 +322,6 @@ def decode_attention(
         num_reqs,
         programs,
         ROWS=num_q_heads,
-        PARTS=_MERGED_PARTS if few else 16,
         BY_HEAD=few,
         ALIGNED=False,
         num_warps=4,

@@ -14,6 +14,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.attention.attention_sink import with_sink
 from tandem_kernels.attention.decode_line import aligned_run, find, line, skipped
 
+FEW_UNITS = 16
+"""Heads of requests that have many parts each: then a program is for some columns of one."""
+_COLUMNS, _PARTS = 64, 64
+"""Such a program has this many columns, and reads this many parts at once."""
+
+
+def merge_shape(num_units: int, width: int) -> dict[str, int]:
+    """Returns the columns of a program, and the parts that it reads at once.
+
+    Args:
+        num_units: Heads of requests.
+        width: Columns of all programs of a head, a power of two.
+    """
+    if num_units <= FEW_UNITS:
+        return {"BLOCK_VALUE": min(width, _COLUMNS), "PARTS": _PARTS}
+    return {"BLOCK_VALUE": width, "PARTS": 16}
+
 
 @triton.jit(do_not_specialize=["num_reqs", "num_runs"])
 def merge_kernel(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.decode_line import aligned_run, find, line
-from tandem_kernels.attention.decode_merge import merge_kernel
+from tandem_kernels.attention.decode_merge import FEW_UNITS, merge_kernel, merge_shape
 from tandem_kernels.attention.fp8_cache import unpacked
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries
@@ -35,11 +35,6 @@ from tandem_kernels.device import has_e4m3, has_warpgroup_mma, num_programs
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
 from tandem_kernels.tunings.table import plain_table
-
-_FEW_UNITS = 16
-"""Tiles of query rows that have many parts each: a program joins _MERGED_COLUMNS of a row, of
-_MERGED_PARTS at once; of more, all columns of 16."""
-_MERGED_COLUMNS, _MERGED_PARTS = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,23 +372,21 @@ def _join(
     """Joins `parts`, accumulators [P, 2, ROWS, L] and softmax states [P, 2, 2, ROWS], of requests
     with `num_rows` query rows each. `shape`: what both kernels are compiled for."""
     programs, _, tile_rows, latent = parts[0].shape
-    row_tiles, whole = triton.cdiv(num_rows, tile_rows), triton.next_power_of_2(latent)
+    row_tiles = triton.cdiv(num_rows, tile_rows)
     units = metadata.num_decodes * row_tiles
-    few = units <= _FEW_UNITS
     # Not by the number of requests itself: each power of two, `REQS`, has one kernel.
-    by_head = few or shape["REQS"] * row_tiles <= programs
-    columns = min(whole, _MERGED_COLUMNS) if few else whole
-    grid = units if by_head else programs, min(tile_rows, num_rows), triton.cdiv(latent, columns)
+    by_head = units <= FEW_UNITS or shape["REQS"] * row_tiles <= programs
+    shape = shape | merge_shape(units, triton.next_power_of_2(latent))
+    columns = triton.cdiv(latent, shape["BLOCK_VALUE"])
+    grid = units if by_head else programs, min(tile_rows, num_rows), columns
     merge_kernel[grid](
         metadata.seq_lens, None, out, *parts, metadata.num_decodes, programs,
         NUM_KV_HEADS=row_tiles,
         GROUP=tile_rows,
         ROWS=num_rows,
         VALUE_DIM=latent,
-        BLOCK_VALUE=columns,
         WINDOW=0,
         HAS_SINKS=False,
-        PARTS=_MERGED_PARTS if few else 16,
         BY_HEAD=by_head,
         ALIGNED=True,
         num_warps=4,
