@@ -95,16 +95,6 @@
       readOnly: true
 {{- end -}}
 
-{{/* A Job cannot change: another model or image is another Job. */}}
-{{- define "tandem.preloadName" -}}
-{{- $model := .Values.model -}}
-{{- $image := include "tandem.image" (dict "root" . "image" .Values.image.engine) -}}
-{{- $tier := pick .Values.tierDefaults "podSecurityContext" "securityContext" -}}
-{{- $parts := list (omit $model "adapters" "servedName" "dtype" "kvCacheDtype" "maxModelLen") $image $tier .Values.global.imagePullSecrets -}}
-{{- $what := toJson $parts | sha256sum | trunc 8 -}}
-{{- printf "%s-%s" (include "tandem.name" (dict "root" . "component" "preload")) $what -}}
-{{- end -}}
-
 {{/* The hub's client library reads these itself. */}}
 {{- define "tandem.modelEnv" -}}
 {{- $hub := .Values.model.hub -}}

@@ -25,6 +25,13 @@ ipFamilies: [{{ .Values.ipFamily }}]
 {{- end }}
 {{- end -}}
 
+{{/* From what the user adds: every component but the download has it. */}}
+{{- define "tandem.extraIngress" -}}
+{{- with .Values.networkPolicy.extraIngress }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{/* The port that a URL names, else that of its scheme. */}}
 {{- define "tandem.urlPort" -}}
 {{- $url := urlParse . -}}

@@ -139,6 +139,9 @@
 
 {{- define "tandem.mistakes.hosts" -}}
 {{- $found := .found -}}
+{{- if and .root.Values.calibration.enabled (eq .name "decode") (gt (int .tier.parallelism.hosts) 1) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "calibration.enabled measures a node of one host, but decode.parallelism.hosts is more: set calibration.enabled to false, and measure by hand (tandem bench)") -}}
+{{- end -}}
 {{- $name := .name -}}
 {{- $tensor := int .tier.parallelism.tensor -}}
 {{- $stages := int .tier.parallelism.pipeline -}}

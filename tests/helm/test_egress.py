@@ -1,4 +1,4 @@
-"""Policies let pods reach names, hubs, mirrors and proxies, on the ports that these have."""
+"""Policies let pods reach names, hubs, mirrors and proxies, and meshes reach pods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helm.helm_engine import HelmSdk
-from tests.helm.scenarios import overlay
+from tests.helm.scenarios import overlay, values_of
 
 MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
 PROXY = [{"name": "HTTPS_PROXY", "value": "http://proxy.corp:3128"}]
@@ -54,3 +54,16 @@ def test_a_job_that_downloads_reaches_a_mirror() -> None:
     hub = {"endpoint": "http://hf.corp:8080"}
     assert {(8080, "TCP")} in ports_of({"model": {**PRELOADED, "hub": hub}}, "preload")
     assert {(8080, "TCP")} not in ports_of({"model": {**PRELOADED, "hub": hub}}, "decode")
+
+
+def test_what_a_user_adds_to_policies_each_of_them_has() -> None:
+    tunnel = {"ports": [{"port": 15008}]}
+    rules = {"networkPolicy": {"extraIngress": [tunnel], "extraEgress": [tunnel]}}
+    found = HelmSdk.shared().render(overlay(values_of("roles"), rules))
+    kinds = {p["metadata"]["labels"]["app.kubernetes.io/component"]: p["spec"]
+             for p in found.all("NetworkPolicy")}  # fmt: skip
+    assert kinds.keys() >= {"router", "prefill", "decode", "node"}
+    store = HelmSdk.shared().render(overlay(values_of("kv-store"), rules))
+    for spec in [*kinds.values(), *(p["spec"] for p in store.all("NetworkPolicy"))]:
+        assert tunnel in spec["ingress"]
+        assert "Egress" not in spec["policyTypes"] or tunnel in spec["egress"]

@@ -124,6 +124,14 @@ BETWEEN_VALUES = [
         "set tls.existingSecret.node to a Secret with tls.crt, tls.key and ca.crt, whose "
         "certificate names tandem-prefill and tandem-decode",
     ),
+    (
+        {
+            "calibration": {"enabled": True},
+            "decode": {"parallelism": {"hosts": 2, "tensor": 2}},
+            "model": {"storage": {"type": "pvc"}},
+        },
+        "calibration.enabled measures a node of one host",
+    ),
     ({"prefill": {"kvTiers": {"diskGiB": 9}}}, "diskGiB needs prefill.kvTiers.hostGiB"),
     (
         {"decode": {"kvTiers": {"hostGiB": 9}}},

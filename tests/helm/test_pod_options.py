@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helm.helm_engine import HelmSdk, Manifest, Rendered
+from tests.helm.helm_engine import HelmSdk, Manifest
 from tests.helm.kube_schemas import errors
 from tests.helm.scenarios import overlay, rendered, serving_pod, templates_of, values_of, workload
 from tests.helm.service_settings import containers, environment, settings_of
@@ -214,66 +214,6 @@ def test_room_for_a_download_is_asked_for() -> None:
     assert asked() is None
     assert "model.storage.emptyDir.sizeLimit" in HelmSdk.shared().render(MINIMAL).notes
     assert "evict" not in rendered("devices").notes
-
-
-PRELOADED = values_of("preload")
-
-
-def job_of(**over: Any) -> Manifest:
-    return HelmSdk.shared().render(overlay(PRELOADED, over)).one("Job")
-
-
-def test_pods_wait_for_the_download_and_need_no_hub() -> None:
-    found = rendered("preload")
-    job = found.one("Job")
-    (download,) = job["spec"]["template"]["spec"]["containers"]
-    assert download["command"] == ["tandem", "download"]
-    assert download["args"][:2] == ["org/model", "--revision=0a1b2c3"]
-    mark = download["args"][2].removeprefix("--mark=")
-    for component in ("prefill", "decode"):
-        spec = serving_pod(found, component)["spec"]
-        (wait,) = spec["initContainers"]
-        assert {"name": "MARK", "value": mark} in wait["env"]
-        claims = [v for v in spec["volumes"] if v["name"] == "models"]
-        assert claims == [
-            v for v in job["spec"]["template"]["spec"]["volumes"] if v["name"] == "models"
-        ]
-        variables = {v["name"]: v.get("value") for v in engine_of({"spec": spec})["env"]}
-        assert variables["HF_HUB_OFFLINE"] == "1"
-        assert variables["HF_HOME"] == "/models"
-        assert not hub_is_open(found, component), "who asks nobody needs no way there"
-    assert hub_is_open(found, "preload")
-    assert "HF_HUB_OFFLINE" not in str(download["env"])
-
-
-def hub_is_open(found: Rendered, component: str) -> bool:
-    (policy,) = found.all("NetworkPolicy", component)
-    return any(port["port"] == 443 for port, _ in port_rules(policy["spec"]["egress"]))
-
-
-def test_a_job_that_would_have_to_change_is_another_one() -> None:
-    """Kubernetes refuses to change a Job's pods."""
-    base = job_of()
-    for over in (
-        {"model": {"revision": "ffff"}},
-        {"model": {"preload": {"resources": {"requests": {"cpu": "1"}}}}},
-        {"model": {"hub": {"endpoint": "https://mirror"}}},
-        {"image": {"engine": {"tag": "2"}}},
-        {"tierDefaults": {"podSecurityContext": {"runAsUser": 5}}},
-        {"global": {"imagePullSecrets": [{"name": "s"}]}},
-    ):
-        other = job_of(**over)
-        assert other["metadata"]["name"] != base["metadata"]["name"], over
-        assert other["spec"] != base["spec"], over
-    for over in ({"model": {"maxModelLen": 4096}}, {"decode": {"replicas": 3}}):
-        assert job_of(**over) == base
-
-
-def test_a_hook_runs_before_anything_changes() -> None:
-    storage = {"pvc": {"existingClaim": "models"}}
-    job = job_of(model={"preload": {"kind": "hook"}, "storage": storage})
-    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
-    assert "helm.sh/hook" not in str(job_of()["metadata"])
 
 
 # Queues and gangs ---------------------------------------------------------------------------------

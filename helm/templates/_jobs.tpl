@@ -1,0 +1,165 @@
+{{/* Pods that end: the download, the calibration and the test of the release. */}}
+
+{{/* Labels of such a pod: root, component */}}
+{{- define "tandem.jobLabels" -}}
+{{ include "tandem.selectorLabels" . }}
+{{- with .root.Values.jobs.podLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What they have in common at the level of a pod's spec, and where they run: root, of */}}
+{{- define "tandem.jobSpec" -}}
+restartPolicy: Never
+enableServiceLinks: false
+{{- with .root.Values.global.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext: {{- toYaml .of.podSecurityContext | nindent 2 }}
+{{- range $key := list "priorityClassName" "runtimeClassName" "nodeSelector" "tolerations" "affinity" }}
+{{- with get $.of $key }}
+{{ $key }}: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A Job cannot change: one that would is another Job. Numbers are parsed before, since versions of Helm
+  write them differently. root, component, spec (as text) */}}
+{{- define "tandem.jobName" -}}
+{{- printf "%s-%s" (include "tandem.name" .) (fromYaml .spec | toJson | sha256sum | trunc 8) -}}
+{{- end -}}
+
+{{/* Spec of the Job that measures a node's speed: root, component, of (the decode tier) */}}
+{{- define "tandem.calibrationJob" -}}
+{{- $root := .root -}}
+{{- $calibration := .root.Values.calibration -}}
+{{- $patches := eq $calibration.output "configMap" -}}
+{{- $tier := dict "root" .root "component" "decode" "of" .of "part" "" -}}
+backoffLimit: 1
+activeDeadlineSeconds: {{ int $calibration.timeoutSeconds }}
+template:
+  metadata:
+    labels: {{- include "tandem.jobLabels" . | nindent 6 }}
+    {{- with .root.Values.jobs.podAnnotations }}
+    annotations: {{- toYaml . | nindent 6 }}
+    {{- end }}
+  spec:
+    {{- include "tandem.jobSpec" . | nindent 4 }}
+    {{- if $patches }}
+    serviceAccountName: {{ include "tandem.name" . | quote }}
+    {{- end }}
+    automountServiceAccountToken: {{ $patches }}
+    {{- include "tandem.resourceClaims" $tier | nindent 4 }}
+    containers:
+      - name: bench
+        image: {{ include "tandem.image" (dict "root" $root "image" $root.Values.image.engine) | quote }}
+        imagePullPolicy: {{ $root.Values.image.engine.pullPolicy | quote }}
+        command: [tandem, bench]
+        args:
+          - {{ printf "--model=%s" (include "tandem.modelArgument" $root) | quote }}
+          - --tensor-parallel-size={{ int .of.parallelism.tensor }}
+          - --device={{ ternary "cuda" "cpu" .of.gpu.enabled }}
+          {{- if $patches }}
+          - {{ printf "--config-map=%s" (include "tandem.name" .) | quote }}
+          {{- else }}
+          - {{ printf "--output=/profiles/%s.json" (default "profile" $root.modelKey) | quote }}
+          {{- end }}
+          {{- range $calibration.extraArgs }}
+          - {{ . | quote }}
+          {{- end }}
+        {{- include "tandem.envFrom" . | nindent 8 }}
+        env:
+          {{- include "tandem.modelEnv" $root | nindent 10 }}
+          {{- with .of.env }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
+        resources: {{- include "tandem.tierResources" $tier | nindent 10 }}
+        securityContext: {{- toYaml .of.securityContext | nindent 10 }}
+        volumeMounts:
+          - name: models
+            mountPath: /models
+          - name: shm
+            mountPath: /dev/shm
+          - name: cache
+            mountPath: /cache
+          - name: tmp
+            mountPath: /tmp
+          {{- if not $patches }}
+          - name: profiles
+            mountPath: /profiles
+          {{- end }}
+          {{- with .of.extraVolumeMounts }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
+    volumes:
+      {{- include "tandem.modelVolume" $root | nindent 6 }}
+      - name: shm
+        emptyDir: {medium: Memory, sizeLimit: {{ .of.shm.sizeLimit | quote }}}
+      - name: cache
+        emptyDir: {}
+      - name: tmp
+        emptyDir: {}
+      {{- if not $patches }}
+      - name: profiles
+        persistentVolumeClaim:
+          claimName: {{ required "calibration.output is claim: set calibration.existingClaim" $calibration.existingClaim | quote }}
+      {{- end }}
+      {{- with .of.extraVolumes }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+{{- end -}}
+
+{{/* Spec of the Job that downloads a model. It reaches the hub as nodes would: through their proxy, and
+  with the certificates that they have. root, component, of (the defaults of tiers) */}}
+{{- define "tandem.preloadJob" -}}
+{{- $root := .root -}}
+{{- $preload := $root.Values.model.preload -}}
+{{- $place := dict "podSecurityContext" .of.podSecurityContext "nodeSelector" $preload.nodeSelector "tolerations" $preload.tolerations -}}
+backoffLimit: {{ int $preload.backoffLimit }}
+activeDeadlineSeconds: {{ int $preload.timeoutSeconds }}
+template:
+  metadata:
+    labels: {{- include "tandem.jobLabels" . | nindent 6 }}
+    {{- with $root.Values.jobs.podAnnotations }}
+    annotations: {{- toYaml . | nindent 6 }}
+    {{- end }}
+  spec:
+    {{- include "tandem.jobSpec" (dict "root" $root "of" $place) | nindent 4 }}
+    automountServiceAccountToken: false
+    containers:
+      - name: download
+        image: {{ include "tandem.image" (dict "root" $root "image" $root.Values.image.engine) | quote }}
+        imagePullPolicy: {{ $root.Values.image.engine.pullPolicy | quote }}
+        command: [tandem, download]
+        args:
+          - {{ $root.Values.model.name | quote }}
+          {{- with $root.Values.model.revision }}
+          - {{ printf "--revision=%s" . | quote }}
+          {{- end }}
+          - {{ printf "--mark=%s" (include "tandem.preloadMark" $root) | quote }}
+        {{- include "tandem.envFrom" . | nindent 8 }}
+        env:
+          - name: HF_HOME
+            value: /models
+          {{- include "tandem.hubEnv" $root | nindent 10 }}
+          {{- with .of.env }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
+        resources: {{- toYaml $preload.resources | nindent 10 }}
+        securityContext: {{- toYaml .of.securityContext | nindent 10 }}
+        volumeMounts:
+          - name: models
+            mountPath: /models
+          - name: tmp
+            mountPath: /tmp
+          {{- with .of.extraVolumeMounts }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
+    volumes:
+      {{- include "tandem.modelVolume" $root | nindent 6 }}
+      - name: tmp
+        emptyDir: {}
+      {{- with .of.extraVolumes }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+{{- end -}}

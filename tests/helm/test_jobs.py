@@ -1,0 +1,163 @@
+"""Jobs and the pod of `helm test` run where the pods that they stand for do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helm.helm_engine import HelmSdk, Manifest, Rendered
+from tests.helm.kube_schemas import errors
+from tests.helm.scenarios import overlay, pods, rendered, serving_pod, values_of
+from tests.helm.test_pod_options import MINIMAL, engine_of, port_rules
+
+PROXY = [{"name": "HTTPS_PROXY", "value": "http://proxy.corp:3128"}]
+CALIBRATED = overlay(MINIMAL, {"calibration": {"enabled": True}})
+PLACED: dict[str, Any] = {
+    "env": PROXY,
+    "envFrom": [{"configMapRef": {"name": "corporate"}}],
+    "extraVolumes": [{"name": "authority", "configMap": {"name": "authority"}}],
+    "extraVolumeMounts": [{"name": "authority", "mountPath": "/etc/authority"}],
+    "nodeSelector": {"pool": "gpu"},
+    "priorityClassName": "online",
+    "runtimeClassName": "nvidia",
+}
+"""Holds what nodes may need to have their GPU, and to reach the hub."""
+
+
+def calibration_of(**over: Any) -> Manifest:
+    return HelmSdk.shared().render(overlay(CALIBRATED, over)).one("Job", "calibration")
+
+
+def test_the_calibration_has_its_gpu_as_nodes_have_theirs() -> None:
+    spec = calibration_of(decode=PLACED)["spec"]["template"]["spec"]
+    assert {key: spec[key] for key in PLACED if key in spec} == {
+        "nodeSelector": {"pool": "gpu"},
+        "priorityClassName": "online",
+        "runtimeClassName": "nvidia",
+    }
+    (container,) = spec["containers"]
+    assert PROXY[0] in container["env"]
+    assert PLACED["extraVolumeMounts"][0] in container["volumeMounts"]
+    assert PLACED["extraVolumes"][0] in spec["volumes"]
+
+
+def test_what_containers_claim_their_pods_claim() -> None:
+    found = HelmSdk.shared().render(
+        overlay(values_of("devices"), {"calibration": {"enabled": True}})
+    )
+    claiming = 0
+    for pod in pods(found).values():
+        claimed = {claim["name"] for claim in pod["spec"].get("resourceClaims", ())}
+        for container in pod["spec"]["containers"]:
+            used = {claim["name"] for claim in container["resources"].get("claims", ())}
+            assert used == claimed
+            claiming += bool(used)
+    assert claiming == 3, "prefill, decode and the calibration"
+    job = found.one("Job", "calibration")
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "inference"
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"decode": {"resources": {"requests": {"cpu": "3"}}}},
+        {"decode": {"nodeSelector": {"pool": "gpu"}}},
+        {"model": {"hub": {"endpoint": "https://mirror"}}},
+        {"jobs": {"podLabels": {"sidecar.istio.io/inject": "false"}}},
+    ],
+)
+def test_a_calibration_that_would_have_to_change_is_another_one(over: dict[str, Any]) -> None:
+    base, other = calibration_of(), calibration_of(**over)
+    assert other["spec"] != base["spec"]
+    assert other["metadata"]["name"] != base["metadata"]["name"]
+    assert calibration_of(router={"replicas": 3}) == base
+
+
+def test_a_download_goes_the_way_that_nodes_would() -> None:
+    found = HelmSdk.shared().render(overlay(PRELOADED, {"tierDefaults": PLACED}))
+    spec = found.one("Job", "preload")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert PROXY[0] in container["env"] and container["envFrom"] == PLACED["envFrom"]
+    assert PLACED["extraVolumeMounts"][0] in container["volumeMounts"]
+    assert PLACED["extraVolumes"][0] in spec["volumes"]
+    assert not {"nodeSelector", "runtimeClassName"} & spec.keys(), "it needs no GPU"
+    (policy,) = found.all("NetworkPolicy", "preload")
+    assert 3128 in {port["port"] for port, _ in port_rules(policy["spec"]["egress"])}
+
+
+def test_a_mesh_leaves_pods_alone_that_must_end() -> None:
+    jobs = {"podLabels": {"a": "b"}, "podAnnotations": {"linkerd.io/inject": "disabled"}}
+    values = overlay(PRELOADED, {"calibration": {"enabled": True}, "jobs": jobs})
+    found = HelmSdk.shared().render(values)
+    assert not [error for one in found.objects for error in errors(one, "1.34")]
+    for where, pod in pods(found).items():
+        ends = not where.startswith("Deployment/")
+        metadata = pod["metadata"]
+        assert (metadata["labels"].get("a") == "b") is ends, where
+        assert ("linkerd.io/inject" in metadata.get("annotations", {})) is ends, where
+
+
+# The download of a model --------------------------------------------------------------------------
+
+
+PRELOADED = values_of("preload")
+
+
+def job_of(**over: Any) -> Manifest:
+    return HelmSdk.shared().render(overlay(PRELOADED, over)).one("Job")
+
+
+def test_pods_wait_for_the_download_and_need_no_hub() -> None:
+    found = rendered("preload")
+    job = found.one("Job")
+    (download,) = job["spec"]["template"]["spec"]["containers"]
+    assert download["command"] == ["tandem", "download"]
+    assert download["args"][:2] == ["org/model", "--revision=0a1b2c3"]
+    mark = download["args"][2].removeprefix("--mark=")
+    for component in ("prefill", "decode"):
+        spec = serving_pod(found, component)["spec"]
+        (wait,) = spec["initContainers"]
+        assert {"name": "MARK", "value": mark} in wait["env"]
+        claims = [v for v in spec["volumes"] if v["name"] == "models"]
+        assert claims == [
+            v for v in job["spec"]["template"]["spec"]["volumes"] if v["name"] == "models"
+        ]
+        variables = {v["name"]: v.get("value") for v in engine_of({"spec": spec})["env"]}
+        assert variables["HF_HUB_OFFLINE"] == "1"
+        assert variables["HF_HOME"] == "/models"
+        assert not hub_is_open(found, component), "who asks nobody needs no way there"
+    assert hub_is_open(found, "preload")
+    assert "HF_HUB_OFFLINE" not in str(download["env"])
+
+
+def hub_is_open(found: Rendered, component: str) -> bool:
+    (policy,) = found.all("NetworkPolicy", component)
+    return any(port["port"] == 443 for port, _ in port_rules(policy["spec"]["egress"]))
+
+
+def test_a_job_that_would_have_to_change_is_another_one() -> None:
+    """Kubernetes refuses to change a Job's pods."""
+    base = job_of()
+    for over in (
+        {"model": {"revision": "ffff"}},
+        {"model": {"preload": {"resources": {"requests": {"cpu": "1"}}}}},
+        {"model": {"hub": {"endpoint": "https://mirror"}}},
+        {"image": {"engine": {"tag": "2"}}},
+        {"tierDefaults": {"podSecurityContext": {"runAsUser": 5}}},
+        {"global": {"imagePullSecrets": [{"name": "s"}]}},
+        {"tierDefaults": {"env": PROXY}},
+        {"jobs": {"podAnnotations": {"linkerd.io/inject": "disabled"}}},
+    ):
+        other = job_of(**over)
+        assert other["metadata"]["name"] != base["metadata"]["name"], over
+        assert other["spec"] != base["spec"], over
+    for over in ({"model": {"maxModelLen": 4096}}, {"decode": {"replicas": 3}}):
+        assert job_of(**over) == base
+
+
+def test_a_hook_runs_before_anything_changes() -> None:
+    storage = {"pvc": {"existingClaim": "models"}}
+    job = job_of(model={"preload": {"kind": "hook"}, "storage": storage})
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    assert "helm.sh/hook" not in str(job_of()["metadata"])
