@@ -182,9 +182,10 @@ EDGE_ORDER = [
 
 HTTP_ORDER = [
     {"api_page", "event_loop", "headers", "request_head"},
-    {"answers", "errors", "exposition", "front", "service_routes"},
+    {"errors", "exposition", "front", "service_routes"},
     {"bodies", "error_forms", "unknown_path"},
     {"connection"},
+    {"answers"},
     {"outer_edge", "settings", "tls_http"},
 ]
 

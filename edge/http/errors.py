@@ -11,7 +11,8 @@
     ├── RequestTimeout          408  the request did not arrive in time
     ├── RequestTooLarge         413
     ├── UnsupportedBody         415  no JSON, or compressed
-    └── HeadTooLarge            431  request line and headers
+    ├── HeadTooLarge            431  request line and headers
+    └── Stopping                503  the server stops before the answer has ended; Retry-After
 
 Services add their own. All end as the error object of the OpenAI API.
 """
@@ -174,6 +175,13 @@ class HeadTooLarge(HttpError):
     status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
     type = "invalid_request_error"
     default_code = "headers_too_large"
+
+
+class Stopping(HttpError):
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    type = "service_unavailable"
+    default_code = "draining"
+    default_retry_after_s = 2
 
 
 def error_body(message: str, type_: str, code: str | None, param: str | None = None) -> bytes:

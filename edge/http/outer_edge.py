@@ -9,6 +9,8 @@
   request has arrived says so, because the rest of the request will never be read. And while a
   service drains every answer does: the next connection then goes to another one, and none is cut
   when this one ends.
+- A request that is cancelled because its server stops gets an error that says so
+  (`edge.http.answers.stopped_answer`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edge.http import headers as names
+from edge.http.answers.stopped_answer import StoppedAnswers
 from edge.http.connection.client_connection import request_headers, request_id
 from edge.http.errors import OriginRefused, send_error
 from edge.http.front import HttpFront
@@ -50,7 +53,7 @@ class OuterEdge:
         sampler: Sampler = sample_all,
         requests: RequestLog | None = None,
     ) -> None:
-        self._app = app
+        self._app = StoppedAnswers(app)
         self._is_draining = is_draining
         self._front = front or HttpFront()
         self._sampler = sampler

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import uvicorn
 
+from edge.http.answers.stopped_answer import QuietEnd
 from edge.http.connection.either_listener import EitherListener
 from edge.security.server_tls import ServerTls
 
@@ -29,6 +30,7 @@ class TlsConfig(uvicorn.Config):
 
     def load(self) -> None:
         super().load()
+        self.loaded_app = QuietEnd(self.loaded_app)
         self.ssl = None if self.tls is None else self.tls.context
 
 

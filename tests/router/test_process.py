@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import time
@@ -89,7 +90,9 @@ async def test_a_second_signal_cuts_open_answers_short(cluster: Cluster) -> None
             assert process.returncode is None
             process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(TIMEOUT_S):
+                last = await response.read()
                 assert await process.wait() == 0
+            assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "draining"
 
 
 async def test_who_came_while_a_draining_router_was_held_up_is_answered(cluster: Cluster) -> None:
