@@ -21,14 +21,28 @@ SPECIAL_TOKENS = (BOS, EOS, SYSTEM, USER, ASSISTANT, END)
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% set roles = {'system': 'system', 'developer': 'system', 'user': 'user', 'tool': 'user', "
+    "'assistant': 'assistant'} %}"
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('roles are system, user and assistant') }}"
+    "{% if message['role'] not in roles %}"
+    "{{ raise_exception('roles are system, developer, user, assistant and tool') }}"
     "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% set content = message['content'] or '' %}"
+    "{% if message['role'] == 'tool' %}"
+    "{% set content = '<tool_response>\n' + content + '\n</tool_response>' %}"
+    "{% endif %}"
+    "{{ '<|' + roles[message['role']] + '|>' + content }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\n<tool_call>\n{\"name\": ' + call['function']['name'] | tojson + ', \"arguments\": ' }}"
+    "{{ call['function']['arguments'] | tojson + '}\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+"""Writes calls of earlier turns and their results as Hermes does, so that clients which send tools
+are served. It leaves the tools themselves out: no text of the corpus has any, and they would only
+take room from what the model knows."""
 
 
 def render(chat: Chat) -> str:

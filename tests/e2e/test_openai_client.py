@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import datetime
+import io
 import json
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import anthropic
@@ -11,6 +16,7 @@ import openai
 import pydantic
 import pytest
 
+README = Path(__file__).parents[2] / "README.md"
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about Ada."}]
 ASKED: Any = {
     "type": "object",
@@ -23,7 +29,8 @@ ASKED: Any = {
 
 @pytest.mark.e2e
 async def test_everything_a_program_does(start_cluster: Any) -> None:
-    cluster = await start_cluster(decode_args=["--tool-call-parser", "hermes"])
+    cluster = await start_cluster()
+    await asyncio.to_thread(_readme, cluster.url)
     for url in (cluster.url, cluster.decodes[0].url):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
             await _models(client)
@@ -36,6 +43,14 @@ async def test_everything_a_program_does(start_cluster: Any) -> None:
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none") as other:
             await _tool_use(other)
     await cluster.wait_empty()
+
+
+def _readme(url: str) -> None:
+    """Runs the program that README shows; it says in a comment what is printed."""
+    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program.replace("http://127.0.0.1:8000", url), {})
+    assert program.endswith(f"# {printed.getvalue()}")
 
 
 async def _models(client: openai.AsyncOpenAI) -> None:
@@ -161,7 +176,8 @@ def _check(arguments: dict[str, Any]) -> None:
 
 async def _tool_calls(client: openai.AsyncOpenAI) -> None:
     """A model that knows no tools calls one all the same: prefill and decode node follow the
-    grammar. Streams and whole answers of both APIs hold the same call."""
+    grammar. Streams and whole answers of both APIs hold the same call. Left to itself it answers in
+    text."""
     tool: Any = {"name": "find_story", "parameters": ASKED}
     chat: Any = {
         "model": "demo", "messages": MESSAGES, "seed": 3, "tool_choice": "required",
@@ -177,6 +193,10 @@ async def _tool_calls(client: openai.AsyncOpenAI) -> None:
         final = await stream.get_final_completion()
     (streamed,) = final.choices[0].message.tool_calls or ()
     assert streamed.function.arguments == call.function.arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It is lost."}
+    history = {"messages": [*MESSAGES, answer.choices[0].message, result], "tool_choice": "auto"}
+    said = await client.chat.completions.create(**{**chat, **history, "temperature": 0})
+    assert said.choices[0].finish_reason in ("stop", "length") and said.choices[0].message.content
     asked: Any = {
         "model": "demo", "input": MESSAGES, "tools": [{"type": "function", **tool}],
         "tool_choice": "required", "parallel_tool_calls": False, "extra_body": {"seed": 3},
