@@ -79,6 +79,7 @@ class Services:
     recent: RecentRequests
     credentials: Credentials
     caches: PrefixCaches
+    aborts: Aborts
     adapters: AdapterSync
     tracer: Tracer
     spare: SpareNodes
@@ -100,13 +101,8 @@ class Services:
 
     def for_operators(self) -> OperatorParts:
         """Returns what `operator_routes` takes."""
-        aborts = Aborts(
-            registry=self.registry,
-            credentials=self.credentials,
-            open_requests=self.recent.all_open,
-        )
-        adapters, feed = self.adapters.adapters, self.feed
-        return self.registry, self.credentials, self.metrics, self.caches, aborts, adapters, feed
+        parts = self.registry, self.credentials, self.metrics, self.caches, self.aborts
+        return *parts, self.adapters.adapters, self.feed
 
     def known_gates(self) -> dict[str, AdmissionGate]:
         """Returns the gates of models that exist and were asked for, by model."""
@@ -131,7 +127,10 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         lambda: models.table.versions(),
     )
     start_at_zero(metrics)
-    monitor = LoadMonitor(registry, metrics, settings.watch_interval_s, credentials, world.rng)
+    recent = RecentRequests()
+    aborts = Aborts(registry=registry, credentials=credentials, open_requests=recent.all_open)
+    interval_s = settings.watch_interval_s
+    monitor = LoadMonitor(registry, metrics, interval_s, credentials, aborts.follow, world.rng)
     transport = world.transport or _make_transport(settings, credentials)
     silence = _make_silence_watch(settings, registry)
     policy = make_policy(settings, registry, world.rng)
@@ -149,19 +148,16 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         wants_journal=settings.max_migrations > 0,
     )
     gates = _make_gates(settings, models, world.rng, scaling)
-    metrics.registry.register(GateCollector(gates, lambda: models.table.models()))
-    metrics.registry.register(ScalingCollector(scaling, lambda: models.table.models()))
-    for collector in (models.rules, ModelsCollector(models), CredentialsCollector(credentials)):
-        metrics.registry.register(collector)
     tracer = Tracer.open(settings, "tandem-router", socket.gethostname())
-    metrics.registry.register(TracerCollector(tracer))
+    _register(metrics.registry, models, gates, scaling, credentials, tracer)
     return Services(
         registry=registry,
         keys=keys,
         credentials=credentials,
         caches=PrefixCaches(registry=registry, credentials=credentials, forget=policy.forget),
         adapters=_make_adapters(registry, credentials, metrics.registry),
-        recent=RecentRequests(),
+        recent=recent,
+        aborts=aborts,
         metrics=metrics,
         transport=transport,
         monitor=monitor,
@@ -180,6 +176,28 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         tracer=tracer,
         spare=policy.spare,
     )
+
+
+def _register(
+    registry: CollectorRegistry,
+    models: KnownModels,
+    gates: ModelGates,
+    scaling: PerModel[ScalingSignal],
+    credentials: Credentials,
+    tracer: Tracer,
+) -> None:
+    def known() -> set[str]:
+        return models.table.models()
+
+    for collector in (
+        GateCollector(gates, known),
+        ScalingCollector(scaling, known),
+        models.rules,
+        ModelsCollector(models),
+        CredentialsCollector(credentials),
+        TracerCollector(tracer),
+    ):
+        registry.register(collector)
 
 
 def _make_adapters(

@@ -31,6 +31,7 @@ from engine.contracts.errors import EngineCallTimeout, EngineDeadError
 from engine.frontend.step_history import StepHistory
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.metrics.engine_metrics import MeasuredEngine
+from engine.node.services.abort_calls import AbortCalls
 from engine.node.services.adapter_servicer import adapter_call
 from engine.node.services.profile_servicer import ProfiledEngine
 from engine.node.services.role_servicer import RoleServicer
@@ -112,6 +113,7 @@ class NodeStatus:
         """Forgets cached prefixes, here and wherever the node's owner remembers them."""
         self.abort_answers: AbortAnswers = lambda names: 0
         """Ends the answers of these names, or all that the node gives; returns how many."""
+        self.abort_calls = AbortCalls()
         self.profiles = engine.profiles
         self.adapters = engine.adapters
         self.serves_prefixes = False
@@ -149,11 +151,16 @@ class NodeStatus:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_change(self, timeout_s: float) -> None:
-        """Returns after a change, or after `timeout_s`."""
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Returns what the next change sets."""
+        return self._changed
+
+    async def wait_change(self, timeout_s: float, change: asyncio.Event | None = None) -> None:
+        """Returns after `change`, the next one if it is not given, or after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
+                await (change or self._changed).wait()
         except TimeoutError:
             return
 
@@ -322,6 +329,9 @@ class NodeStatusServicer(RoleServicer):
         ],
     ) -> node_pb2.AbortAnswersAnswer:
         names = None if request.all else frozenset(request.names)
+        if request.call:
+            self._status.abort_calls.note(request.call, names)
+            self._status.notify()
         return node_pb2.AbortAnswersAnswer(num_aborted=self._status.abort_answers(names))
 
     async def SetDrained(
@@ -343,17 +353,20 @@ class NodeStatusServicer(RoleServicer):
     ) -> AsyncIterator[node_pb2.NodeLoad]:
         interval_s = request.interval_s if request.interval_s > 0 else _DEFAULT_INTERVAL_S
         interval_s = max(interval_s, _MIN_INTERVAL_S)
-        num_seen = num_sent = 0
+        num_seen = num_sent = num_aborts = 0
         while True:
+            change = self._status.next_change
             if not self._status.is_silent:
                 load = self._status.load()
                 prefixes, num_seen = self._status.prefixes_since(num_seen)
                 load.recent_prefixes.extend(prefixes)
                 calls, num_sent = self._status.adapters.records.since(num_sent)
                 load.adapter_calls.extend(map(adapter_call, calls))
+                aborts, num_aborts = self._status.abort_calls.since(num_aborts)
+                load.abort_calls.extend(aborts)
                 yield load
             await asyncio.sleep(_MIN_INTERVAL_S)
-            await self._status.wait_change(interval_s - _MIN_INTERVAL_S)
+            await self._status.wait_change(interval_s - _MIN_INTERVAL_S, change)
 
 
 def fingerprint(layout: KVLayout) -> str:

@@ -137,12 +137,28 @@ class RankTrace(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., path: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class AbortAnswersRequest(_message.Message):
-    __slots__ = ("names", "all")
+    __slots__ = ("names", "all", "call")
     NAMES_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     names: _containers.RepeatedScalarFieldContainer[str]
     all: bool
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., all: bool = ...) -> None: ...
+    call: int
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., all: bool = ..., call: _Optional[int] = ...) -> None: ...
+
+class AbortCall(_message.Message):
+    __slots__ = ("call", "part", "names", "all", "age_s")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    part: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    all: bool
+    age_s: float
+    def __init__(self, call: _Optional[int] = ..., part: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., all: bool = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class AbortAnswersAnswer(_message.Message):
     __slots__ = ("num_aborted",)
@@ -193,7 +209,7 @@ class GroupLoad(_message.Message):
     def __init__(self, num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "drained", "num_waiting_requests", "num_running_requests", "num_idle_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "slack_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "adapters", "adapter_calls", "http_port", "max_model_len", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos", "prompt_tokens_from_host", "prompt_tokens_from_disk", "groups", "host_name", "kv_paths", "kv_bytes_per_token")
+    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "drained", "num_waiting_requests", "num_running_requests", "num_idle_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "slack_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "adapters", "adapter_calls", "abort_calls", "http_port", "max_model_len", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos", "prompt_tokens_from_host", "prompt_tokens_from_disk", "groups", "host_name", "kv_paths", "kv_bytes_per_token")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +234,7 @@ class NodeLoad(_message.Message):
     SERVES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_CALLS_FIELD_NUMBER: _ClassVar[int]
+    ABORT_CALLS_FIELD_NUMBER: _ClassVar[int]
     HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +277,7 @@ class NodeLoad(_message.Message):
     serves_prefixes: bool
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     adapter_calls: _containers.RepeatedCompositeFieldContainer[AdapterCall]
+    abort_calls: _containers.RepeatedCompositeFieldContainer[AbortCall]
     http_port: int
     max_model_len: int
     version: str
@@ -278,4 +296,4 @@ class NodeLoad(_message.Message):
     host_name: str
     kv_paths: _containers.RepeatedCompositeFieldContainer[KVPath]
     kv_bytes_per_token: float
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., drained: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_idle_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., slack_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapter_calls: _Optional[_Iterable[_Union[AdapterCall, _Mapping]]] = ..., http_port: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ..., prompt_tokens_from_host: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ..., host_name: _Optional[str] = ..., kv_paths: _Optional[_Iterable[_Union[KVPath, _Mapping]]] = ..., kv_bytes_per_token: _Optional[float] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., drained: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_idle_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., slack_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapter_calls: _Optional[_Iterable[_Union[AdapterCall, _Mapping]]] = ..., abort_calls: _Optional[_Iterable[_Union[AbortCall, _Mapping]]] = ..., http_port: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ..., prompt_tokens_from_host: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ..., host_name: _Optional[str] = ..., kv_paths: _Optional[_Iterable[_Union[KVPath, _Mapping]]] = ..., kv_bytes_per_token: _Optional[float] = ...) -> None: ...

@@ -2,7 +2,8 @@
 
 1. a member appears: a task calls `Watch`, each time on a channel of its own, which shows what
    certificates say by then
-2. each report goes to the registry, which keeps only what is newer
+2. each report goes to the registry, which keeps only what is newer; what newer ones say of
+   answers that another router ends goes to `on_aborts`
 3. a stream that ends, breaks or falls silent marks the node disconnected; the call is made
    again after a short random pause, for as long as the node is a member
 4. a member vanishes: its task is cancelled
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -25,7 +26,7 @@ from edge.standstill import is_done_within
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.registry import NodeRegistry, ReportOutcome
 from router.nodes.report import NodeReport
-from tandem_pb.node_pb2 import NodeLoad, WatchRequest
+from tandem_pb.node_pb2 import AbortCall, NodeLoad, WatchRequest
 from tandem_pb.node_pb2_grpc import NodeStatusStub
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 1 << 20),
 )
 _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
+
+
+AbortListener = Callable[[NodeAddress, Iterable[AbortCall]], None]
 
 
 class WatchEvents(Protocol):
@@ -61,6 +65,7 @@ class LoadMonitor:
         events: WatchEvents,
         interval_s: float,
         credentials: Credentials,
+        on_aborts: AbortListener,
         rng: random.Random | None = None,
     ) -> None:
         self._registry = registry
@@ -68,6 +73,7 @@ class LoadMonitor:
         self._request = WatchRequest(interval_s=interval_s)
         self._silence_s = registry.patience.stale_after_s
         self._credentials = credentials
+        self._on_aborts = on_aborts
         self._rng = rng or random.Random()
         self._tasks: dict[NodeAddress, asyncio.Task[None]] = {}
         self._refusals: dict[NodeAddress, str] = {}
@@ -170,3 +176,5 @@ class LoadMonitor:
     def _take(self, address: NodeAddress, load: NodeLoad) -> None:
         outcome = self._registry.take_report(address, NodeReport.from_message(load))
         self._events.report_came(outcome)
+        if outcome in (ReportOutcome.APPLIED, ReportOutcome.RESTARTED):
+            self._on_aborts(address, load.abort_calls)

@@ -20,6 +20,7 @@ from tandem_pb.node_pb2 import (
     NODE_ROLE_PREFILL,
     AbortAnswersAnswer,
     AbortAnswersRequest,
+    AbortCall,
     Adapter,
     AdapterCall,
     LoadAdapterRequest,
@@ -91,6 +92,10 @@ class StatusService(NodeStatusServicer):
         self, request: AbortAnswersRequest, context: grpc.aio.ServicerContext
     ) -> AbortAnswersAnswer:
         self.aborts.append(request)
+        if request.call:
+            told = AbortCall(call=request.call, names=request.names, all=request.all)
+            self.load.abort_calls.append(told)
+            await self.change()
         return AbortAnswersAnswer(num_aborted=1)
 
     async def LoadAdapter(

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from edge.tracing.context import TraceContext
+from router.request.request_history import RequestHistory
+from router.request.trace import RequestTrace
+from tandem_pb.node_pb2 import AbortCall
 from tests.router.cluster import Cluster, eventually
 from tests.router.fakes import stream_tokens
 
@@ -87,6 +93,60 @@ async def test_what_a_node_has_late_ends_before_the_reply(
     assert later and all(len(one.names) == 1 and not one.all for one in later)
     assert "[DONE]" in await asked
     assert "x-tandem-aborted" not in node.requests[0][0]
+
+
+async def test_what_waits_in_another_router_goes_to_a_node_as_aborted(cluster: Cluster) -> None:
+    """An answer that is on its way from there ends; one that begins after the call goes on."""
+    may_answer = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        name, aborts = request.headers["x-request-id"], node.status.aborts
+        if "x-tandem-aborted" not in request.headers:
+            await eventually(
+                lambda: may_answer.is_set() or any(name in one.names for one in aborts)
+            )
+        return await stream_tokens(1)(request)
+
+    node, other = await cluster.decode("d", answer), await cluster.decode("e")
+    near = await cluster.router(node, other)
+    far = await cluster.router(node, max_prefills_per_node=1)
+    asked = [asyncio.create_task(far.text({**BODY, "rid": "mine"}))]
+    await eventually(lambda: node.num_open == 1)
+    line = far.services.gates.of("demo").line
+    for name in ("mine", "other"):
+        asked.append(asyncio.create_task(far.text({**BODY, "rid": name})))
+    await eventually(lambda: len(line) == 2)
+    async with near.post({"rid": "mine"}, path="/abort_request") as response:
+        assert (await response.json())["router"] == "aborted 0"
+    await asked[0]
+    await eventually(lambda: node.num_open == 1 and len(node.requests) == 3)
+    asked.append(asyncio.create_task(far.text({**BODY, "rid": "mine"})))
+    await eventually(lambda: len(line) == 1)
+    may_answer.set()
+    await asyncio.gather(*asked)
+    sent = [(json.loads(body)["rid"], "x-tandem-aborted" in told) for told, body in node.requests]
+    assert sent == [("mine", False), ("mine", True), ("other", False), ("mine", False)]
+
+
+async def test_a_node_alone_ends_nothing_in_a_router(cluster: Cluster) -> None:
+    """It may lie: more than half of the nodes must tell of a call."""
+    nodes = [await cluster.decode("d"), await cluster.decode("e"), await cluster.decode("f")]
+    router = await cluster.router(*nodes)
+    trace = RequestTrace(TraceContext.from_headers({}), "/v1/completions")
+    record = RequestHistory(trace=trace, on_gap=lambda _: None, names=frozenset("a"))
+    records = [record, replace(record, names=frozenset("b"))]
+    aborts = replace(router.services.aborts, open_requests=lambda: records)
+    first, second, third = (n.address for n in router.services.registry.all_nodes())
+    call = AbortCall(call=7, names="a")
+    for teller in (first, first):
+        aborts.follow(teller, [call])
+    assert not record.is_aborted
+    aborts.follow(second, [call])
+    assert [one.is_aborted for one in records] == [True, False]
+    old = AbortCall(call=8, all=True, age_s=60)
+    for teller in (first, second, third):
+        aborts.follow(teller, [old])
+    assert not records[1].is_aborted, "it began later"
 
 
 async def test_clients_with_a_key_end_nothing(cluster: Cluster) -> None:

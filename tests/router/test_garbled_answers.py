@@ -112,7 +112,8 @@ async def test_garbled_reports_are_told_once_and_asked_for_again(
 ) -> None:
     failures: list[NodeRole] = []
     events = Mock(watch_failed=failures.append)
-    monitor = LoadMonitor(NodeRegistry(), events, 0.05, Credentials(SecurityConfig()))
+    credentials = Credentials(SecurityConfig())
+    monitor = LoadMonitor(NodeRegistry(), events, 0.05, credentials, lambda *_: None)
     async with garbled_node() as address:
         monitor.set_members([address])
         await eventually(lambda: len(failures) > 1)

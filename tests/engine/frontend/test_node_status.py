@@ -232,22 +232,35 @@ async def test_watch_reports_at_once_then_on_change(
     async with asyncio.timeout(LONG_S / 2):
         first = await watch.read()
         status.work.draining = True
-        while not (load := await _after_notify(status, watch)).draining:
-            pass
-    assert not first.draining
+        status.notify()
+        load = await watch.read()
+    assert not first.draining and load.draining
     assert load.sequence > first.sequence
     watch.cancel()
 
 
-async def _after_notify(status: NodeStatus, watch: grpc.aio.UnaryStreamCall) -> node_pb2.NodeLoad:
-    """Notifies again and again: a change in the same moment as a report is in the next one: keep
-    notifying.
-    """
-    reading = asyncio.ensure_future(watch.read())
-    while not reading.done():
-        status.notify()
-        await asyncio.wait([reading], timeout=0.05)
-    return reading.result()
+async def test_watchers_hear_at_once_which_answers_a_router_ends(
+    status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    """Many names come in parts, which fit into reports. A later watcher gets them, too."""
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+    names = [f"{i:05}" * 10 for i in range(8000)]
+    async with asyncio.timeout(LONG_S / 2):
+        watch = stub.Watch(node_pb2.WatchRequest(interval_s=LONG_S))
+        await watch.read()
+        await stub.AbortAnswers(node_pb2.AbortAnswersRequest(names=["mine"]))
+        await stub.AbortAnswers(node_pb2.AbortAnswersRequest(call=7, names=names))
+        load = await watch.read()
+        assert load.ByteSize() < 1 << 19
+        watch.cancel()
+        watch = stub.Watch(node_pb2.WatchRequest(interval_s=0.02))
+        told = list((await watch.read()).abort_calls)
+        while sum(len(one.names) for one in told) < len(names):
+            told += (await watch.read()).abort_calls
+        watch.cancel()
+    assert sorted(name for one in told for name in one.names) == names
+    assert [(one.call, one.part, one.all) for one in told] == [(7, i, False) for i in range(7)]
+    assert load.abort_calls and load.abort_calls[0].names == told[0].names
 
 
 async def test_each_watcher_hears_of_each_computed_prompt_once(
