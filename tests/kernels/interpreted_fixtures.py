@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partialmethod
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from known_operations import short_way
 from triton.runtime import interpreter
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -49,17 +51,27 @@ def remembering() -> Iterator[None]:
 def _look_for_builtins_once(patch: pytest.MonkeyPatch) -> None:
     """Remembers what there is to replace in the language, whether that is done, and NumPy's name of
     a type: a third of the interpreter's time."""
-    replace_attr, replace_all = interpreter._patch_attr, interpreter._patch_lang
+    replace_all = interpreter._patch_lang
     numpy_type, numpy_types = interpreter._get_np_dtype, {}
 
     @cache
     def builtins_of(package: Any) -> list[str]:
         return [name for name, found in inspect.getmembers(package) if tl.core.is_builtin(found)]
 
-    def replace_builtins(package: Any, *where: Any) -> None:
+    @cache
+    def interpreted(found: Any, package: Any, name: str) -> Any:
+        use, semantic = getattr(found, "__wrapped__", found), interpreter.interpreter_semantic
+
+        def without_a_compiler(*given: Any, **how: Any) -> Any:
+            how["_semantic"] = semantic
+            return use(*given, **how)
+
+        return short_way(package, name, without_a_compiler)
+
+    def replace_builtins(package: Any, _: Any, scope: Any) -> None:
         for name in builtins_of(package):
             if tl.core.is_builtin(found := getattr(package, name)):
-                replace_attr(package, name, found, *where)
+                scope.set_attr(package, name, interpreted(found, package, name))
 
     @cache
     def languages_of(function: Any) -> list[Any]:
@@ -196,16 +208,18 @@ def _take_masks_of_numbers(patch: pytest.MonkeyPatch) -> None:
     """Makes masks truths before they are used. In the interpreter a comparison of scalars becomes
     integers where it meets a block, and Triton 3.9 refuses these as a mask."""
     builder = interpreter.InterpreterBuilder
-    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
 
-        def with_truths(self: Any, *given: Any, use: Any, place: int, **how: Any) -> Any:
+    def with_truths(use: Any, place: int) -> Any:
+        def use_truths(self: Any, *given: Any, **how: Any) -> Any:
             mask = given[place]
-            if isinstance(mask, interpreter.TensorHandle):
-                mask = interpreter.TensorHandle(mask.data.astype(bool, copy=False), tl.int1)
+            if isinstance(mask, interpreter.TensorHandle) and mask.data.dtype != bool:
+                mask = interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
             return use(self, *given[:place], mask, *given[place + 1 :], **how)
 
-        use = partialmethod(with_truths, use=getattr(builder, name), place=place)
-        patch.setattr(builder, name, use)
+        return use_truths
+
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+        patch.setattr(builder, name, with_truths(getattr(builder, name), place))
 
 
 def _touch_given_memory_alone(patch: pytest.MonkeyPatch) -> None:
@@ -220,16 +234,21 @@ def _touch_given_memory_alone(patch: pytest.MonkeyPatch) -> None:
         return taken
 
     patch.setattr(executor, "_init_args_hst", take_and_note)
-    masks = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
-    for name, place in masks.items():
 
-        def checked(self: Any, *args: Any, use: Any, place: int, **how: Any) -> Any:
-            pointers = args[1] if place == 3 else args[0]
-            given.check(pointers, args[place])
+    def checked(use: Any, pointers: int, mask: int) -> Any:
+        def check_and_use(self: Any, *args: Any, **how: Any) -> Any:
+            given.check(args[pointers], args[mask])
             return use(self, *args, **how)
 
-        use = partialmethod(checked, use=getattr(builder, name), place=place)
-        patch.setattr(builder, name, use)
+        return check_and_use
+
+    places = {
+        "create_masked_load": (0, 1),
+        "create_masked_store": (0, 2),
+        "create_atomic_rmw": (1, 3),
+    }
+    for name, (pointers, mask) in places.items():
+        patch.setattr(builder, name, checked(getattr(builder, name), pointers, mask))
 
 
 class _Memory:
@@ -241,22 +260,29 @@ class _Memory:
 
     def __init__(self) -> None:
         self.is_all = False
-        self._starts = self._ends = np.zeros(0, np.uint64)
+        self._starts, self._ends = [0], [0]
 
     def note(self, arguments: tuple[Any, ...]) -> None:
         bases = [getattr(each, "base", each) for each in arguments]
         storages = [each.untyped_storage() for each in bases if isinstance(each, torch.Tensor)]
-        spans = sorted({(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages})
-        self._starts, self._ends = np.array(spans, np.uint64).reshape(-1, 2).T
+        spans = {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
+        # None lies at zero.
+        starts, ends = zip(*sorted({(0, 0), *spans}), strict=True)
+        self._starts, self._ends = list(starts), list(ends)
 
     def check(self, pointers: Any, mask: Any) -> None:
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        places = np.asarray(pointers.data, np.uint64)[np.asarray(mask.data, bool)]
+        places, chosen = pointers.data, np.asarray(mask.data, bool)
+        if not chosen.all():
+            places = places[chosen]
         if self.is_all or not places.size:
             return
-        owner = np.searchsorted(self._starts, places, side="right") - 1
-        ends = np.where(owner < 0, 0, self._ends[owner])
-        assert (places + size <= ends).all(), "a kernel leaves the memory of its tensors"
+        first, end = int(places.min()), int(places.max()) + size
+        if end <= self._ends[bisect_right(self._starts, first) - 1]:
+            return
+        owner = np.searchsorted(np.array(self._starts, np.uint64), places, side="right") - 1
+        ends = np.array(self._ends, np.uint64)[owner]
+        assert (places + np.uint64(size) <= ends).all(), "a kernel leaves the memory of its tensors"
 
 
 _GIVEN = _Memory()
