@@ -2,6 +2,7 @@
 
     HttpError
     ├── BadRequest
+    │   ├── CacheInUse          400  a flush while requests run, as SGLang answers it
     │   └── CannotFollow        400  the engine found no way to do what the request asks
     ├── PermissionDenied        403  of one that may not
     ├── Overloaded              429  the queue is full; Retry-After
@@ -23,6 +24,12 @@ class CannotFollow(BadRequest):
     """The request itself is why its answer ends here; any node would say the same."""
 
     default_code = "cannot_follow"
+
+
+class CacheInUse(BadRequest):
+    """A client of SGLang asks again after a 400."""
+
+    default_code = "cache_in_use"
 
 
 class PermissionDenied(HttpError):

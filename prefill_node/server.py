@@ -82,6 +82,7 @@ class PrefillNode:
             tracer=tracer,
             requests=RequestLog(is_on=settings.log_requests),
         )
+        self._status.reset_prefix_cache = self._reset_prefix_cache
         self._client = PrefixClient(self._servicer.peer, credentials)
 
     async def run(self, stop: StopSignal) -> int:
@@ -107,6 +108,10 @@ class PrefillNode:
         await self._client.close()
         self._engine.prefixes.ask = None
         await self._ports.close()
+
+    async def _reset_prefix_cache(self, within_s: float) -> bool:
+        await self._servicer.open.wait_idle(within_s)
+        return await self._engine.reset_prefix_cache()
 
     async def _start_services(self) -> None:
         server = self._ports.grpc.server

@@ -234,9 +234,10 @@ class DisaggProxy:
             self._engine.abort(request_id)
         return is_there
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False when running requests hold blocks; try again
-        later."""
+    async def reset_prefix_cache(self, within_s: float = 0.0) -> bool:
+        """Forgets all cached prefixes. Returns False when requests that run hold blocks, also after
+        `within_s`; try again later."""
+        await self.open.wait_idle(within_s)
         is_reset = await self._engine.reset_prefix_cache()
         if is_reset:
             self._prefix_index.clear()

@@ -89,7 +89,7 @@ class Api:
     state: ApiState
     ignored: IgnoredFields
     tokenizer: TokenizerServing
-    reset_prefix_cache: Callable[[], Awaitable[bool]]
+    reset_prefix_cache: Callable[[float], Awaitable[bool]]
     profiles: ProfiledEngine
     adapters: AdapterCalls
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 READY_PATHS = ("/ready", "/health_generate")
-RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
-"""The second names are SGLang's."""
+"""The second name is SGLang's."""
 PAGES = frozenset({"/status", "/docs", "/openapi.json"})
 """Paths that people open in a browser."""
 PARTS = "/status/"

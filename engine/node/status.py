@@ -54,8 +54,8 @@ _VERSION = installed_version()
 _HOST = host_name()
 
 
-ResetPrefixCache = Callable[[], Awaitable[bool]]
-"""Returns False when running requests hold blocks."""
+ResetPrefixCache = Callable[[float], Awaitable[bool]]
+"""Returns False when running requests hold blocks, also after these seconds."""
 AbortAnswers = Callable[[Collection[str] | None], int]
 
 
@@ -109,7 +109,7 @@ class NodeStatus:
         """Begins. `switch` takes the request for another role; None: this node has one role."""
         self.work = NodeWork()
         self.switch = switch or RoleSwitch(role)
-        self.reset_prefix_cache: ResetPrefixCache = engine.reset_prefix_cache
+        self.reset_prefix_cache: ResetPrefixCache = lambda within_s: engine.reset_prefix_cache()
         """Forgets cached prefixes, here and wherever the node's owner remembers them."""
         self.abort_answers: AbortAnswers = lambda names: 0
         """Ends the answers of these names, or all that the node gives; returns how many."""
@@ -317,9 +317,10 @@ class NodeStatusServicer(RoleServicer):
         ],
     ) -> node_pb2.ResetPrefixCacheAnswer:
         try:
-            return node_pb2.ResetPrefixCacheAnswer(is_reset=await self._status.reset_prefix_cache())
+            is_reset = await self._status.reset_prefix_cache(request.within_s)
         except (EngineCallTimeout, EngineDeadError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        return node_pb2.ResetPrefixCacheAnswer(is_reset=is_reset)
 
     async def AbortAnswers(
         self,

@@ -167,8 +167,10 @@ class AbortAnswersAnswer(_message.Message):
     def __init__(self, num_aborted: _Optional[int] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("within_s",)
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    within_s: float
+    def __init__(self, within_s: _Optional[float] = ...) -> None: ...
 
 class ResetPrefixCacheAnswer(_message.Message):
     __slots__ = ("is_reset",)

@@ -9,7 +9,7 @@ from edge.security.cluster_token import TOKEN_HEADER
 from engine.contracts.request_spec import RequestSpec
 from tests.decode_node.http_node import http_node
 
-PATH = "/reset_prefix_cache"
+PATH, FLUSH = "/reset_prefix_cache", "/flush_cache"
 
 
 async def test_a_reset_forgets_prefixes_unless_requests_run() -> None:
@@ -24,8 +24,17 @@ async def test_a_reset_forgets_prefixes_unless_requests_run() -> None:
         refused = await node.client.post(PATH)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "cache_in_use")
         assert known.num_cached_tokens(prompt, spec)[0] > 0
+        for query, named in ("", "cache_in_use"), ("?timeout=soon", "timeout"), ("?timeout=0", ""):
+            flush = await node.client.post(FLUSH + query)
+            assert flush.status_code == 400 and named in flush.text
+        assert (await node.client.post(PATH + "?timeout=20")).status_code == 503, "it never waits"
+        waiting = asyncio.create_task(node.client.post(FLUSH + "?timeout=20"))
+        while node.state.open.count < 2:
+            await asyncio.sleep(0)
         node.engine.produce_all(fake)
-        assert (await running).status_code == 200
+        assert (await running).status_code == (await waiting).status_code == 200
+        assert known.num_cached_tokens(prompt, spec) == [0]
+        known.add(prompt, spec)
         assert (await node.client.post(PATH)).status_code == 200
         assert known.num_cached_tokens(prompt, spec) == [0]
 

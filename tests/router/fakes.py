@@ -86,6 +86,7 @@ class StatusService(NodeStatusServicer):
         self, request: ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> ResetPrefixCacheAnswer:
         self.num_resets += 1
+        self.reset_within_s = request.within_s
         return ResetPrefixCacheAnswer(is_reset=not self.load.num_running_requests)
 
     async def AbortAnswers(

@@ -480,6 +480,9 @@ async def test_operators_reset_the_caches_of_all_nodes(cluster: Cluster) -> None
     assert [node.status.num_resets for node in nodes] == [1, 1, 1]
     assert learnt.match((1, 2, 3)).num_blocks(known) == 0
     await nodes[1].status.change(num_running_requests=1)
+    async with router.client.post(router.url + "/flush_cache?timeout=0.5") as response:
+        assert response.status == 400, "as SGLang says it"
+    assert [node.status.reset_within_s for node in nodes] == [0.5, 0.5, 0.5]
     await nodes[2].stop()
     async with router.client.post(router.url + "/reset_prefix_cache") as response:
         assert response.status == 503

@@ -4,7 +4,8 @@
     GET  /ready      200 while requests would be served, else 503; SGLang: /health_generate
     GET  /metrics    Prometheus
     GET  /status     a page for people (`status_api.py`)
-    POST /reset_prefix_cache    forgets the cached prefixes of all nodes; SGLang: /flush_cache
+    POST /reset_prefix_cache    forgets the cached prefixes of all nodes; 503 where one could not
+    POST /flush_cache           the same as SGLang does it: 400 while requests run, ?timeout= waits
     -    /admin/nodes           the nodes, taken out of use and back (`node_api.py`)
 
 All on the port of the API, or the last two on a port of their own (`admin_port`), which then has
@@ -18,11 +19,12 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from edge.http.bodies.flush_query import wait_of
 from edge.http.exposition import Exposition
-from edge.http.request_head import READY_PATHS, RESET_PATHS
+from edge.http.request_head import READY_PATHS
 from router.errors import AdminOnly
 from router.nodes.address import NodeRole
-from router.nodes.operations.prefix_caches import RESET, PrefixCaches
+from router.nodes.operations.prefix_caches import IN_USE, RESET, PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
 
@@ -57,15 +59,23 @@ def admin_routes(
     """Returns the routes. Where `may_change` is false they only tell."""
     routes = APIRouter()
 
-    async def reset_prefix_cache() -> JSONResponse:
+    async def reset(within_s: float) -> dict[str, str]:
         if not may_change():
             raise AdminOnly("keys of clients do not reset caches; use the router's --admin-port")
-        outcomes = await caches.reset()
-        is_done = all(outcome == RESET for outcome in outcomes.values())
-        return JSONResponse({"nodes": outcomes}, status_code=200 if is_done else 503)
+        return await caches.reset(within_s)
 
-    for path in RESET_PATHS:
-        routes.post(path)(reset_prefix_cache)
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> JSONResponse:
+        nodes = await reset(0.0)
+        return JSONResponse({"nodes": nodes}, 200 if set(nodes.values()) <= {RESET} else 503)
+
+    @routes.post("/flush_cache")
+    async def flush_cache(request: Request) -> JSONResponse:
+        nodes = await reset(wait_of(request.query_params))
+        others = set(nodes.values()) - {RESET}
+        status = 200 if not others else 400 if others == {IN_USE} else 503
+        return JSONResponse({"nodes": nodes}, status)
+
     exposition = Exposition(metrics.registry)
 
     @routes.get("/metrics")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from edge.grpc_answers import readable
 from edge.security.credentials import Credentials
@@ -26,14 +27,18 @@ class PrefixCaches:
     credentials: Credentials
     forget: Callable[[], None]
 
-    async def reset(self) -> dict[str, str]:
-        """Returns what became of each node's cache, by `role host:port`; `RESET` is success."""
-        outcomes = await ask_each(self.credentials, self.registry.all_nodes(), self._reset)
+    async def reset(self, within_s: float = 0.0) -> dict[str, str]:
+        """Returns what became of each node's cache, by `role host:port`; `RESET` is success. Nodes
+        wait up to `within_s` for requests to end."""
+        ask = partial(self._reset, within_s)
+        outcomes = await ask_each(self.credentials, self.registry.all_nodes(), ask)
         self.forget()
         return outcomes
 
-    async def _reset(self, stub: NodeStatusStub) -> str:
+    async def _reset(self, within_s: float, stub: NodeStatusStub) -> str:
         answer: ResetPrefixCacheAnswer | None = await stub.ResetPrefixCache(
-            ResetPrefixCacheRequest(), timeout=TIMEOUT_S, metadata=self.credentials.metadata()
+            ResetPrefixCacheRequest(within_s=within_s),
+            timeout=TIMEOUT_S + within_s,
+            metadata=self.credentials.metadata(),
         )
         return RESET if readable(answer).is_reset else IN_USE
