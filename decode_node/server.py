@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from decode_node.answer.sse import Liveness
 from decode_node.app import create_app
 from decode_node.config import DecodeNodeSettings
-from decode_node.disagg.cached_prefixes import CachedPrefixes
+from decode_node.disagg.cached_prefixes import CachedPrefixes, KeptStates
 from decode_node.disagg.credits import KVCredits
 from decode_node.disagg.prefill_client import PrefillClient
 from decode_node.disagg.proxy import DisaggProxy
@@ -56,7 +56,13 @@ from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer
-from engine.kv_cache.capacity import blocks_a_token, blocks_besides, tokens_that_fit
+from engine.kv_cache.capacity import (
+    blocks_a_token,
+    blocks_besides,
+    tokens_that_fit,
+    windows_roll,
+)
+from engine.kv_cache.groups import state_stride
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import HttpServer, ProbeServer, listen
 from engine.node.lifetime import NodeLifetime
@@ -296,13 +302,17 @@ def create_credits(config: EngineConfig, num_blocks: int) -> KVCredits:
 
 
 def create_prefix_index(config: EngineConfig, credits: KVCredits) -> CachedPrefixes:
-    """Returns what remembers prompts that need not be computed here. That is none where layers keep
-    states, or windows that roll: those of a prompt that was pulled are of its end alone, so all of
-    it would be computed."""
-    block_size = config.cache.block_size
-    is_of_use = config.cache.enable_prefix_caching and credits.num_states == 0
-    num_blocks = credits.num_blocks * credits.block_size // block_size
+    """Returns what remembers prompts that need not be computed here. That is none where windows
+    roll: those of a prompt that was pulled are of its end alone, so all of it would be computed."""
+    groups, is_on = config.kv_layout.groups, config.cache.enable_prefix_caching
     num_groups = config.parallel.data_parallel_size
+    if is_on and any(group.is_state for group in groups) and not windows_roll(groups):
+        num_kept = credits.num_blocks // credits.num_states
+        drafts = config.decode_query_len > 1
+        return KeptStates(num_kept, state_stride(groups), num_groups, drafts=drafts)
+    block_size = config.cache.block_size
+    num_blocks = credits.num_blocks * credits.block_size // block_size
+    is_of_use = is_on and credits.num_states == 0
     return CachedPrefixes(num_blocks if is_of_use else 0, block_size, num_groups)
 
 

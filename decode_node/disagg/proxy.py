@@ -211,9 +211,10 @@ class DisaggProxy:
         spec = request.spec
         if output.finish_reason in ("stop", "length"):
             self.on_answer(spec.prefix_hash)
-        if record.prefill.path == "local" or record.second_token_at:
+        is_local = record.prefill.path == "local"
+        if is_local or record.second_token_at:
             known = [*spec.prompt_token_ids, *record.new_token_ids][:-1]
-            self._prefix_index.add(known, spec, request.group)
+            self._prefix_index.add(known, spec, request.group, is_local=is_local)
 
     def abort_all(self) -> None:
         """Ends every request: streams that the engine has end with `abort`, requests that it has

@@ -128,8 +128,12 @@ async def test_credits_of_a_model_with_states_are_blocks_of_the_pool() -> None:
     assert (credits.num_blocks, credits.block_size, credits.num_states) == (30, 8, 2)
     prompt = RequestSpec(list(range(40)), SamplingParams())
     index = create_prefix_index(config, credits)
-    index.add(prompt.prompt_token_ids, prompt)
-    assert len(index) == 0, "keys and values are there, and of no use without states"
+    index.add([*prompt.prompt_token_ids, *range(9)], prompt, is_local=False)
+    assert index.num_cached_tokens(list(range(40)), prompt) == [0], "no state is there"
+    assert index.num_cached_tokens([*range(40), *range(9)], prompt) == [48]
+    index = create_prefix_index(replace(config, decode_query_len=3), credits)
+    index.add([*prompt.prompt_token_ids, *range(9)], prompt)
+    assert index.num_cached_tokens([*range(40), *range(9)], prompt) == [32]
     plain = replace(config, model=replace(model, kv_layers=()))
     credits = create_credits(plain, 30)
     assert (credits.num_blocks, credits.block_size, credits.num_states) == (30, 4, 0)
