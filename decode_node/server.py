@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from decode_node.answer.sse import Liveness
 from decode_node.app import create_app
 from decode_node.config import DecodeNodeSettings
-from decode_node.disagg.cached_prefixes import CachedPrefixes, KeptStates
+from decode_node.disagg.cached_prefixes import CachedPrefixes, CachedStates
 from decode_node.disagg.credits import KVCredits
 from decode_node.disagg.prefill_client import PrefillClient
 from decode_node.disagg.proxy import DisaggProxy
@@ -309,7 +309,7 @@ def create_prefix_index(config: EngineConfig, credits: KVCredits) -> CachedPrefi
     if is_on and any(group.is_state for group in groups) and not windows_roll(groups):
         num_kept = credits.num_blocks // credits.num_states
         drafts = config.decode_query_len > 1
-        return KeptStates(num_kept, state_stride(groups), num_groups, drafts=drafts)
+        return CachedStates(num_kept, state_stride(groups), num_groups, drafts=drafts)
     block_size = config.cache.block_size
     num_blocks = credits.num_blocks * credits.block_size // block_size
     is_of_use = is_on and credits.num_states == 0

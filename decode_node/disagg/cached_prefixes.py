@@ -6,7 +6,7 @@ cache has, and forgets the least recently used ones. A wrong guess costs time, n
 prompts with images, which have equal tokens for different images, it knows nothing.
 
     CachedPrefixes   all full blocks of what ended here
-    KeptStates       of models with states, where the engine keeps those: behind the last full block
+    CachedStates     of models with states, where the engine keeps those: behind the last full block
                      of an answer, and of a prompt that was computed here
 """
 
@@ -84,7 +84,7 @@ class CachedPrefixes:
             yield stop, running.intdigest()
 
 
-class KeptStates(CachedPrefixes):
+class CachedStates(CachedPrefixes):
     """Remembers where states are kept, with the keys and values before them. `drafts`: the engine
     does, and keeps none behind answers."""
 

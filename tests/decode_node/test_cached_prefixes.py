@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.disagg.cached_prefixes import CachedPrefixes, KeptStates
+from decode_node.disagg.cached_prefixes import CachedPrefixes, CachedStates
 from engine.contracts.request_spec import RequestSpec
 
 BLOCK = 4
@@ -77,15 +77,15 @@ def test_states_are_where_the_engine_keeps_them() -> None:
     spec = RequestSpec(prompt)
     turn = [*prompt, *answer, 50, 51, 52]
     for is_local, of_prompt in ((True, 8), (False, 0)):
-        index = KeptStates(10, BLOCK, num_groups=2)
+        index = CachedStates(10, BLOCK, num_groups=2)
         index.add([*prompt, *answer], spec, group=1, is_local=is_local)
         assert index.num_cached_tokens(turn, spec) == [0, 16]
         assert index.num_cached_tokens(turn[:14], spec) == [0, of_prompt], "not at each block"
         assert index.num_cached_tokens(turn, RequestSpec(prompt, cache_salt="other")) == [0, 0]
     for several in (RequestSpec(prompt, sibling_seeds=(7,)), spec):
-        index = KeptStates(10, BLOCK, drafts=several is spec)
+        index = CachedStates(10, BLOCK, drafts=several is spec)
         index.add([*prompt, *answer], several)
         assert index.num_cached_tokens(turn, spec) == [8], "choices and drafts keep the prompt's"
-    index = KeptStates(10, BLOCK)
+    index = CachedStates(10, BLOCK)
     index.add([*prompt, *answer[:3]], spec, is_local=False)
     assert len(index) == 0, "the state behind 12 tokens is kept with the step behind it"

@@ -61,6 +61,8 @@ class StatusService(NodeStatusServicer):
         self.num_watchers = 0
         self.num_resets = 0
         self.aborts: list[AbortAnswersRequest] = []
+        self.may_abort = asyncio.Event()
+        self.may_abort.set()
         self.adapter_calls: list[str] = []
         self.adapter_fault = ""
         """Says why the node loads no adapter."""
@@ -92,6 +94,7 @@ class StatusService(NodeStatusServicer):
     async def AbortAnswers(
         self, request: AbortAnswersRequest, context: grpc.aio.ServicerContext
     ) -> AbortAnswersAnswer:
+        await self.may_abort.wait()
         self.aborts.append(request)
         if request.call:
             told = AbortCall(call=request.call, names=request.names, all=request.all)

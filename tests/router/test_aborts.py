@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from edge.tracing.context import TraceContext
+from router.nodes.operations import aborts
 from router.request.request_history import RequestHistory
 from router.request.trace import RequestTrace
 from tandem_pb.node_pb2 import AbortCall
@@ -135,17 +136,17 @@ async def test_a_node_alone_ends_nothing_in_a_router(cluster: Cluster) -> None:
     trace = RequestTrace(TraceContext.from_headers({}), "/v1/completions")
     record = RequestHistory(trace=trace, on_gap=lambda _: None, names=frozenset("a"))
     records = [record, replace(record, names=frozenset("b"))]
-    aborts = replace(router.services.aborts, open_requests=lambda: records)
+    here = replace(router.services.aborts, open_requests=lambda: records)
     first, second, third = (n.address for n in router.services.registry.all_nodes())
     call = AbortCall(call=7, names="a")
     for teller in (first, first):
-        aborts.follow(teller, [call])
+        here.follow(teller, [call])
     assert not record.is_aborted
-    aborts.follow(second, [call])
+    here.follow(second, [call])
     assert [one.is_aborted for one in records] == [True, False]
     old = AbortCall(call=8, all=True, age_s=60)
     for teller in (first, second, third):
-        aborts.follow(teller, [old])
+        here.follow(teller, [old])
     assert not records[1].is_aborted, "it began later"
 
 
@@ -157,10 +158,19 @@ async def test_clients_with_a_key_end_nothing(cluster: Cluster) -> None:
         assert (response.status, node.status.aborts) == (403, [])
 
 
-async def test_a_node_that_does_not_answer_is_said(cluster: Cluster) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+async def test_a_node_that_does_not_answer_is_said(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, is_frozen: bool
+) -> None:
+    """The reply waits for a frozen one no longer than for answers."""
+    monkeypatch.setattr(aborts, "_TIMEOUT_S", 0.1)
     node = await cluster.decode()
     router = await cluster.router(node)
-    await node.stop()
+    if is_frozen:
+        node.status.may_abort.clear()
+    else:
+        await node.stop()
     async with router.post({"abort_all": True}, path="/abort_request") as response:
         assert response.status == 503
-        assert (await response.json())["nodes"] == {f"decode {node.target}": "failed: UNAVAILABLE"}
+        why = "DEADLINE_EXCEEDED" if is_frozen else "UNAVAILABLE"
+        assert (await response.json())["nodes"] == {f"decode {node.target}": f"failed: {why}"}

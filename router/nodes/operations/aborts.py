@@ -19,7 +19,6 @@ from edge.grpc_answers import readable
 from edge.security.credentials import Credentials
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.operations.each_node import ask_each
-from router.nodes.operations.named_node import TIMEOUT_S
 from router.nodes.operations.told_aborts import ToldAborts
 from router.nodes.registry import NodeRegistry
 from router.request.request_history import RequestHistory
@@ -30,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _PAUSES_S = (0.02, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 0.64)
 """They lie between calls to a node while answers that were sent have not ended: 2 s in all."""
+_TIMEOUT_S = 2.0
+"""A node ends answers in no time. What one has that is frozen goes elsewhere, and ends there."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class Aborts:
 
     async def _ask(self, stub: NodeStatusStub, request: AbortAnswersRequest) -> int:
         answer: AbortAnswersAnswer | None = await stub.AbortAnswers(
-            request, timeout=TIMEOUT_S, metadata=self.credentials.metadata()
+            request, timeout=_TIMEOUT_S, metadata=self.credentials.metadata()
         )
         return readable(answer).num_aborted
 
