@@ -161,7 +161,7 @@ async def check_queries(prometheus: Prometheus, known: set[str]) -> None:
     """Prometheus answers each query of dashboards and alerts, and knows each series in them."""
     queries = [
         query.replace('"n"', '"default"').replace('"r"', '"tandem"')
-        for _, query in dashboard_queries()
+        for _, _, query in dashboard_queries()
     ]
     missing = set()
     for query in (*queries, *(rule["expr"] for rule in rules("production"))):

@@ -29,30 +29,35 @@ from router.make_services import OuterWorld, make_services
 
 
 @cache
-def router_series() -> frozenset[str]:
-    metrics = make_services(RouterSettings(), OuterWorld()).metrics
-    return frozenset(_series(generate_latest(metrics.registry).decode()))
-
-
-@cache
-def prefill_series() -> frozenset[str]:
-    return _node_series(PrefillMetrics(measured_engine().config).registry)
-
-
-@cache
-def decode_series() -> frozenset[str]:
+def registry_of(component: str) -> CollectorRegistry:
+    """Returns what a router, a prefill node or a decode node counts."""
+    if component == "router":
+        return make_services(RouterSettings(), OuterWorld()).metrics.registry
+    if component == "prefill":
+        return _node_registry(PrefillMetrics(measured_engine().config).registry)
     metrics = DecodeMetrics(measured_engine().config)
     metrics.watch_proxy(SimpleNamespace(open=SimpleNamespace(count=0), num_remote=0, num_queued=0, num_free_blocks=0))  # type: ignore[arg-type]  # fmt: skip  # noqa: E501
-    return _node_series(metrics.registry)
+    return _node_registry(metrics.registry)
 
 
+@cache
 def series_of(component: str) -> frozenset[str]:
-    return {"router": router_series, "prefill": prefill_series, "decode": decode_series}[
-        component
-    ]()
+    return frozenset(_series(generate_latest(registry_of(component)).decode()))
 
 
-def _node_series(registry: CollectorRegistry) -> frozenset[str]:
+@cache
+def labels_of(component: str) -> dict[str, frozenset[str]]:
+    """Maps each family to the labels of its series."""
+    found: dict[str, frozenset[str]] = {}
+    for collector in list(registry_of(component)._collector_to_names):
+        for family in collector.collect():
+            of = collector if hasattr(collector, "_labelnames") else family
+            used = {label for sample in family.samples for label in sample.labels}
+            found[family.name] = frozenset(used | set(getattr(of, "_labelnames", ())))
+    return found
+
+
+def _node_registry(registry: CollectorRegistry) -> CollectorRegistry:
     registry.register(EngineCollector(measured_engine()))
     credentials: Any = SimpleNamespace(
         certificate_expires_at=lambda: None,
@@ -61,7 +66,7 @@ def _node_series(registry: CollectorRegistry) -> frozenset[str]:
         num_missing_tokens=0,
     )
     registry.register(CredentialsCollector(credentials))
-    return frozenset(_series(generate_latest(registry).decode()))
+    return registry
 
 
 def measured_engine() -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from engine.node.metrics.kv_transfer_metrics import BY_TRANSPORT, COUNTERS, GAUGES
 from tests.helm.helm_engine import CHART, ROOT
-from tests.helm.registered_metrics import series_of, transfer_figures
+from tests.helm.registered_metrics import labels_of, series_of, transfer_figures
 from tests.helm.scenarios import SCENARIOS, rendered, serving_pod
 
 COMPONENTS = ("router", "prefill", "decode")
@@ -48,13 +48,64 @@ def unknown_series(query: str) -> list[str]:
     return wrong
 
 
-def dashboard_queries() -> Iterator[tuple[str, str]]:
+SCRAPED = {"namespace", "release", "component", "pod", "le"}
+"""Holds labels that PodMonitors and Prometheus give; `le` is a histogram's own."""
+
+
+def series_labels(selector: Any) -> set[str]:
+    """Returns the labels of a selector's series: all that any component gives them."""
+    family = re.sub("_(total|bucket|sum|count)$", "", selector.name)
+    kinds = [labels_of(component) for component in COMPONENTS]
+    found = [labels.get(name, set()) for labels in kinds for name in (family, selector.name)]
+    return SCRAPED.union(*found)
+
+
+def unknown_labels(node: Any) -> set[str]:
+    """Returns labels by which a parsed query selects or sums, and which its series do not have."""
+    found = set()
+    for selector in selectors(node):
+        if not selector.name.startswith(EXPORTER):
+            asked = {matcher.name for matcher in selector.matchers.matchers}
+            found |= asked - series_labels(selector)
+    if isinstance(node, promql_parser.AggregateExpr) and node.modifier:
+        found |= set(node.modifier.labels).difference(*map(series_labels, selectors(node)))
+    for name in ("expr", "lhs", "rhs", "param"):
+        child = getattr(node, name, None)
+        found |= unknown_labels(child) if child is not None else set()
+    for child in getattr(node, "args", None) or ():
+        found |= unknown_labels(child)
+    return found
+
+
+def units_of(query: str) -> set[str]:
+    """Returns the units of Grafana in which a query's result may be shown."""
+    names = [one.name for one in selectors(promql_parser.parse(query))]
+    name = names[0]
+    if name.startswith(EXPORTER):
+        # The exporter's own: MiB, bytes a second, percent or a part of 1.
+        ends = {"FB_USED": "mbytes", "_TX_BYTES": "Bps", "GPU_UTIL": "percent",
+                "_ACTIVE": "percentunit", "POWER_USAGE": "watt"}  # fmt: skip
+        return {unit for end, unit in ends.items() if name.endswith(end)} or {"short"}
+    if re.search("_seconds(_bucket|_total)?$", name):
+        return {"s"}
+    if re.search("_bytes_(per_second_bucket|total)$", name):
+        return {"Bps"}
+    if name.endswith("_perc") or (len(names) > 1 and name.endswith("_bytes")):
+        return {"percentunit"}
+    if name.endswith("_bytes"):
+        return {"bytes"}
+    return {"percentunit", "short"} if len(names) > 1 else {"short", "reqps", "ops"}
+
+
+def dashboard_queries() -> Iterator[tuple[str, str, str]]:
+    """Yields title, unit and query of each panel."""
     for path in sorted((CHART / "files" / "dashboards").glob("*.json")):
         board = json.loads(path.read_text(encoding="utf-8"))
         for panel in board["panels"]:
             for target in panel.get("targets", ()):
                 query = target["expr"].replace("$__rate_interval", "5m")
-                yield panel["title"], query.replace("$namespace", "n").replace("$release", "r")
+                query = query.replace("$namespace", "n").replace("$release", "r")
+                yield panel["title"], panel["fieldConfig"]["defaults"]["unit"], query
 
 
 def rules(name: str) -> list[dict[str, Any]]:
@@ -62,16 +113,32 @@ def rules(name: str) -> list[dict[str, Any]]:
     return [rule for group in found["spec"]["groups"] for rule in group["rules"]]
 
 
-@pytest.mark.parametrize(("title", "query"), list(dashboard_queries()))
-def test_panels_show_series_that_exist(title: str, query: str) -> None:
+@pytest.mark.parametrize(("title", "unit", "query"), list(dashboard_queries()))
+def test_panels_show_series_that_exist(title: str, unit: str, query: str) -> None:
     assert unknown_series(query) == []
+    assert unknown_labels(promql_parser.parse(query)) == set()
+    assert unit in units_of(query)
 
 
 @pytest.mark.parametrize("name", ["production", "decode-only"])
 def test_alerts_watch_series_that_exist(name: str) -> None:
-    assert {rule["alert"]: unknown_series(rule["expr"]) for rule in rules(name)} == {
-        rule["alert"]: [] for rule in rules(name)
-    }
+    for rule in rules(name):
+        assert unknown_series(rule["expr"]) == [], rule["alert"]
+        assert unknown_labels(promql_parser.parse(rule["expr"])) == set(), rule["alert"]
+
+
+def test_summaries_use_labels_that_the_alerts_have() -> None:
+    used = 0
+    for rule in rules("production"):
+        result = promql_parser.parse(rule["expr"])
+        while isinstance(result, promql_parser.BinaryExpr):
+            result = result.lhs
+        summed = isinstance(result, promql_parser.AggregateExpr)
+        kept = set(result.modifier.labels if result.modifier else ()) if summed else SCRAPED
+        asked = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert asked <= kept, rule["alert"]
+        used += bool(asked)
+    assert used > 5
 
 
 def test_alerts_without_a_prefill_tier_ask_for_none() -> None:
@@ -110,7 +177,7 @@ def test_targets_are_what_the_values_say() -> None:
 
 def test_panels_of_gpus_show_those_of_one_release() -> None:
     """An exporter knows no release: each of its series is joined with one that does."""
-    for title, query in dashboard_queries():
+    for title, _, query in dashboard_queries():
         found = [selector.name for selector in selectors(promql_parser.parse(query))]
         assert sum(name.startswith(EXPORTER) for name in found) in (0, len(found) - 1), title
         if EXPORTER in query:
@@ -121,6 +188,8 @@ def test_an_unknown_series_would_be_found() -> None:
     labels = '{namespace="n",release="r",component="decode"}'
     assert unknown_series(f"rate(vllm:no_such_total{labels}[5m])") == ["vllm:no_such_total"]
     assert unknown_series(f"tandem_router_nodes{labels}") == ["tandem_router_nodes"]
+    query = f'sum by (host) (rate(tandem_disagg_decision_total{{reason="x",{labels[1:]}[5m]))'
+    assert unknown_labels(promql_parser.parse(query)) == {"host", "reason"}
 
 
 def test_labels_that_queries_use_are_given_by_the_monitors() -> None:
