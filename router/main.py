@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
             admin_listener = bind(settings.admin_host, settings.admin_port)
         server = RouterServer(settings, listener, admin_listener=admin_listener)
         tell_who_operates(settings)
+        if not settings.decode:
+            logger.warning("no --decode names a node: every request gets 503")
     except (ConfigurationError, SecurityError, TracingError) as error:
         tell_failure("error", error)
         return 2

@@ -189,5 +189,8 @@ def bind(host: str, port: int, silence_timeout_s: float = 20.0) -> socket.socket
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen on {join_address(host, port)}: {error.strerror}") from None
+        raise OSError(
+            f"cannot listen on {join_address(host, port)} ({error.strerror}); "
+            "choose another port or address"
+        ) from None
     return listener

@@ -115,7 +115,7 @@ async def test_who_came_while_a_draining_router_was_held_up_is_answered(cluster:
     ("args", "code", "words"),
     [
         (("--decode", "nonsense"), 2, "host:http_port/grpc_port"),
-        (("--host", "203.0.113.1"), 1, "cannot listen on 203.0.113.1"),
+        (("--host", "203.0.113.1"), 1, "choose another port or address"),
     ],
 )
 def test_a_wrong_setting_is_named_and_nothing_starts(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
@@ -176,6 +177,19 @@ def _make_tables(connection: Connection) -> None:
         raise OSError(f"it has tables of version {version}, not {SCHEMA_VERSION}")
 
 
+def _check_file(file: Path, flag: str) -> None:
+    """Raises `ConfigurationError` where SQLite could not keep a file and its log beside it."""
+    folder = file.parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"{flag}: there is no folder for the file {file}")
+    place = file if file.exists() else folder
+    if not (os.access(folder, os.W_OK | os.X_OK) and os.access(place, os.W_OK)):
+        raise ConfigurationError(
+            f"{flag}: {place} may not be written; give it and its folder to this process's user "
+            f"({os.getuid()}), as fsGroup does for most volumes, or name another"
+        )
+
+
 def _checked_url(text_: str, flag: str) -> URL:
     try:
         url = make_url(text_)
@@ -183,8 +197,7 @@ def _checked_url(text_: str, flag: str) -> URL:
         url = None
     backend = url.get_backend_name() if url is not None else ""
     if url is not None and backend == "sqlite" and url.database:
-        if not Path(url.database).parent.is_dir():
-            raise ConfigurationError(f"{flag}: there is no folder for the file {url.database}")
+        _check_file(Path(url.database), flag)
         return url.set(drivername="sqlite")
     if url is None or backend not in ("postgresql", "postgres") or not url.database:
         raise ConfigurationError(

@@ -317,3 +317,12 @@ async def test_clients_cannot_say_what_only_a_router_may(
 def test_a_store_that_cannot_be_is_named_at_the_start(url: str) -> None:
     with pytest.raises(ConfigurationError, match="--response-store"):
         create_app(RouterSettings(response_store=url))
+
+
+def test_a_file_that_may_not_be_written_is_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a volume of another user; the first response would fail otherwise."""
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigurationError, match=f"{tmp_path} may not be written"):
+        create_app(RouterSettings(batch_store=f"sqlite:///{tmp_path}/batches.db"))
