@@ -230,13 +230,14 @@ def _int8(gated: bool) -> Callable[..., tuple[str, str]]:
 
 
 def _plain_experts(
-    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor, *rest: Any
-) -> tuple[str, str]:
-    fixed, *biases = (*rest, None, None, None)[:3]
-    is_plain = not fixed and all(bias is None for bias in biases)
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor, fixed: bool = False,
+    b13: Any = None, b2: Any = None, gate: Any = None, summed: bool = True, ranks: int = 1,
+) -> tuple[str, str]:  # fmt: skip
+    is_plain = not fixed and b13 is None and b2 is None
     if is_plain and (tiles := _one_row(x, w13, w2, None)):
         return "one_row_expert_kernel", tiles
-    tunings = _Tunings(ExpertShape.of_plain(w13, w2), x, experts.numel(), FIXED if fixed else None)
+    shape, own = ExpertShape.of_plain(w13, w2), experts.numel() / ranks
+    tunings = _Tunings(shape, x, own, FIXED if fixed else None)
     parts = w13.shape[1] // w2.shape[2]
     return "fused_experts kernels", tunings.within(x.element_size(), lambda _: parts, lambda _: 1)
 
@@ -249,14 +250,15 @@ def _experts_beside(
     experts: Tensor,
     shared_w13: Tensor,
     shared_w2: Tensor,
-    *rest: Any,
+    gate: Any = None,
+    ranks: int = 1,
 ) -> tuple[str, str]:
     from tandem_kernels.experts.one_row_experts import SharedWeights
 
     beside = f"; a shared expert of width {shared_w2.shape[1]} in the first programs"
     if tiles := _one_row(x, w13, w2, SharedWeights(shared_w13, shared_w2)):
         return "one_row_expert_kernel", tiles + beside
-    kernels, tiles = _plain_experts(x, w13, w2, weights, experts)
+    kernels, tiles = _plain_experts(x, w13, w2, weights, experts, ranks=ranks)
     return kernels, tiles + beside
 
 
@@ -272,17 +274,18 @@ def _one_row(x: Tensor, w13: Tensor, w2: Tensor, shared: Any) -> str:
 
 
 def _fp8_experts(x: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, weights: Tensor,
-                 experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
+                 experts: Tensor, fixed: bool = False, b13: Any = None, b2: Any = None,
+                 gate: Any = None, summed: bool = True,
+                 ranks: int = 1) -> tuple[str, str]:  # fmt: skip
     from tandem_kernels.experts.fp8 import experts as fp8_experts
     from tandem_kernels.experts.fp8.ahead_shapes import HEIGHT, multiplies_ahead
 
-    fixed, b13, b2, gate = (*rest, None, None, None, None)[:4]
     biased = b13 is not None or b2 is not None
     if not fixed and multiplies_ahead(x, w13, experts.numel(), biased=biased, gate=gate):
         return "fp8_experts_ahead_kernel", f"at most {HEIGHT} rows, warps 9"
     shape = ExpertShape(len(w2), w2.shape[2], w2.shape[1], fp8_experts.FORMAT)
     one = fp8_experts.FIXED if fixed else None
-    tunings, strips = _Tunings(shape, x, experts.numel(), one), fp8_experts.strips_of
+    tunings, strips = _Tunings(shape, x, experts.numel() / ranks, one), fp8_experts.strips_of
     parts = w13.shape[1]
     return "fp8_experts kernels", tunings.within(
         1, lambda tuning: parts * strips(parts, tuning), lambda tuning: strips(1, tuning)
@@ -290,17 +293,19 @@ def _fp8_experts(x: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, we
 
 
 def _fp4_experts(x: Tensor, w13: Tensor, w2: Tensor, width: int, weights: Tensor,
-                 experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
+                 experts: Tensor, fixed: bool = False, b13: Any = None, b2: Any = None,
+                 gate: Any = None, summed: bool = True, f13: Any = None, f2: Any = None,
+                 ranks: int = 1) -> tuple[str, str]:  # fmt: skip
     from tandem_kernels.experts.fp4 import experts as fp4_experts
     from tandem_kernels.experts.fp4.ahead_shapes import HEIGHT, multiplies_ahead
     from tandem_kernels.experts.fp4.pair_shapes import format_of
 
-    fixed, b13, b2, gate = (*rest, None, None, None, None)[:4]
     given = x, w13, width, experts.numel()
     if not fixed and multiplies_ahead(*given, biased=b13 is not None or b2 is not None, gate=gate):
         return "fp4_experts_ahead_kernel", f"at most {HEIGHT} rows, warps 8"
     shape = ExpertShape(len(w2), width, x.shape[1], format_of(w13))
-    tunings = _Tunings(shape, x, experts.numel(), fp4_experts.FIXED if fixed else None)
+    own = experts.numel() / ranks
+    tunings = _Tunings(shape, x, own, fp4_experts.FIXED if fixed else None)
     return "fp4_experts kernels", str(tunings)
 
 
@@ -316,7 +321,7 @@ class _Tunings:
     """The tiles of both GEMMs of experts, and which rows of which table have them."""
 
     def __init__(
-        self, shape: ExpertShape, on: Tensor, num_pairs: int, fixed: ExpertTuning | None = None
+        self, shape: ExpertShape, on: Tensor, num_pairs: float, fixed: ExpertTuning | None = None
     ) -> None:
         """Asks as the launchers do. `fixed`: one choice for all batches; None: by the pairs."""
         self._device = on.device

@@ -13,6 +13,8 @@ import torch
 
 from bench.engine.experts import completed, ranges
 from bench.engine.timing.expert_formats import POWERS, Mxfp4Weights
+from tandem_kernels.experts import expert_plan
+from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_tuning import (
     TABLES,
     ExpertShape,
@@ -20,6 +22,7 @@ from tandem_kernels.experts.expert_tuning import (
     ExpertTuning,
     Range,
     expert_tuning,
+    nearest_shape,
     nearest_table,
 )
 from tandem_kernels.gemm.fp4_tiles import NUMBER_WORDS, SIDE, TILE_WORDS, untile_mxfp4
@@ -267,3 +270,23 @@ def test_tiles_fit_in_shared_memory(path: Path, shared: int, gpu: str) -> None:
             assert fitting.num_stages == tuning.num_stages or gpu != "H200"
             more = msgspec.structs.replace(fitting, num_stages=tuning.num_stages)
             assert more == tuning, "stages alone differ"
+
+
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4", "int4"])
+def test_a_rank_counts_the_pairs_of_its_own_experts(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its experts have as many rows as they would on one rank: of eight ranks each has an eighth of
+    the experts, and of the pairs."""
+    monkeypatch.setattr(expert_plan, "gpu_name", lambda device: "NVIDIA_H200")
+    monkeypatch.setattr(expert_plan.ExpertRows, "of", lambda *given: None)
+    whole, own = ExpertShape(128, 768, 2048, weights), ExpertShape(16, 768, 2048, weights)
+    assert nearest_shape(own, "NVIDIA_H200", TABLES)[1] == whole
+    for num_tokens in (1, 2, 8, 24, 64, 104, 304, 1000, 8192):
+        experts = torch.empty((num_tokens, 8), dtype=torch.int32, device="meta")
+        found = ExpertPlan.of(experts, own, ranks=8)
+        alone = ExpertPlan.of(experts[: num_tokens // 8 or 1, : min(num_tokens, 8)], own)
+        assert (found.gate_up, found.down) == (alone.gate_up, alone.down)
+        expected = ExpertPlan.of(experts, whole)
+        if num_tokens >= 16:
+            assert (found.gate_up, found.down) == (expected.gate_up, expected.down)

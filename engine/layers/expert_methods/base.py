@@ -37,6 +37,7 @@ class ExpertSizes:
         total: Experts of the checkpoint.
         held: Their numbers, by those that they have on this rank.
         has_gate: Else their first projection is `up` alone.
+        ranks: As many share the experts, as a whole; 1: all are here.
     """
 
     hidden: int
@@ -47,6 +48,7 @@ class ExpertSizes:
     held: tuple[int, ...]
 
     has_gate: bool = True
+    ranks: int = 1
 
     @property
     def rows13(self) -> int:

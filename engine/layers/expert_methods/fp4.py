@@ -128,6 +128,7 @@ class Fp4Experts(ExpertMethod):
             summed,
             layer.f13,
             layer.f2,
+            layer.sizes.ranks,
         )
 
     def leaves_sums(self, layer: ExpertLayer, num_pairs: int) -> bool:

@@ -101,4 +101,5 @@ class Fp8Experts(ExpertMethod):
             layer.b2,
             layer.gate,
             summed,
+            layer.sizes.ranks,
         )

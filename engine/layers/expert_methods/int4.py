@@ -82,7 +82,9 @@ class Int4Experts(ExpertMethod):
         summed: bool = True,
     ) -> Tensor:
         first, second = (layer.packed13, layer.groups13), (layer.packed2, layer.groups2)
-        return ops.int4_experts(x, *first, *second, weights, experts, layer.fixed_order, summed)
+        return ops.int4_experts(
+            x, *first, *second, weights, experts, layer.fixed_order, summed, layer.sizes.ranks
+        )
 
 
 def _target_of(layer: ExpertLayer, part: ExpertPart) -> tuple[Tensor, Tensor, int]:

@@ -66,8 +66,10 @@ class Int8Experts(ExpertMethod):
         summed: bool = True,
     ) -> Tensor:
         first, second = (layer.w13, layer.s13), (layer.w2, layer.s2)
-        fixed = layer.fixed_order
-        return ops.int8_experts(x, *first, *second, weights, experts, self.quantises, fixed, summed)
+        fixed, ranks = layer.fixed_order, layer.sizes.ranks
+        return ops.int8_experts(
+            x, *first, *second, weights, experts, self.quantises, fixed, summed, ranks
+        )
 
 
 def _scales_of(layer: ExpertLayer, part: ExpertPart) -> Tensor:

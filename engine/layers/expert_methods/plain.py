@@ -60,6 +60,7 @@ class PlainExperts(ExpertMethod):
             layer.b2,
             layer.gate,
             summed,
+            layer.sizes.ranks,
         )
 
     def takes_beside(self, layer: ExpertLayer) -> bool:
@@ -73,7 +74,10 @@ class PlainExperts(ExpertMethod):
         experts: Tensor,
         shared: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        return ops.experts_beside(x, layer.w13, layer.w2, weights, experts, *shared, layer.gate)
+        ranks = layer.sizes.ranks
+        return ops.experts_beside(
+            x, layer.w13, layer.w2, weights, experts, *shared, layer.gate, ranks
+        )
 
 
 def target_of(layer: ExpertLayer, part: ExpertPart) -> Tensor:

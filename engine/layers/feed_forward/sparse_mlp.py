@@ -80,7 +80,14 @@ class Experts(ExpertLayer):
         if not ranks.are_whole:
             start, width = _units_of(shard, intermediate_size, self.method.unit)
         self.sizes = ExpertSizes(
-            hidden_size, intermediate_size, start, width, share.total, share.held, has_gate(gate)
+            hidden_size,
+            intermediate_size,
+            start,
+            width,
+            share.total,
+            share.held,
+            has_gate(gate),
+            ranks.size if ranks.are_whole else 1,
         )
         self.b13 = shard.parameter(count, 2 * width) if biases else None
         has_b2 = biases and (ranks.are_whole or ranks.rank == 0)

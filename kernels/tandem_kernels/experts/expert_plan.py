@@ -33,18 +33,24 @@ class ExpertPlan:
 
     @classmethod
     def of(
-        cls, experts: Tensor, shape: ExpertShape, fixed: ExpertTuning | None = None
+        cls,
+        experts: Tensor,
+        shape: ExpertShape,
+        fixed: ExpertTuning | None = None,
+        ranks: int = 1,
     ) -> ExpertPlan:
         """Chooses tiles, and sorts the pairs if there are too many to search.
 
         Args:
             experts: [T, k] int32; -1: none.
             fixed: The tiles of both GEMMs; None: as the number of pairs asks.
+            ranks: As many have experts of the layer, as a whole: of all pairs, this one has its
+                part on average.
         """
         if fixed is not None:
             gate_up = down = fixed
         else:
-            gate_up, down = gemm_tunings(shape, experts.numel(), gpu_name(experts.device))
+            gate_up, down = gemm_tunings(shape, experts.numel() / ranks, gpu_name(experts.device))
         searched = searched_pairs(shape.weights)
         if gate_up.each_pair and down.each_pair:
             # No program looks for rows, unless there are too few counters.

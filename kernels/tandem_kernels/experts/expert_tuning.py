@@ -218,12 +218,13 @@ def _line(part: Range) -> bytes:
 
 
 def expert_tuning(
-    shape: ExpertShape, num_pairs: int, gpu: str, *, gated: bool, tables: Path = TABLES
+    shape: ExpertShape, num_pairs: float, gpu: str, *, gated: bool, tables: Path = TABLES
 ) -> ExpertTuning:
     """Chooses by the mean number of rows that an expert has, or by pairs where they are few.
 
     Args:
-        num_pairs: (token, expert) pairs of the step.
+        num_pairs: (token, expert) pairs of the step, of this rank's experts; where these are some
+            of the layer's, as many as it has on average.
         gpu: Its name, as `device.gpu_name` gives it.
         gated: The first GEMM, which computes two outputs for each column.
     """
@@ -231,7 +232,7 @@ def expert_tuning(
 
 
 def expert_range(
-    shape: ExpertShape, num_pairs: int, gpu: str, *, gated: bool, tables: Path = TABLES
+    shape: ExpertShape, num_pairs: float, gpu: str, *, gated: bool, tables: Path = TABLES
 ) -> Range:
     """Returns the range of a table that `expert_tuning` chooses."""
     if not shape.has_tables:
@@ -247,7 +248,9 @@ def searched_pairs(weights: str) -> int:
     return _SEARCHED_OF_FORMAT.get(weights, MAX_SEARCHED_PAIRS)
 
 
-def gemm_tunings(shape: ExpertShape, num_pairs: int, gpu: str) -> tuple[ExpertTuning, ExpertTuning]:
+def gemm_tunings(
+    shape: ExpertShape, num_pairs: float, gpu: str
+) -> tuple[ExpertTuning, ExpertTuning]:
     """Chooses for both GEMMs of a step, gate·up first."""
     first, second = (expert_tuning(shape, num_pairs, gpu, gated=gated) for gated in (True, False))
     return first, second

@@ -209,6 +209,7 @@ def fused_experts(
     b2: Tensor | None = None,
     gate: GateForm | None = None,
     summed: bool = True,
+    ranks: int = 1,
 ) -> Tensor:
     """See `reference.experts.fused_experts`."""
     num_tokens, hidden_size = x.shape
@@ -219,7 +220,9 @@ def fused_experts(
     if plain and takes_one_row(x, w13, w2):
         parts, _ = one_row_experts(x, w13, w2, weights, experts, gate)
         return sum_pairs(parts, experts) if summed else parts
-    plan = ExpertPlan.of(experts, ExpertShape.of_plain(w13, w2), FIXED if fixed_order else None)
+    plan = ExpertPlan.of(
+        experts, ExpertShape.of_plain(w13, w2), FIXED if fixed_order else None, ranks
+    )
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     expert_gemm(x, w13, weights, plan.rows, hidden, plan.gate_up, gated=True, bias=b13, gate=gate)
@@ -236,6 +239,7 @@ def experts_beside(
     shared_w13: Tensor,
     shared_w2: Tensor,
     gate: GateForm | None = None,
+    ranks: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.experts.experts_beside`."""
     num_tokens, hidden_size = x.shape
@@ -251,7 +255,7 @@ def experts_beside(
         )
     )  # fmt: skip
     if num_tokens > 0:
-        plan = ExpertPlan.of(experts, ExpertShape.of_plain(w13, w2))
+        plan = ExpertPlan.of(experts, ExpertShape.of_plain(w13, w2), ranks=ranks)
         given = plan.rows, hidden, plan.gate_up
         first = SharedPart(x, shared_w13, shared)
         expert_gemm(x, w13, weights, *given, gated=True, gate=gate, shared=first)

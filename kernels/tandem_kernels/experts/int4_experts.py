@@ -119,6 +119,7 @@ def int4_experts(
     experts: Tensor,
     fixed_order: bool = False,
     summed: bool = True,
+    ranks: int = 1,
 ) -> Tensor:
     """See `reference.int4.int4_experts`; halves only."""
     num_tokens, hidden_size = x.shape
@@ -127,7 +128,7 @@ def int4_experts(
     if num_tokens == 0:
         return torch.empty_like(x)
     shape = ExpertShape(num_experts, doubled // 2, hidden_size, FORMAT)
-    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
+    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None, ranks)
     hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     int4_expert_gemm(x, (packed13, groups13), weights, plan.rows, hidden, plan.gate_up, gated=True)

@@ -130,6 +130,7 @@ def int8_experts(
     quantises: bool,
     fixed_order: bool = False,
     summed: bool = True,
+    ranks: int = 1,
 ) -> Tensor:
     """See `reference.int8.int8_experts`."""
     num_tokens, hidden_size = x.shape
@@ -138,7 +139,7 @@ def int8_experts(
     if num_tokens == 0:
         return torch.empty_like(x)
     shape = ExpertShape(num_experts, doubled // 2, hidden_size, FORMAT)
-    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
+    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None, ranks)
     hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     given = quantise_int8(x) if quantises else (x, None)

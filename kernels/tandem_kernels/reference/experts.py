@@ -124,6 +124,7 @@ def fused_experts(
     b2: Tensor | None = None,
     gate: GateForm | None = None,
     summed: bool = True,
+    ranks: int = 1,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts.
 
@@ -137,6 +138,8 @@ def fused_experts(
         b13, b2: [E, 2 I] and [E, H], biases of both projections, or None.
         gate: None: silu(gate) * up.
         summed: Else what `pairs_add_rms_norm` sums is returned.
+        ranks: As many have experts of the layer as a whole, and pairs of others are none here.
+            Kernels choose tiles by it.
 
     Returns:
         [T, H] in the dtype of `x`: the sum over k of weight * w2(silu(gate) * up). Not summed:
@@ -178,12 +181,14 @@ def experts_beside(
     shared_w13: Tensor,
     shared_w2: Tensor,
     gate: GateForm | None = None,
+    ranks: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Computes a shared expert beside those of few tokens.
 
     Args:
         shared_w13: [2 S, H], its gate, then its up projection; without a gate [S, H].
         shared_w2: [H, S].
+        ranks: As in `fused_experts`.
 
     Returns:
         (what `fused_experts` does, not summed, [T * k, H]; what the shared expert makes of each

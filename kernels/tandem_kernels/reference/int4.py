@@ -52,6 +52,7 @@ def int4_experts(
     experts: Tensor,
     fixed_order: bool = False,
     summed: bool = True,
+    ranks: int = 1,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does.
 
@@ -60,7 +61,7 @@ def int4_experts(
         packed13, groups13: [E, 2 I, H' / 4] and [E, H' / G, 2 I, 2], of each expert its gate, then
             its up projection.
         packed2, groups2: [E, H, I' / 4] and [E, I' / G, H, 2].
-        weights, experts, fixed_order, summed: As in `fused_experts`.
+        weights, experts, fixed_order, summed, ranks: As in `fused_experts`.
 
     Returns:
         What `fused_experts` returns.

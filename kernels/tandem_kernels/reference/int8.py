@@ -131,6 +131,7 @@ def int8_experts(
     quantises: bool,
     fixed_order: bool = False,
     summed: bool = True,
+    ranks: int = 1,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does.
 
@@ -140,7 +141,7 @@ def int8_experts(
         s13: [E, 2 I] float32, a scale for each output.
         w2: [E, H, I] int8.
         s2: [E, H].
-        weights, experts, fixed_order, summed: As in `fused_experts`.
+        weights, experts, fixed_order, summed, ranks: As in `fused_experts`.
         quantises: What goes into either projection is quantised by `quantise_int8`.
 
     Returns:

@@ -24,6 +24,7 @@ def fp8_experts(
     b2: Tensor | None = None,
     gate: GateForm | None = None,
     summed: bool = True,
+    ranks: int = 1,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does. What goes into
     either projection is quantised by `quantise_fp8`, each 128 numbers of a row.
@@ -35,7 +36,7 @@ def fp8_experts(
             [E, 2, I], one for each output.
         w2: [E, H, I] e4m3.
         s2: [E, ceil(H / 128), ceil(I / 128)] or [E, H], as `s13`.
-        weights, experts, fixed_order, b13, b2, gate, summed: As in `fused_experts`.
+        weights, experts, fixed_order, b13, b2, gate, summed, ranks: As in `fused_experts`.
 
     Returns:
         What `fused_experts` returns.
@@ -76,6 +77,7 @@ def fp4_experts(
     summed: bool = True,
     f13: Tensor | None = None,
     f2: Tensor | None = None,
+    ranks: int = 1,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does.
 
@@ -85,8 +87,8 @@ def fp4_experts(
             projection, [I, H].
         w2: [E, ...], those of [H, I].
         width: I.
-        weights, experts, fixed_order, b13, b2, gate, summed: As in `fused_experts`. Experts of few
-            rows may be summed in any case: `fp4.pair_shapes.sums_itself`.
+        weights, experts, fixed_order, b13, b2, gate, summed, ranks: As in `fused_experts`. Experts
+            of few rows may be summed in any case: `fp4.pair_shapes.sums_itself`.
         f13, f2: Of NVFP4: [E, 2] and [E] float32, by which the sums of products with a weight's
             tiles are multiplied (`NVFP4_FACTOR` times its factor).
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from engine.models.errors import CheckpointError
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.parallel.place import ExpertRanks, ParallelPlace
+from tandem_kernels import ops
 from tests.engine.models.engine_rank import EngineRank
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.test_quantised_experts import MakePair, experts_of, meaning
@@ -42,6 +45,20 @@ def spread_experts(folder: Path, rank: int, size: int) -> tuple[list[Experts], i
     return [m for m in created.modules() if isinstance(m, Experts)], totals[0]
 
 
+def ranks_told(layer: Experts) -> int:
+    """Returns how many ranks share the experts, as the kernels hear it."""
+    told: list[int] = []
+
+    def stand_in(_: ops.Op[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: told.append(arguments[-1])
+
+    chosen = torch.zeros(1, 1, dtype=torch.int32)
+    with ops.standing_in(stand_in):
+        layer(torch.zeros(1, layer.sizes.hidden), chosen.float(), chosen)
+    (ranks,) = told
+    return ranks
+
+
 def check_shares(folder: Path, plain: Path, size: int, dtype: torch.dtype) -> None:
     """All experts are somewhere, once, and mean what the plain ones do, biases included."""
     expected = experts_of(plain, 0, 1)
@@ -50,6 +67,7 @@ def check_shares(folder: Path, plain: Path, size: int, dtype: torch.dtype) -> No
         held = [expert for layer in of_ranks for expert in layer.sizes.held]
         assert held == list(range(whole.sizes.total))
         for layer in of_ranks:
+            assert ranks_told(layer) == size and ranks_told(whole) == 1
             assert layer.w13.dtype == dtype and len(layer.w13) == layer.sizes.count
             for own, expert in enumerate(layer.sizes.held):
                 for found, meant in zip(meaning(layer, own), meaning(whole, expert), strict=True):

@@ -145,6 +145,7 @@ def fp4_experts(
     summed: bool = True,
     f13: Tensor | None = None,
     f2: Tensor | None = None,
+    ranks: int = 1,
 ) -> Tensor:
     """See `reference.quantised_experts.fp4_experts`."""
     num_tokens, hidden_size = x.shape
@@ -162,7 +163,7 @@ def fp4_experts(
         fp4_experts_ahead(x, w13, weights, tiles, hidden, gate)
         fp4_experts_ahead(hidden, w2, weights, tiles, parts)
         return sum_pairs(parts, experts) if summed else parts
-    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
+    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None, ranks)
     if takes_each_pair(plan.gate_up, num_pairs, width):
         fp4_pair_gemm(x, w13, weights, experts, hidden, plan.gate_up, b13, gate, factors=f13)
     else:

@@ -241,6 +241,7 @@ def fp8_experts(
     b2: Tensor | None = None,
     gate: GateForm | None = None,
     summed: bool = True,
+    ranks: int = 1,
 ) -> Tensor:
     """See `reference.quantised_experts.fp8_experts`."""
     num_tokens, hidden_size = x.shape
@@ -253,7 +254,7 @@ def fp8_experts(
         parts = _many_rows(x, (w13, s13), (w2, s2), weights, experts, gate)
         return sum_pairs(parts, experts) if summed else parts
     shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
-    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
+    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None, ranks)
     hidden = _gate_up(x, (w13, s13), weights, plan, num_pairs, b13, gate)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     down = w2.unsqueeze(1), s2.unsqueeze(1)

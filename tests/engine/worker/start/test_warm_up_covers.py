@@ -217,10 +217,16 @@ def test_every_tiling_of_the_experts_of_long_steps_is_warmed_up(
 
 
 @pytest.mark.parametrize(
-    "shape", [ExpertShape(128, 384, 2048), ExpertShape(64, 768, 2048), ExpertShape(64, 1408, 2048)]
+    ("shape", "ranks"),
+    [
+        (ExpertShape(128, 384, 2048), 1),
+        (ExpertShape(64, 768, 2048), 2),
+        (ExpertShape(64, 1408, 2048), 2),
+    ],
+    ids=["slices", "whole experts", "whole experts of another table"],
 )
 def test_every_tiling_of_the_experts_of_groups_is_warmed_up(
-    make_config: Any, shape: ExpertShape
+    make_config: Any, shape: ExpertShape, ranks: int
 ) -> None:
     """Their steps with prompts are never recorded, and experts compute the tokens of all groups."""
     config = make_config()
@@ -237,7 +243,8 @@ def test_every_tiling_of_the_experts_of_groups_is_warmed_up(
         found = experts if experts.numel() > searched_pairs(shape.weights) else None
         rows = ExpertRows(experts, shape.num_experts, found, found)
         for gated in (True, False):
-            tuning = expert_tuning(shape, experts.numel(), "NVIDIA_H200", gated=gated)
+            own = experts.numel() / ranks
+            tuning = expert_tuning(shape, own, "NVIDIA_H200", gated=gated)
             yield gated, tuning, tuple(rows.tiles(tuning.rows)[1].items())
 
     warm = {one for step in warm_up_steps(config, CPU) for one in tilings(sum(step.lengths))}
