@@ -1130,16 +1130,19 @@ def fp8_pair_cases(capability: int) -> Iterator[Case]:
         **named("fp32", "limit", "alpha"),
         "experts": "*i32",
     }
-    for gated, quantises, inner, cols, depth in (
-        (True, False, 7168, 2, 2048),
-        (False, True, 256, 16, 256),
-        (False, False, 1536, 4, 512),
+    for gated, quantises, inner, cols, depth, pairs in (
+        (True, False, 7168, 2, 2048, 0),
+        (False, True, 256, 16, 256, 0),
+        (False, False, 1536, 4, 512, 0),
+        (True, False, 7168, 4, 1024, 32),
+        (False, True, 2048, 16, 2048, 32),
     ):
         yield Case(
             fp8_pairs.fp8_pair_gemm_kernel,
-            f"gated={gated} inner={inner}",
+            f"gated={gated} inner={inner} pairs={pairs}",
             {**types, **(named("*bf16", "x", "shares") if quantises else {})},
             {
+                "PAIRS": pairs,
                 "TOP_K": 8,
                 "COLS": cols,
                 "DEPTH": depth,

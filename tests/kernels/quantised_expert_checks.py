@@ -151,7 +151,8 @@ def fp8_pairs(
     clamped: bool = False,
 ) -> None:
     """Pairs that are computed by themselves give what the formula means, and the same whoever
-    quantises their rows; nothing is written of those that go nowhere."""
+    quantises their rows, and of how many ranks this is one; nothing is written of those that go
+    nowhere."""
     num_tokens, top_k, num_experts, hidden, width = sizes
     w13, s13, wide13 = fp8_weight((num_experts, 2, width, hidden), blocks=blocks, device=device)
     w2, s2, wide2 = fp8_weight((num_experts, 1, hidden, width), blocks=blocks, device=device)
@@ -165,22 +166,23 @@ def fp8_pairs(
 
     expected = oracle.experts(x, *wide, *(plain or (None,) * 3), in_e4m3)
     outs = []
-    for quantised in (False, True):
+    for quantised, ranks in ((False, 1), (True, 1), (True, 2), (True, num_tokens * top_k)):
         between, parts = (
             torch.full((num_tokens * top_k, size), torch.nan, dtype=dtype, device=device)
             for size in (width, hidden)
         )
-        of = weights, chosen
+        of, gate = (weights, chosen), more.get("gate")
         given = quantise_fp8(x, _BLOCK) if quantised else x
-        fp8_pair_gemm(given, (w13, s13), *of, between, tuning, more.get("b13"), more.get("gate"))
+        fp8_pair_gemm(given, (w13, s13), *of, between, tuning, more.get("b13"), gate, ranks)
         rows = quantise_fp8(between, _BLOCK) if quantised else between
-        fp8_pair_gemm(rows, (w2, s2), *of, parts, tuning, more.get("b2"))
+        fp8_pair_gemm(rows, (w2, s2), *of, parts, tuning, more.get("b2"), ranks=ranks)
         nowhere = chosen.flatten() < 0
         assert torch.equal(parts.isnan().all(1), nowhere)
         assert torch.equal(between.isnan().all(1), nowhere)
         outs.append(sum_pairs(parts, chosen))
         assert oracle.relative_error(outs[-1], expected) < ROUNDED[dtype] + _FLIPPED
     assert oracle.relative_error(outs[0], outs[1].double()) < ROUNDED[dtype] + _FLIPPED
+    assert all(torch.equal(outs[1], one) for one in outs[2:]), "however few programs there are"
 
 
 def fp8_down(tuning: ExpertTuning, dtype: torch.dtype, device: str, *, blocks: bool) -> None:

@@ -255,11 +255,11 @@ def fp8_experts(
         return sum_pairs(parts, experts) if summed else parts
     shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
     plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None, ranks)
-    hidden = _gate_up(x, (w13, s13), weights, plan, num_pairs, b13, gate)
+    hidden = _gate_up(x, (w13, s13), weights, plan, num_pairs, b13, gate, ranks)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     down = w2.unsqueeze(1), s2.unsqueeze(1)
     if isinstance(hidden, Tensor):
-        fp8_pair_gemm(hidden, down, weights, experts, parts, plan.down, b2)
+        fp8_pair_gemm(hidden, down, weights, experts, parts, plan.down, b2, ranks=ranks)
     else:
         fp8_gemm(hidden, down, weights, plan.rows, (parts, None), plan.down, b2)
     return sum_pairs(parts, experts) if summed else parts
@@ -294,6 +294,7 @@ def _gate_up(
     num_pairs: int,
     bias: Tensor | None,
     gate: GateForm | None,
+    ranks: int,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes the first GEMM, whose rows come in e4m3 unless the second quantises them itself."""
     width = weight[0].shape[2]
@@ -307,7 +308,7 @@ def _gate_up(
     hidden = torch.empty(size, dtype=x.dtype, device=x.device)
     if plan.gate_up.each_pair:
         of = plan.rows.experts
-        fp8_pair_gemm(given, weight, weights, of, hidden, plan.gate_up, bias, gate)
+        fp8_pair_gemm(given, weight, weights, of, hidden, plan.gate_up, bias, gate, ranks)
     else:
         fp8_gemm(given, weight, weights, plan.rows, (hidden, None), plan.gate_up, bias, gate)
     return hidden if itself else quantise_fp8(hidden, GROUP)

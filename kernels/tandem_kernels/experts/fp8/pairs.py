@@ -7,6 +7,10 @@ Few rows seldom share an expert, and one row is not worth a matrix unit: a progr
 outputs' weights where they are loaded, all of the inner dimension. Its sums need no other program,
 and however few outputs a rank has, loads of many are in flight at once.
 
+A rank that has some of the experts has few of the pairs, and nobody knows which before the step
+runs: programs find them, and as many run as the rank has on average. One that finds more computes
+one behind the other.
+
 Numbers are those that `fp8_experts` multiplies: products of e4m3 are exact in float32, and 16 of
 them are summed before the scale of their block is applied. The second GEMM quantises its row as it
 reads it. It begins when experts are known, and so its weights are on their way before the first one
@@ -28,6 +32,9 @@ from tandem_kernels.gemm.fp8_rows import fp8_scale, to_fp8
 
 _VECTOR = tl.constexpr(16)
 """Numbers that one instruction loads, of one block."""
+_FEWEST_PAIRS = 32
+"""Programs that look for their pair look among as many at least: one kernel for all steps of up to
+four tokens."""
 
 
 @triton.jit
@@ -118,16 +125,18 @@ def _products(
     return tl.sum(sums.reshape(PARTS, COLS, GROUPS * VECTORS), axis=2)
 
 
-@triton.jit(do_not_specialize=["shares_stride"])
-def fp8_pair_gemm_kernel(
+@triton.jit
+def _pair_outputs(
     x: tl.tensor,
     shares: tl.tensor,
     weight: tl.tensor,
     weight_scales: tl.tensor,
     bias: tl.tensor,
     pair_weights: tl.tensor,
-    experts: tl.tensor,
     out: tl.tensor,
+    pair: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
     num_outputs: tl.tensor,
     shares_stride: tl.tensor,
     limit: tl.tensor,
@@ -143,27 +152,9 @@ def fp8_pair_gemm_kernel(
     QUANTISES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Computes COLS outputs of one pair in each program.
-
-    GATED: x [T, H], weight [E, 2, num_outputs, H], activated. Else x [pairs, I], weight
-    [E, 1, num_outputs, I], times the pair's weight. BLOCKS: weight_scales [E, 1 or 2,
-    num_outputs / 128, INNER / 128], else [E, 1 or 2, num_outputs].
-    """
+    """Computes outputs `first` and on, COLS of them, of a pair and of its expert. Other arguments
+    are those of the kernel."""
     PARTS: tl.constexpr = 2 if GATED else 1
-    if OVERLAP:
-        if GATED:
-            gdc_wait()
-        gdc_launch_dependents()
-    programs_of_pair = tl.cdiv(num_outputs, COLS)
-    pair = tl.program_id(0) // programs_of_pair
-    first = tl.program_id(0) % programs_of_pair * COLS
-    # Not by way of the SM's own cache, which may hold what was there before: the second GEMM has
-    # waited for nothing yet.
-    expert = tl.load(experts + pair, cache_modifier=".cg")
-    if expert < 0:
-        if OVERLAP and not GATED:
-            gdc_wait()
-        return
     lane = tl.arange(0, DEPTH)
     block = tl.arange(0, DEPTH // 128)
     side = tl.arange(0, PARTS * COLS)
@@ -202,6 +193,77 @@ def fp8_pair_gemm_kernel(
     tl.store(to, total.to(out.dtype.element_ty), mask=real)
 
 
+@triton.jit(do_not_specialize=["num_pairs", "shares_stride"])
+def fp8_pair_gemm_kernel(
+    x: tl.tensor,
+    shares: tl.tensor,
+    weight: tl.tensor,
+    weight_scales: tl.tensor,
+    bias: tl.tensor,
+    pair_weights: tl.tensor,
+    experts: tl.tensor,
+    out: tl.tensor,
+    num_pairs: tl.tensor,
+    num_outputs: tl.tensor,
+    shares_stride: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    PAIRS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    INNER: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    QUANTISES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Computes COLS outputs of one pair in each program. PAIRS: no fewer than there are, of which
+    programs find those that have an expert here; 0: each pair has programs of its own.
+
+    GATED: x [T, H], weight [E, 2, num_outputs, H], activated. Else x [pairs, I], weight
+    [E, 1, num_outputs, I], times the pair's weight. BLOCKS: weight_scales [E, 1 or 2,
+    num_outputs / 128, INNER / 128], else [E, 1 or 2, num_outputs].
+    """
+    if OVERLAP:
+        if GATED:
+            gdc_wait()
+        gdc_launch_dependents()
+    programs_of_pair = tl.cdiv(num_outputs, COLS)
+    slot = tl.program_id(0) // programs_of_pair
+    first = tl.program_id(0) % programs_of_pair * COLS
+    # Experts are not loaded by way of the SM's own cache, which may hold what was there before: the
+    # second GEMM has waited for nothing yet.
+    if PAIRS == 0:
+        expert = tl.load(experts + slot, cache_modifier=".cg")
+        if expert >= 0:
+            _pair_outputs(
+                x, shares, weight, weight_scales, bias, pair_weights, out, slot, expert, first,
+                num_outputs, shares_stride, limit, alpha, TOP_K, COLS, DEPTH, INNER, GATED,
+                HAS_BIAS, GATE, BLOCKS, QUANTISES, OVERLAP,
+            )  # fmt: skip
+    else:
+        lane = tl.arange(0, PAIRS)
+        chosen = tl.load(experts + lane, mask=lane < num_pairs, other=-1, cache_modifier=".cg")
+        has_own = (chosen >= 0).to(tl.int32)
+        place = tl.cumsum(has_own, axis=0) - has_own
+        slots = tl.num_programs(0) // programs_of_pair
+        for own in tl.range(slot, tl.sum(has_own, axis=0), slots, disable_licm=True):
+            is_it = (chosen >= 0) & (place == own)
+            pair = tl.sum(tl.where(is_it, lane, 0), axis=0)
+            expert = tl.sum(tl.where(is_it, chosen, 0), axis=0)
+            _pair_outputs(
+                x, shares, weight, weight_scales, bias, pair_weights, out, pair, expert, first,
+                num_outputs, shares_stride, limit, alpha, TOP_K, COLS, DEPTH, INNER, GATED,
+                HAS_BIAS, GATE, BLOCKS, QUANTISES, OVERLAP,
+            )  # fmt: skip
+    if OVERLAP and not GATED:
+        # Where there was no pair, either: what comes next may write what the first GEMM reads.
+        gdc_wait()
+
+
 def fp8_pair_gemm(
     x: Tensor | tuple[Tensor, Tensor],
     weight: tuple[Tensor, Tensor],
@@ -211,6 +273,7 @@ def fp8_pair_gemm(
     tuning: ExpertTuning,
     bias: Tensor | None = None,
     gate: GateForm | None = None,
+    ranks: int = 1,
 ) -> None:
     """Computes one of the two GEMMs; the first where the weight has two parts.
 
@@ -221,6 +284,7 @@ def fp8_pair_gemm(
         out: [T * k, I] or [T * k, H].
         bias: [E, 2 I], or [E, H]; None: none.
         gate: None: SiLU.
+        ranks: As many have experts of the layer, as a whole.
     """
     given, shares = x if isinstance(x, tuple) else (x, None)
     numbers, scales = weight
@@ -229,7 +293,8 @@ def fp8_pair_gemm(
     # A table of another shape may name more of the inner dimension than there is.
     depth = min(tuning.depth, max(128, triton.next_power_of_2(inner)))
     overlap = uses_pdl(given.device)
-    fp8_pair_gemm_kernel[(num_pairs * triton.cdiv(num_outputs, tuning.cols),)](
+    slots = triton.cdiv(num_pairs, ranks)
+    fp8_pair_gemm_kernel[(slots * triton.cdiv(num_outputs, tuning.cols),)](
         given,
         given if shares is None else shares,
         numbers,
@@ -238,9 +303,11 @@ def fp8_pair_gemm(
         pair_weights,
         experts,
         out,
+        num_pairs,
         num_outputs,
         0 if shares is None else shares.stride(0),
         *gate_arguments(gate),
+        PAIRS=0 if ranks == 1 else max(_FEWEST_PAIRS, triton.next_power_of_2(num_pairs)),
         TOP_K=experts.shape[1],
         COLS=tuning.cols,
         DEPTH=depth,
