@@ -1134,8 +1134,8 @@ def fp8_pair_cases(capability: int) -> Iterator[Case]:
         (True, False, 7168, 2, 2048, 0),
         (False, True, 256, 16, 256, 0),
         (False, False, 1536, 4, 512, 0),
-        (True, False, 7168, 4, 1024, 32),
-        (False, True, 2048, 16, 2048, 32),
+        (True, False, 7168, 4, 1024, 64),
+        (False, True, 2048, 16, 2048, 64),
     ):
         yield Case(
             fp8_pairs.fp8_pair_gemm_kernel,

@@ -7,7 +7,7 @@ Few rows seldom share an expert, and one row is not worth a matrix unit: a progr
 outputs' weights where they are loaded, all of the inner dimension. Its sums need no other program,
 and however few outputs a rank has, loads of many are in flight at once.
 
-A rank that has some of the experts has few of the pairs, and nobody knows which before the step
+A rank that has some of the experts has few of the pairs, and which ones is known when the step
 runs: programs find them, and as many run as the rank has on average. One that finds more computes
 one behind the other.
 
@@ -32,9 +32,8 @@ from tandem_kernels.gemm.fp8_rows import fp8_scale, to_fp8
 
 _VECTOR = tl.constexpr(16)
 """Numbers that one instruction loads, of one block."""
-_FEWEST_PAIRS = 32
-"""Programs that look for their pair look among as many at least: one kernel for all steps of up to
-four tokens."""
+_PAIRS = (64, 512)
+"""Programs that look for their pair look among as many: few kernels for all steps."""
 
 
 @triton.jit
@@ -307,7 +306,7 @@ def fp8_pair_gemm(
         num_outputs,
         0 if shares is None else shares.stride(0),
         *gate_arguments(gate),
-        PAIRS=0 if ranks == 1 else max(_FEWEST_PAIRS, triton.next_power_of_2(num_pairs)),
+        PAIRS=0 if ranks == 1 else _room_for(num_pairs),
         TOP_K=experts.shape[1],
         COLS=tuning.cols,
         DEPTH=depth,
@@ -321,3 +320,8 @@ def fp8_pair_gemm(
         **tuning.options,
         **({"launch_pdl": True} if overlap else {}),
     )
+
+
+def _room_for(num_pairs: int) -> int:
+    """Returns among how many pairs programs look."""
+    return next((size for size in _PAIRS if num_pairs <= size), triton.next_power_of_2(num_pairs))
