@@ -69,12 +69,9 @@ def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, scal
     from tandem_kernels.attention.latent_decode import tuning_of
 
     if metadata.num_decodes and not metadata.fixed_order:
-        return (
-            "latent_decode_kernel, merge_kernel",
-            _fields(
-                tuning_of(q_latent, metadata, kv_scales), "rows", "tile", "num_warps", "num_stages"
-            ),
-        )
+        tuning = tuning_of(q_latent, q_rope, cache, metadata, kv_scales)
+        kernel = "latent_decode_ahead_kernel" if tuning.ahead else "latent_decode_kernel"
+        return f"{kernel}, merge_kernel", _fields(tuning, *_OF_HEADS)
     long = latent_tuning(q_latent.device, q_latent.element_size())
     return "latent_attention_kernel", _fields(long, "rows", "tile", "num_warps", "num_stages")
 

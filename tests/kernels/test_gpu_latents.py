@@ -60,6 +60,24 @@ def test_latent_decode(
 
 
 @halves
+@pytest.mark.parametrize(
+    ("query_len", "num_heads", "block_size"), [(1, 128, 64), (1, 128, 16), (2, 128, 64), (3, 40, 8)]
+)
+def test_latent_decode_of_many_heads(
+    dtype: torch.dtype, query_len: int, num_heads: int, block_size: int
+) -> None:
+    """Contexts in parts and whole, none at all, tiles that end in a block, drafts, rows behind."""
+    from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
+
+    tuning = LatentDecodeTuning(64, 128, 8, 1, 1, ahead=True)
+    for seq_lens in ([1500], [3, 64, 65, 0, 1000, 128, 127], [3, 64, 65, 5000, 128, 127] * 40):
+        check.latent_decode(
+            latent_decode, seq_lens, query_len, (num_heads, 512, 64), dtype,
+            block_size=block_size, device="cuda", tuning=tuning,
+        )  # fmt: skip
+
+
+@halves
 @pytest.mark.parametrize("num_heads", [8, 16, 40])
 def test_expansion_of_cached_latents(dtype: torch.dtype, num_heads: int) -> None:
     check.gather_latents(ops.gather_latents, (num_heads, 512, 64), dtype, "cuda")

@@ -78,8 +78,12 @@ def _fp8_path(rows: int, blocks: bool, is_whole: bool) -> str:
     return fp8_path(rows, weight, torch.empty((1, 1) if blocks else (1,), device="meta"))
 
 
-def _latent_decode(num_rows: int, itemsize: int, num_decodes: int, turns: bool) -> Any:
-    return latent_decode_tuning(CPU, num_rows, itemsize, num_decodes, turns=turns)
+def _latent_decode(
+    num_rows: int, itemsize: int, num_decodes: int, turns: bool, is_ahead: bool = False
+) -> Any:
+    return latent_decode_tuning(
+        CPU, num_rows, itemsize, num_decodes, turns=turns, is_ahead=is_ahead
+    )
 
 
 KINDS: dict[str, Callable[..., Any]] = {

@@ -7,7 +7,8 @@ tiles, as in `decode_attention`: as many programs as the device holds cut it int
 recorded, and one long context among short ones takes all programs.
 
 TURNED, scores are computed with the context on the left: a matrix unit of Hopper takes 64 rows
-there and no fewer, and there are 16 heads on a rank.
+there and no fewer, and there are 16 heads on a rank. More heads have a kernel of their own there,
+`latent_decode_ahead`.
 
 Which block comes next is read one tile ahead: a load whose address waits for another load would
 leave the pipeline a tile short.
@@ -29,9 +30,11 @@ from tandem_kernels.attention.decode_line import aligned_run, find, line
 from tandem_kernels.attention.decode_merge import FEW_UNITS, merge_kernel, merge_shape
 from tandem_kernels.attention.fp8_cache import unpacked
 from tandem_kernels.attention.kv_scales import KVScales, pointers
+from tandem_kernels.attention.latent_decode_ahead import FEWEST_OF_BOX, decode_ahead
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import has_e4m3, has_warpgroup_mma, num_programs
+from tandem_kernels.gemm.few_row_shapes import VECTOR
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
 from tandem_kernels.tunings.table import plain_table
@@ -46,6 +49,7 @@ class LatentDecodeTuning:
         tile: Tokens of the context at once.
         programs_per_sm: Of the grid, which depends on nothing else.
         turned: Scores are computed with the context on the left.
+        ahead: By the kernel of `latent_decode_ahead`.
     """
 
     rows: int
@@ -54,15 +58,24 @@ class LatentDecodeTuning:
     num_stages: int
     programs_per_sm: int = 2
     turned: bool = False
+    ahead: bool = False
 
 
 _TABLE = plain_table(
-    "latent_decode", LatentDecodeTuning, ("num_rows", "itemsize", "num_decodes", "turns")
+    "latent_decode",
+    LatentDecodeTuning,
+    ("num_rows", "itemsize", "num_decodes", "turns", "is_ahead"),
 )
 
 
 def latent_decode_tuning(
-    device: torch.device, num_rows: int, itemsize: int, num_decodes: int, *, turns: bool
+    device: torch.device,
+    num_rows: int,
+    itemsize: int,
+    num_decodes: int,
+    *,
+    turns: bool,
+    is_ahead: bool = False,
 ) -> LatentDecodeTuning:
     """Chooses by what a request has, and how many there are.
 
@@ -71,12 +84,33 @@ def latent_decode_tuning(
         itemsize: Bytes of a number.
         turns: Matrix units multiply for four warps at once, as on Hopper, numbers of 16 bits: those
             of an FP8 cache cannot be multiplied without moving them first.
+        is_ahead: See `copies_ahead`.
     """
-    return _TABLE.choose(device, num_rows, itemsize, num_decodes, turns)
+    return _TABLE.choose(device, num_rows, itemsize, num_decodes, turns, is_ahead)
+
+
+def copies_ahead(
+    q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor, kv_scales: KVScales | None
+) -> bool:
+    """Returns whether `latent_decode_ahead` can attend: on Hopper, to latents of halves of
+    DeepSeek's sizes, for which it has memory, in blocks that the copy engine can bring."""
+    block_stride, token_stride, _ = kv_cache.stride()
+    return (
+        kv_scales is None
+        and q_latent.element_size() == 2
+        and (q_latent.shape[2], q_rope.shape[2]) == (512, 64)
+        and has_warpgroup_mma(q_latent.device)
+        and kv_cache.shape[1] % FEWEST_OF_BOX == 0
+        and block_stride % VECTOR == token_stride % VECTOR == kv_cache.data_ptr() % 16 == 0
+    )
 
 
 def tuning_of(
-    q_latent: Tensor, metadata: AttentionMetadata, kv_scales: KVScales | None
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    kv_scales: KVScales | None,
 ) -> LatentDecodeTuning:
     """Chooses for the decodes of a step, with queries [T, H, L]."""
     device = q_latent.device
@@ -86,6 +120,7 @@ def tuning_of(
         q_latent.element_size(),
         metadata.num_decodes,
         turns=has_warpgroup_mma(device) and kv_scales is None,
+        is_ahead=copies_ahead(q_latent, q_rope, kv_cache, kv_scales),
     )
 
 
@@ -324,7 +359,7 @@ def latent_decode(
     """
     _, num_heads, latent = q_latent.shape
     num_decodes, num_rows = metadata.num_decodes, num_heads * metadata.decode_query_len
-    tuning = tuning or tuning_of(q_latent, metadata, kv_scales)
+    tuning = tuning or tuning_of(q_latent, q_rope, kv_cache, metadata, kv_scales)
     row_tiles = triton.cdiv(num_rows, tuning.rows)
     programs = num_programs(out.device, tuning.programs_per_sm)
     parts = [
@@ -336,6 +371,10 @@ def latent_decode(
         "REQS": max(16, triton.next_power_of_2(num_decodes)),
         **in_turn(out.device, num_decodes * metadata.decode_query_len),
     }
+    if tuning.ahead:
+        decode_ahead(q_latent, q_rope, kv_cache, metadata, scale * LOG2_E, out, parts, shape)
+        _join(out, metadata, parts, num_rows, shape)
+        return
     rope = q_rope.shape[2]
     numbers = kv_cache if kv_scales is None else kv_cache.view(torch.int16)
     latent_decode_kernel[(programs,)](
