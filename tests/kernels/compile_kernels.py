@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from tandem_kernels.attention import (
     index_topk,
     latent_attention,
     latent_decode,
+    latent_decode_ahead,
     latent_gather,
     latent_merge,
     latent_rope_and_cache,
@@ -117,6 +118,7 @@ from tandem_kernels.gemm import (
     fp8_tuning,
     fused_gate_up,
     fused_qkv,
+    head_gemm,
     int4_dequantise,
     int4_gemm,
     int4_tuning,
@@ -368,6 +370,18 @@ def few_row_cases(capability: int) -> Iterator[Case]:
             },
             tuning.options,
         )
+    for inner, outputs, cols in ((128, 512, 64), (512, 128, 16)):
+        yield Case(
+            head_gemm.head_gemm_kernel,
+            f"inner={inner}",
+            named("*bf16", "x", "weight", "out"),
+            {
+                "ROWS": 16, "COLS": cols, "INNER": inner, "BLOCK_INNER": inner,
+                "NUM_OUTPUTS": outputs, "PRECISION": "tf32", "OVERLAP": True,
+                "out_stride" if inner == 128 else "in_stride": 1,
+            },
+            {"num_warps": 4, "launch_pdl": True},
+        )  # fmt: skip
     yield from few_row_qkv_cases()
 
 
@@ -1438,6 +1452,8 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
+    if capability >= 90 and not is_fp8:
+        yield from latent_ahead_cases(types)
     yield Case(
         latent_merge.latent_merge_kernel,
         "",
@@ -1463,6 +1479,26 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
         },
         {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
     )
+
+
+def latent_ahead_cases(types: Mapping[str, str]) -> Iterator[Case]:
+    """Yields what Hopper runs of decodes with many heads."""
+    tuning = latent_decode.latent_decode_tuning(CPU, 128, 2, 8, turns=True, is_ahead=True)
+    for query_len, block_size, reqs in ((1, 64, 16), (2, 16, 256)):
+        box = [1, min(64, block_size), 64]
+        described = f"tensordesc<bf16{box},{latent_decode_ahead.BOX!r}>"
+        yield Case(
+            latent_decode_ahead.latent_decode_ahead_kernel,
+            f"query_len={query_len} block={block_size}",
+            {**types, "out": "*bf16", "kv_cache": described},
+            {
+                "QUERY_LEN": query_len, "NUM_HEADS": 128, "ROWS": tuning.rows,
+                "ROW_TILES": 128 * query_len // tuning.rows, "LATENT": 512, "ROPE": 64,
+                "BLOCK_SIZE": block_size, "TILE": tuning.tile, "REQS": reqs, "OVERLAP": True,
+                "COPIER_REGISTERS": 40,
+            },
+            {"num_warps": tuning.num_warps, "launch_pdl": True},
+        )  # fmt: skip
 
 
 def ragged_cases(capability: int) -> Iterator[Case]:

@@ -74,6 +74,11 @@ def test_few_rows_of_any_size(
     check.few_row_gemm(ops.few_row_gemm.kernel, shape, torch.float16)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 96, 48), (3, 2, 40, 512)])
+def test_few_rows_of_each_head(shape: tuple[int, ...]) -> None:
+    check.head_gemm(ops.head_gemm.kernel, shape, torch.float16)
+
+
 @pytest.mark.parametrize(
     ("rows", "inner", "heads", "tuning", "parts"),
     [

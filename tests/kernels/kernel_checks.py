@@ -108,6 +108,19 @@ def few_row_gemm(
     assert torch.equal(wide[:, outputs:], before[:, outputs:])
 
 
+def head_gemm(op: Op, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> None:
+    """Checks products of each head with weights that lie either way round. `shape` is (rows,
+    heads, outputs, inner). Heads of x lie apart."""
+    rows, heads, outputs, inner = shape
+    x = torch.randn(rows, heads, inner + 8, device=device).to(dtype)[:, :, :inner]
+    weight = (torch.randn(heads, inner, outputs, device=device) * inner**-0.5).to(dtype)
+    exact = torch.einsum("thk,hkn->thn", x.double(), weight.double())
+    for given in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
+        out = op(x, given)
+        assert out.is_contiguous()
+        assert oracle.relative_error(out, exact) < ELEMENTWISE[dtype]
+
+
 def fused_gate_up(
     op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:

@@ -61,6 +61,7 @@ def test_products_of_few_rows(dtype: torch.dtype) -> None:
 @dtypes
 def test_few_rows_of_any_size(dtype: torch.dtype) -> None:
     check.few_row_gemm(ops.few_row_gemm, (3, 37, 272), dtype)
+    check.head_gemm(ops.head_gemm, (3, 4, 40, 24), dtype)
 
 
 @dtypes

@@ -51,6 +51,13 @@ def test_few_rows_of_any_size(dtype: torch.dtype, rows: int, shape: tuple[int, i
 
 
 @halves
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("shape", [(16, 512, 128), (16, 128, 512), (5, 40, 96)])
+def test_few_rows_of_each_head(dtype: torch.dtype, rows: int, shape: tuple[int, ...]) -> None:
+    check.head_gemm(ops.head_gemm, (rows, *shape), dtype, "cuda")
+
+
+@halves
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("heads", "inner"),

@@ -23,6 +23,8 @@ HOPPER_ALONE = {
     "few_row_gemm_kernel",
     "few_row_qkv_kernel",
     "normed_router_kernel",
+    "head_gemm_kernel",
+    "latent_decode_ahead_kernel",
     "sparse_ahead_kernel",
     "sparse_pieces_kernel",
     "window_rows_ahead_kernel",

@@ -1,4 +1,4 @@
-"""The shapes that `few_row_gemm` and `few_row_qkv` can compute."""
+"""The shapes that `few_row_gemm`, `few_row_qkv` and `head_gemm` can compute."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ MANY_OUTPUTS, _MAX_ROWS_OF_MANY = 4096, 2
 VECTOR = 8
 """Numbers of half precision that one instruction loads."""
 _INNER_MULTIPLE = 16
+_MOST_INNER = 512
+"""A program has all of a head's."""
 _HEAD_MULTIPLE = 16
 """A program has at most 8 pairs of outputs, all of one head."""
 
@@ -41,4 +43,15 @@ def takes_heads(x: Tensor, weight: Tensor, kv_cache: Tensor) -> bool:
         and takes(x, weight)
         and kv_cache.dtype == x.dtype
         and kv_cache.shape[-1] % _HEAD_MULTIPLE == 0
+    )
+
+
+def takes_by_head(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether `head_gemm` takes `x` [T, H, K] and `weight` [H, K, N]."""
+    return (
+        0 < len(x) <= REGISTER_ROWS
+        and weight.dtype in (torch.float16, torch.bfloat16)
+        and x.dtype == weight.dtype
+        and weight.shape[1] <= _MOST_INNER
+        and x.stride(2) == 1
     )

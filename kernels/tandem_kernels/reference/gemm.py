@@ -44,6 +44,12 @@ def few_row_gemm(
     return product.to(out_dtype or x.dtype)
 
 
+def head_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies [T, H, K] x [H, K, N] -> [T, H, N], for few rows T."""
+    product = torch.bmm(x.transpose(0, 1).float(), weight.float())
+    return product.transpose(0, 1).to(x.dtype).contiguous()
+
+
 def fused_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """Computes `small_m_gate_up` for many rows."""
     return small_m_gate_up(x, weight)

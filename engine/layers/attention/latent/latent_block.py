@@ -126,8 +126,10 @@ class LatentAttentionBlock(nn.Module):
             self.gate_proj = MergedColumnParallelLinear(hidden_size, (part,), shard.at("g_proj"))
         self.kv_b_format = format_of(shard.scheme("kv_b_proj"), shard.prefix)
         self.kv_b = shard.parameter(self.num_heads, sizes.value + sizes.nope, sizes.kv_rank)
-        fixed_order = shard.gemms.deterministic
-        self.forms = LatentForms(self.kv_b, sizes.value, sizes.scale, fixed_order, kv_scales)
+        gemms = shard.gemms
+        self.forms = LatentForms(
+            self.kv_b, sizes.value, sizes.scale, gemms.deterministic, kv_scales, gemms.few_rows
+        )
         self.o_proj = RowParallelLinear(num_heads * sizes.value, hidden_size, shard.at("o_proj"))
 
     @property

@@ -34,6 +34,7 @@ class LatentForms:
         scale: Of the scores.
         fixed_order: A row's bits do not depend on the others.
         kv_scales: See `AttentionSpec`.
+        few_rows: See `by_head`.
     """
 
     kv_b: Tensor
@@ -41,6 +42,7 @@ class LatentForms:
     scale: float
     fixed_order: bool
     kv_scales: KVScales | None = None
+    few_rows: int = 0
 
     def attend(
         self,
@@ -94,7 +96,7 @@ class LatentForms:
         """Attends to the cache as it is: [T, H, P + R] -> [T, H, V]."""
         nope = self.kv_b.shape[1] - self.value
         w_uv, w_uk = torch.split(self.kv_b, [self.value, nope], dim=1)
-        q_latent = by_head(heads[:, :, :nope], w_uk, fixed_order=self.fixed_order)
+        q_latent = self._by_head(heads[:, :, :nope], w_uk)
         side.join()
         queries, rest = (q_latent, heads[:, :, nope:], cache), (metadata, self.scale)
         attended = (
@@ -102,7 +104,10 @@ class LatentForms:
             if chosen is None
             else ops.sparse_latent_attention(*queries, chosen, *rest, self.kv_scales)
         )
-        return by_head(attended, w_uv.transpose(1, 2), fixed_order=self.fixed_order)
+        return self._by_head(attended, w_uv.transpose(1, 2))
+
+    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        return by_head(x, weight, fixed_order=self.fixed_order, few_rows=self.few_rows)
 
     def expanded(
         self,
