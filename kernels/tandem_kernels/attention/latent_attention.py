@@ -16,8 +16,9 @@ from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_scales import KVScales, pointers
-from tandem_kernels.attention.latent_decode import blocks_of, latent_decode
+from tandem_kernels.attention.latent_decode import latent_decode
 from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
+from tandem_kernels.attention.latent_walk import blocks_of
 from tandem_kernels.attention.prefill_attention import LOG2_E, request_of
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.tunings.table import plain_table

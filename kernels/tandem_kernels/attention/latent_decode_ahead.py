@@ -49,7 +49,7 @@ def box_of(
     BOX_TOKENS: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
     """Returns the block, and where in it the box of tokens from `position` on begins; behind the
-    last one, that of the last: numbers that nobody looks at."""
+    last one, that of the last: numbers that count for nothing."""
     position = gl.minimum(position, seq_len - 1)
     block = gl.load(table + position // BLOCK_SIZE)
     return block, position % BLOCK_SIZE // BOX_TOKENS * BOX_TOKENS
@@ -115,8 +115,8 @@ def _without_rows_behind(
     latents: gl.shared_memory_descriptor, count: gl.tensor, full: gl.shared_memory_descriptor,
     phase: gl.tensor, LAYOUT: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Makes a tile's rows from `count` on zero: nobody has written what they are, and no weight
-    makes zero of what is not a number."""
+    """Makes a tile's rows from `count` on zero: memory has anything there, and no weight makes zero
+    of what is not a number."""
     row = gl.arange(0, latents.shape[1], gl.SliceLayout(1, LAYOUT))
     for piece in gl.static_range(PIECES):
         mbarrier.wait(full.index(piece), phase)

@@ -1,5 +1,5 @@
-"""The line of tiles of `decode_line` for kernels that lay out their registers themselves: whoever
-takes part in a run, as those who copy and those who multiply, finds it by itself."""
+"""The line of tiles of `decode_line`, for kernels that lay out their registers themselves. Warps
+that copy and warps that multiply each find their run."""
 
 from __future__ import annotations
 
