@@ -66,11 +66,11 @@ def _paged(q: Tensor, kv_cache: PagedKV, metadata: Any, *rest: Any) -> tuple[str
 def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, scale: float,
             kv_scales: Any = None) -> tuple[str, str]:  # fmt: skip
     from tandem_kernels.attention.latent_attention import latent_tuning
-    from tandem_kernels.attention.latent_decode import tuning_of
+    from tandem_kernels.attention.latent_decode import kernel_of, tuning_of
 
     if metadata.num_decodes and not metadata.fixed_order:
         tuning = tuning_of(q_latent, q_rope, cache, metadata, kv_scales)
-        kernel = "latent_decode_ahead_kernel" if tuning.ahead else "latent_decode_kernel"
+        kernel = kernel_of(tuning).__name__
         return f"{kernel}, merge_kernel", _fields(tuning, *_OF_HEADS)
     long = latent_tuning(q_latent.device, q_latent.element_size())
     return "latent_attention_kernel", _fields(long, "rows", "tile", "num_warps", "num_stages")

@@ -47,6 +47,7 @@ from tandem_kernels.attention import (
     latent_attention,
     latent_decode,
     latent_decode_ahead,
+    latent_decode_few,
     latent_gather,
     latent_merge,
     latent_rope_and_cache,
@@ -1452,6 +1453,8 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
+    if capability >= 90:
+        yield from latent_few_cases(types, is_fp8)
     if capability >= 90 and not is_fp8:
         yield from latent_ahead_cases(types)
     yield Case(
@@ -1464,7 +1467,7 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
     yield Case(
         latent_attention.latent_attention_kernel,
         f"rows={tuning.rows} fp8={is_fp8}",
-        {**types, "out": "*bf16"},
+        {**types, "out": "*bf16", **({"kv_cache": "*i16"} if is_fp8 else {})},
         {
             **shape,
             **scales,
@@ -1475,10 +1478,30 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
             "BLOCK_SIZE": 64,
             "BLOCK_Q": tuning.rows // 16,
             "TILE": tuning.tile,
+            "NATIVE": True,
             "PRECISION": "tf32",
         },
         {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
     )
+
+
+def latent_few_cases(types: Mapping[str, str], is_fp8: bool) -> Iterator[Case]:
+    """Yields what Hopper runs of decodes with few heads."""
+    for query_len, block_size in ((1, 64), (3, 16)):
+        box = [1, min(64, block_size), 64]
+        described = f"tensordesc<bf16{box},{latent_decode_ahead.BOX!r}>"
+        yield Case(
+            latent_decode_few.latent_decode_few_kernel,
+            f"query_len={query_len} block={block_size} fp8={is_fp8}",
+            {**types, "out": "*bf16", "kv_cache": "*i32" if is_fp8 else described},
+            {
+                "QUERY_LEN": query_len, "NUM_HEADS": 16, "ROWS": 16, "ROW_TILES": query_len,
+                "LATENT": 512, "ROPE": 64, "BLOCK_SIZE": block_size, "TILE": 64, "REQS": 16,
+                "FP8": is_fp8, "WORKER_REGISTERS": 200 if is_fp8 else 40, "OVERLAP": True,
+                **({} if is_fp8 else {"kv_scale": None}),
+            },
+            {"num_warps": 4, "launch_pdl": True},
+        )  # fmt: skip
 
 
 def latent_ahead_cases(types: Mapping[str, str]) -> Iterator[Case]:

@@ -100,3 +100,6 @@ def test_latents_in_an_fp8_cache(num_heads: int) -> None:
     tuning = LatentDecodeTuning(16, 64, 4, 3, turned=True)
     shape = [1500, 3, 64], 1, sizes, dtype
     fp8_latents.latent_decode(latent_decode, *shape, block_size=64, tuning=tuning, **given)
+    for query_len, block_size in ((1, 64), (3, 16)):
+        shape = [1500, 3, 64, 5000] * 20, query_len, sizes, dtype
+        fp8_latents.latent_decode(latent_decode, *shape, block_size=block_size, **given)

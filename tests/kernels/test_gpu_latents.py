@@ -60,16 +60,18 @@ def test_latent_decode(
 
 
 @halves
+@pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize(
-    ("query_len", "num_heads", "block_size"), [(1, 128, 64), (1, 128, 16), (2, 128, 64), (3, 40, 8)]
+    ("query_len", "num_heads", "block_size"),
+    [(1, 128, 64), (1, 16, 64), (1, 16, 16), (2, 64, 16), (3, 16, 128), (3, 40, 8)],
 )
-def test_latent_decode_of_many_heads(
-    dtype: torch.dtype, query_len: int, num_heads: int, block_size: int
+def test_latent_decode_by_warps_that_copy(
+    dtype: torch.dtype, query_len: int, num_heads: int, block_size: int, rows: int
 ) -> None:
     """Contexts in parts and whole, none at all, tiles that end in a block, drafts, rows behind."""
     from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
 
-    tuning = LatentDecodeTuning(64, 128, 8, 1, 1, ahead=True)
+    tuning = LatentDecodeTuning(rows, {16: 64, 64: 128}[rows], 8, 1, 1, ahead=True)
     for seq_lens in ([1500], [3, 64, 65, 0, 1000, 128, 127], [3, 64, 65, 5000, 128, 127] * 40):
         check.latent_decode(
             latent_decode, seq_lens, query_len, (num_heads, 512, 64), dtype,

@@ -25,6 +25,7 @@ HOPPER_ALONE = {
     "normed_router_kernel",
     "head_gemm_kernel",
     "latent_decode_ahead_kernel",
+    "latent_decode_few_kernel",
     "sparse_ahead_kernel",
     "sparse_pieces_kernel",
     "window_rows_ahead_kernel",

@@ -17,9 +17,10 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.latent_decode import latent_decode
-from tandem_kernels.attention.latent_tile import attend_rows, latent_queries, store_attended
-from tandem_kernels.attention.latent_walk import blocks_of
+from tandem_kernels.attention.latent_tile import latent_queries, store_attended
+from tandem_kernels.attention.latent_walk import walk
 from tandem_kernels.attention.prefill_attention import LOG2_E, request_of
+from tandem_kernels.device import has_e4m3
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.tunings.table import plain_table
 
@@ -72,6 +73,7 @@ def latent_attention_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> None:
     """Walks, in program (h, i), the context for tile i of the tokens, those of the requests from
     `first_req` on, and tile h of the heads.
@@ -90,11 +92,7 @@ def latent_attention_kernel(
     real = (token < num_tokens) & (head < NUM_HEADS)
     own_position = seq_len - num_tokens + token
     at = (query_start + token).to(tl.int64)
-    dim = tl.arange(0, BLOCK_LATENT)
-    rot = tl.arange(0, BLOCK_ROPE)
-    is_latent = dim < LATENT
-    is_rope = rot < ROPE
-    query, turned = latent_queries(
+    query, rotated = latent_queries(
         q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride,
         q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride,
         real, FP8, LATENT, BLOCK_LATENT, ROPE, BLOCK_ROPE,
@@ -102,26 +100,12 @@ def latent_attention_kernel(
     if FP8:
         own_scale = tl.load(kv_scale)
         scale = scale * own_scale
-    peak = tl.full([BLOCK_Q * HEADS], -3.0e38, tl.float32)
-    total = tl.zeros([BLOCK_Q * HEADS], tl.float32)
-    acc = tl.zeros([BLOCK_Q * HEADS, BLOCK_LATENT], tl.float32)
     needed = tl.minimum(seq_len - num_tokens + first_token + BLOCK_Q, seq_len)
-    lane = tl.arange(0, TILE)
-    table = block_tables + r.to(tl.int64) * table_stride
-    block = blocks_of(table, 0, needed, lane, BLOCK_SIZE, TILE)
-    for start in range(0, needed, TILE):
-        position = start + lane
-        inside = position < needed
-        line = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE)
-        block = blocks_of(table, start + TILE, needed, lane, BLOCK_SIZE, TILE)
-        mask = inside[:, None] & is_latent[None, :]
-        latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
-        mask = inside[:, None] & is_rope[None, :]
-        keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
-        seen = inside[None, :] & (position[None, :] <= own_position[:, None])
-        peak, total, acc = attend_rows(
-            query, turned, latents, keys, seen, scale, peak, total, acc, False, PRECISION
-        )
+    peak, total, acc = walk(
+        query, rotated, kv_cache, block_tables + r.to(tl.int64) * table_stride, 0, needed,
+        own_position, block_stride, scale, BLOCK_Q * HEADS, LATENT, BLOCK_LATENT, ROPE, BLOCK_ROPE,
+        BLOCK_SIZE, TILE, False, PRECISION, FP8, NATIVE,
+    )  # fmt: skip
     if FP8:
         acc = acc * own_scale
     index = at * NUM_HEADS + head
@@ -175,10 +159,11 @@ def _attend_others(
     heads = min(tuning.rows, triton.next_power_of_2(num_heads))
     block_q = max(1, tuning.rows // heads)
     tiles = triton.cdiv(num_tokens - first_req, block_q) + num_reqs - first_req
+    numbers = kv_cache if kv_scales is None else kv_cache.view(torch.int16)
     latent_attention_kernel[(triton.cdiv(num_heads, heads), tiles)](
         q_latent,
         q_rope,
-        kv_cache,
+        numbers,
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
@@ -188,7 +173,7 @@ def _attend_others(
         num_reqs,
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
-        kv_cache.stride(0),
+        numbers.stride(0),
         metadata.block_tables.stride(0),
         scale * LOG2_E,
         NUM_HEADS=num_heads,
@@ -202,6 +187,7 @@ def _attend_others(
         TILE=tuning.tile,
         PRECISION=precision_of(q_latent),
         FP8=kv_scales is not None,
+        NATIVE=has_e4m3(out.device),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

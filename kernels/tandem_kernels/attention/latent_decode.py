@@ -7,8 +7,8 @@ tiles, as in `decode_attention`: as many programs as the device holds cut it int
 recorded, and one long context among short ones takes all programs.
 
 TURNED, scores are computed with the context on the left: a matrix unit of Hopper takes 64 rows
-there and no fewer, and there are 16 heads on a rank. More heads have a kernel of their own there,
-`latent_decode_ahead`.
+there and no fewer, and there are 16 heads on a rank. Sizes of DeepSeek have kernels of their own
+there, `latent_decode_few` and `latent_decode_ahead`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,20 @@ from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.decode_line import aligned_run, find, line
 from tandem_kernels.attention.decode_merge import FEW_UNITS, merge_kernel, merge_shape
 from tandem_kernels.attention.kv_scales import KVScales, pointers
-from tandem_kernels.attention.latent_decode_ahead import FEWEST_OF_BOX, decode_ahead
+from tandem_kernels.attention.latent_decode_ahead import (
+    FEWEST_OF_BOX,
+    decode_ahead,
+    latent_decode_ahead_kernel,
+)
+from tandem_kernels.attention.latent_decode_few import (
+    MOST_OF_FEW,
+    decode_few,
+    latent_decode_few_kernel,
+)
 from tandem_kernels.attention.latent_tile import latent_queries
 from tandem_kernels.attention.latent_walk import walk
 from tandem_kernels.attention.prefill_attention import LOG2_E
 from tandem_kernels.device import has_e4m3, has_warpgroup_mma, num_programs
-from tandem_kernels.gemm.few_row_shapes import VECTOR
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.small_launches import in_turn, take_turn
 from tandem_kernels.tunings.table import plain_table
@@ -46,7 +54,7 @@ class LatentDecodeTuning:
         tile: Tokens of the context at once.
         programs_per_sm: Of the grid, which depends on nothing else.
         turned: Scores are computed with the context on the left.
-        ahead: By the kernel of `latent_decode_ahead`.
+        ahead: By a kernel whose warps either copy or multiply, `decode_few` or `decode_ahead`.
     """
 
     rows: int
@@ -89,16 +97,17 @@ def latent_decode_tuning(
 def copies_ahead(
     q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor, kv_scales: KVScales | None
 ) -> bool:
-    """Returns whether `latent_decode_ahead` can attend: on Hopper, to latents of halves of
-    DeepSeek's sizes, for which it has memory, in blocks that the copy engine can bring."""
+    """Returns whether kernels can attend whose warps either copy or multiply: on Hopper, to latents
+    of DeepSeek's sizes, for which they have memory, in blocks that the copy engine can bring."""
+    size = kv_cache.element_size()
     block_stride, token_stride, _ = kv_cache.stride()
     return (
-        kv_scales is None
-        and q_latent.element_size() == 2
+        q_latent.element_size() == 2
+        and (kv_scales is not None or kv_cache.dtype == q_latent.dtype)
         and (q_latent.shape[2], q_rope.shape[2]) == (512, 64)
         and has_warpgroup_mma(q_latent.device)
         and kv_cache.shape[1] % FEWEST_OF_BOX == 0
-        and block_stride % VECTOR == token_stride % VECTOR == kv_cache.data_ptr() % 16 == 0
+        and block_stride * size % 16 == token_stride * size % 16 == kv_cache.data_ptr() % 16 == 0
     )
 
 
@@ -257,6 +266,13 @@ def latent_decode_kernel(
         here += last_tile - first_tile
 
 
+def kernel_of(tuning: LatentDecodeTuning) -> Any:
+    """Returns the kernel that attends."""
+    if not tuning.ahead:
+        return latent_decode_kernel
+    return latent_decode_few_kernel if tuning.rows <= MOST_OF_FEW else latent_decode_ahead_kernel
+
+
 def latent_decode(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -293,7 +309,11 @@ def latent_decode(
         **in_turn(out.device, num_decodes * metadata.decode_query_len),
     }
     if tuning.ahead:
-        decode_ahead(q_latent, q_rope, kv_cache, metadata, scale * LOG2_E, out, parts, shape)
+        given = q_latent, q_rope, kv_cache, metadata, scale * LOG2_E, out, parts, shape
+        if tuning.rows > MOST_OF_FEW:
+            decode_ahead(*given)
+        else:
+            decode_few(*given, pointers(kv_scales)[0])
         _join(out, metadata, parts, num_rows, shape)
         return
     rope = q_rope.shape[2]
@@ -336,7 +356,12 @@ def _join(
     units = metadata.num_decodes * row_tiles
     # Not by the number of requests itself: each power of two, `REQS`, has one kernel.
     by_head = units <= FEW_UNITS or shape["REQS"] * row_tiles <= programs
-    shape = shape | merge_shape(units, triton.next_power_of_2(latent))
+    width = triton.next_power_of_2(latent)
+    joins = merge_shape(units, width)
+    if units == 1:
+        # One row may have a part in each program: all are read at once.
+        joins = {"BLOCK_VALUE": min(width, 32), "PARTS": 128}
+    shape = shape | joins
     columns = triton.cdiv(latent, shape["BLOCK_VALUE"])
     grid = units if by_head else programs, min(tile_rows, num_rows), columns
     merge_kernel[grid](
