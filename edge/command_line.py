@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
 from pydantic import ValidationError
@@ -107,3 +109,18 @@ def _describe_errors(program: str, env_prefix: str, error: ValidationError) -> s
             message = f"--{name.replace('_', '-')} (or {env_prefix}{name.upper()}): {message}"
         lines.append(f"  {message}")
     return "\n".join(lines)
+
+
+def check_output(file: Path) -> None:
+    """Looks at where a command will write, before it computes for minutes. Raises `OSError`, whose
+    message says what to do.
+    """
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: name a file in it")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {file.parent} for {file.name}: make it first")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise PermissionError(
+            f"{file} may not be written by this process's user ({os.getuid()}): give it the "
+            "folder, or name another"
+        )

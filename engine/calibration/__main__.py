@@ -19,6 +19,7 @@ from typing import get_args
 import msgspec
 import torch
 
+from edge.command_line import check_output
 from engine.calibration.beginnings import BEGINNINGS
 from engine.calibration.observer import LargestKeysAndValues
 from engine.config import (
@@ -84,6 +85,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
+    check_output(arguments.output)
     model = load_model_config(
         resolve_model(arguments.model), dtype=arguments.dtype, quantization=arguments.quantization
     )

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import get_args
 
+from edge.command_line import check_output
 from engine.config import (
     CacheConfig,
     Device,
@@ -56,7 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     arguments = _parse(argv)
     try:
+        if arguments.output is not None:
+            check_output(arguments.output)
         profile = measure(arguments)
+    except (CannotStartError, OSError) as error:
+        print(f"tandem bench: {error}", file=sys.stderr)
+        return 1
+    try:
         if arguments.output is not None:
             profile.save(arguments.output)
             print(f"wrote {arguments.output}", file=sys.stderr)
@@ -65,8 +72,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"wrote the ConfigMap {arguments.config_map}", file=sys.stderr)
         if arguments.output is None and not arguments.config_map:
             sys.stdout.write(profile.encode().decode())
-    except (CannotStartError, ClusterError, OSError) as error:
-        print(f"tandem bench: {error}", file=sys.stderr)
+    except (ClusterError, OSError) as error:
+        sys.stdout.write(profile.encode().decode())  # It took minutes, so it is not lost.
+        print(f"tandem bench: {error}; standard output has the profile", file=sys.stderr)
         return 1
     return 0
 

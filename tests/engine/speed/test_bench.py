@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import trustme
 
+from engine.calibration.__main__ import main as calibrate
 from engine.models.checkpoint import load_model_config
 from engine.speed import __main__ as command
 from engine.speed.config_map import ClusterError, write_config_map
@@ -63,6 +64,26 @@ def test_a_model_with_fewer_positions_is_measured_with_those_it_has() -> None:
 def test_what_cannot_be_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--model", "/nowhere/at-all", "--device", "cpu"]) == 1
     assert "tandem bench: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main", [command.main, calibrate])
+def test_where_it_writes_is_looked_at_first(
+    main: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is not there would be told otherwise, or measured for minutes."""
+    for output, words in ((tmp_path / "no" / "p", "make it first"), (tmp_path, "is a folder")):
+        assert main(["--model", "/nowhere/at-all", "--output", str(output)]) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_a_profile_that_cannot_be_written_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = load_profile(DEMO.parents[1] / "planner/profiles/h200-llama-3.1-8b.json")
+    monkeypatch.setattr(command, "measure", lambda arguments: profile)
+    assert command.main([*FLAGS, "--config-map", "calibration"]) == 1
+    said = capsys.readouterr()
+    assert said.out == profile.encode().decode() and "standard output has" in said.err
 
 
 class _Api(BaseHTTPRequestHandler):
