@@ -28,6 +28,8 @@ SOURCE = CHART / "values.schema.yaml"
 SCHEMA = CHART / "values.schema.json"
 VALUES = CHART / "values.yaml"
 KUBERNETES = "v1.37.0-local-strict"
+LONGEST_LINE = 400
+"""Of the file, in characters, where an object can be cut."""
 MAY_BE_TAKEN_AWAY = "resources", "resourcesPerRank"
 """Values that have defaults and may be null."""
 
@@ -89,15 +91,22 @@ def property_of(settings: type[BaseSettings], name: str) -> dict[str, Any]:
     return found
 
 
-def settings_object(service: str) -> dict[str, Any]:
-    settings, _ = SERVICES[service]
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            value: property_of(settings, name) for value, name in offered(service).items()
-        },
-    }
+def settings_objects() -> dict[str, Any]:
+    """Definition to what a service's settings are. What an earlier one has, a later one refers to:
+    Helm compiles the schema for each render, and keeps it in the secret of each release."""
+    found: dict[str, Any] = {}
+    for service, (settings, _) in SERVICES.items():
+        own = {value: property_of(settings, name) for value, name in offered(service).items()}
+        for earlier, known in found.items():
+            for value, meaning in own.items():
+                if meaning == known["properties"].get(value):
+                    own[value] = {"$ref": f"#/definitions/{earlier}/properties/{value}"}
+        found[f"{service}Settings"] = {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": own,
+        }
+    return found
 
 
 class KubernetesTypes:
@@ -169,8 +178,7 @@ def schema() -> dict[str, Any]:
     types = KubernetesTypes()
     found: dict[str, Any] = resolve(source, tier, types)
     found["definitions"].update(sorted(types.found.items()))
-    for service in SERVICES:
-        found["definitions"][f"{service}Settings"] = settings_object(service)
+    found["definitions"].update(settings_objects())
     defaults = yaml.safe_load(VALUES.read_text(encoding="utf-8"))
     found["allOf"] = [presence(defaults, found, found)]
     return found
@@ -194,8 +202,19 @@ def presence(defaults: dict[str, Any], root: dict[str, Any], at: dict[str, Any])
     return {"required": sorted(required) if known else [], "properties": deeper}
 
 
+def written(found: dict[str, Any], depth: int = 0) -> str:
+    """Returns JSON in which what fits has one line: Helm keeps spaces, too."""
+    members = []
+    for key, member in found.items():
+        text = json.dumps(member)
+        if isinstance(member, dict) and len(text) > LONGEST_LINE:
+            text = written(member, depth + 1)
+        members.append(f"{' ' * depth} {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(members) + f"\n{' ' * depth}}}"
+
+
 def main() -> None:
-    SCHEMA.write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")
+    SCHEMA.write_text(written(schema()) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

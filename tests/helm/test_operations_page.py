@@ -10,7 +10,7 @@ import yaml
 
 from tests.helm.helm_engine import CHART, ROOT, HelmCli, HelmSdk
 from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
-from tests.helm.value_strategies import schema
+from tests.helm.value_strategies import referred, schema
 
 PAGES = ("operations.md", "platform.md", "security.md", "monitoring.md", "kubernetes.md")
 PAGE = "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
@@ -39,7 +39,7 @@ def is_value(path: str) -> bool:
     node = schema()
     for key in path.split("."):
         while "$ref" in node:
-            node = schema()["definitions"][node["$ref"].rpartition("/")[2]]
+            node = referred(node["$ref"])
         if key not in node.get("properties", {}):
             return False
         node = node["properties"][key]
