@@ -28,6 +28,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
 from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from decode_node.protocol.tokens.derender import DerenderChatRequest, DerenderCompletionRequest
 from decode_node.protocol.tokens.generate import GenerateRequest
 from decode_node.protocol.tokens.sglang import SGLangRequest
 from router.app import create_app
@@ -199,6 +200,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/chat/completions/derender": DerenderChatRequest,
+    "/v1/completions/derender": DerenderCompletionRequest,
 }
 BODIES_OF_OTHERS = {
     "/v1/chat/completions/render": ChatCompletionRequest,
@@ -239,9 +242,10 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
 - `strict` changes nothing in `response_format`: the answer follows the schema with and without it,
   and what is not in `required` may be left out (OpenAI refuses such schemas).
 - `/inference/v1/generate` names the tokens of log probabilities by `token_id`, as vLLM does since
-  0.33, and by `token`, as it did before: clients of both read it. Images, `derender`, experts and
-  sampling masks are not there. Weights that a trainer makes come as adapters
-  (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the model's own.
+  0.33, and by `token`, as it did before: clients of both read it. Images, experts and sampling
+  masks are not there; `derender` wants `chat_request` or `completion_request`, and gives no stream.
+  Weights that a trainer makes come as adapters (`/v1/load_lora_adapter` with `load_inplace`);
+  nothing replaces the model's own.
 - `/abort_request` and `/abort_requests` of a router end answers at all decode nodes, and those that
   wait in it or are on their way to a node; in other routers too, which learn it from the nodes, a
   little later. Its reply comes when those at nodes have ended, or after some 2 s, and counts by
@@ -343,7 +347,7 @@ def section(
     if parent:
         text += f" Besides, it has the fields of {_link(titles[parent])}."
     lines = rows(body, leave_out)
-    for part in parts(body, leave_out):
+    for part in parts(body, leave_out, titles):
         meaning = _whole(part).replace("|", "\\|")
         lines += [f"| **{part.__name__}** | | | {meaning} |", *rows(part, set())]
     head = ["| field | type | | meaning |", "|---|---|---|---|"] if lines else []
@@ -384,9 +388,10 @@ def rows(body: type[BaseModel], leave_out: set[str]) -> list[str]:
     return found
 
 
-def parts(body: type[BaseModel], leave_out: set[str]) -> Iterator[type[BaseModel]]:
-    """Yields the types of parts of a body, each once, in the order of the fields."""
-    seen: set[type[BaseModel]] = set()
+def parts(body: type[BaseModel], leave_out: set[str], titles: Titles) -> Iterator[type[BaseModel]]:
+    """Yields the types of parts of a body without a section of their own, each once, in the order
+    of the fields."""
+    seen: set[type[BaseModel]] = set(titles)
 
     def below(annotation: Any) -> Iterator[type[BaseModel]]:
         if inspect.isclass(annotation) and issubclass(annotation, BaseModel):

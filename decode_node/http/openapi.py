@@ -26,6 +26,7 @@ from decode_node.protocol.tokenize import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from decode_node.protocol.tokens.derender import DerenderChatRequest, DerenderCompletionRequest
 from decode_node.protocol.tokens.generate import GenerateRequest, Generation
 from decode_node.protocol.tokens.rendered import Rendered
 from decode_node.protocol.tokens.sglang import SGLangAnswer, SGLangRequest
@@ -129,6 +130,18 @@ _POSTS = (
         name="renderCompletions",
         body=CompletionRequest,
         answer="A list of bodies of /inference/v1/generate.",
+    ),
+    _Post(
+        path="/v1/chat/completions/derender",
+        name="derenderChat",
+        body=DerenderChatRequest,
+        answer=ChatCompletion,
+    ),
+    _Post(
+        path="/v1/completions/derender",
+        name="derenderCompletions",
+        body=DerenderCompletionRequest,
+        answer=Completion,
     ),
     _Post(path="/tokenize", name="tokenize", body=TokenizeRequest, answer=TokenizeAnswer),
     _Post(path="/detokenize", name="detokenize", body=DetokenizeRequest, answer=DetokenizeAnswer),

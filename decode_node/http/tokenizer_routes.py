@@ -1,5 +1,5 @@
-"""The routes of the tokenizer: /tokenize, /detokenize, what renders prompts, and /tokenizer_info
-where it is allowed."""
+"""The routes of the tokenizer: /tokenize, /detokenize, what renders prompts and answers, and
+/tokenizer_info where it is allowed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from decode_node.http.routes import Api
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from decode_node.protocol.tokens.derender import DerenderChatRequest, DerenderCompletionRequest
 
 
 def tokenizer_routes(api: Api) -> list[Route]:
@@ -38,6 +39,17 @@ def tokenizer_routes(api: Api) -> list[Route]:
         body, context = await api.read(request, CompletionRequest)
         return _json(await api.serving.rendered_completions(body, context))
 
+    async def derender_chat(request: Request) -> Response:
+        """Answers a chat with tokens that /inference/v1/generate gave: with their text, calls and
+        reasoning. Nothing is computed."""
+        body, context = await api.read(request, DerenderChatRequest)
+        return await api.serving.derendered_chat(body, context)
+
+    async def derender_completions(request: Request) -> Response:
+        """Answers prompts in the same way, with the tokens of each."""
+        body, context = await api.read(request, DerenderCompletionRequest)
+        return await api.serving.derendered_completions(body, context)
+
     async def tokenizer_info(_: Request) -> Response:
         """Tells the tokenizer's configuration; only with --enable-tokenizer-info-endpoint."""
         return _json(serving.info())
@@ -47,6 +59,8 @@ def tokenizer_routes(api: Api) -> list[Route]:
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
         Route("/v1/completions/render", render_completions, methods=["POST"]),
+        Route("/v1/chat/completions/derender", derender_chat, methods=["POST"]),
+        Route("/v1/completions/derender", derender_completions, methods=["POST"]),
     ]
     if api.settings.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", tokenizer_info))

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from starlette.responses import Response
@@ -21,12 +23,17 @@ from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.messages.messages import MessagesRequest
 from decode_node.protocol.responses.responses import ResponsesRequest
+from decode_node.protocol.tokens.derender import (
+    DerenderChatRequest,
+    DerenderCompletionRequest,
+    GivenAnswer,
+)
 from decode_node.protocol.tokens.generate import GenerateRequest
 from decode_node.protocol.tokens.rendered import Rendered
 from decode_node.protocol.tokens.sglang import SGLangRequest
 from decode_node.serving.prepare_choices import ChoicePreparer
 from decode_node.serving.read_request import MakeFormat, ReadRequest, RequestReader
-from decode_node.serving.rendering import rendered
+from decode_node.serving.rendering import as_ended, asked_as_given, given, rendered
 from decode_node.serving.request_context import RequestContext
 from decode_node.serving.respond import Responder
 from edge.http.event_loop import long_work
@@ -63,6 +70,22 @@ class OpenAIServing:
         read = await self._reader.completion(body, context)
         await self._preparer.choices(read, context)
         return rendered(read)
+
+    async def derendered_chat(self, body: DerenderChatRequest, context: RequestContext) -> Response:
+        """Answers a chat with tokens that exist. Raises `HttpError`."""
+        chat, answers = body.chat_request, [body.generate_response]
+        asked_as_given(chat, answers, body)
+        read = await self._reader.chat(chat, context, ChatFormat)
+        return await self._given(read, answers, body.counts, context)
+
+    async def derendered_completions(
+        self, body: DerenderCompletionRequest, context: RequestContext
+    ) -> Response:
+        """Answers prompts with tokens that exist. Raises `HttpError`."""
+        request, answers = body.completion_request, body.generate_responses
+        asked_as_given(request, answers, body)
+        read = await self._reader.completion(request, context)
+        return await self._given(read, answers, body.counts, context)
 
     async def generate(self, body: GenerateRequest, context: RequestContext) -> Response:
         """Continues a prompt of token ids. Raises `HttpError`."""
@@ -114,6 +137,18 @@ class OpenAIServing:
         await long_work.pause()
         choices = await self._preparer.choices(read, context)
         await long_work.pause()
+        return self._responder.response(read, choices, context)
+
+    async def _given(
+        self,
+        read: ReadRequest,
+        answers: Sequence[GivenAnswer],
+        num_prompt_tokens: Sequence[int],
+        context: RequestContext,
+    ) -> Response:
+        context = replace(context, resume=given(answers, read), wants_journal=False)
+        choices = await self._preparer.choices(read, context)
+        as_ended(choices, answers, num_prompt_tokens)
         return self._responder.response(read, choices, context)
 
     def _response_form(self, body: ResponsesRequest, context: RequestContext) -> MakeFormat:

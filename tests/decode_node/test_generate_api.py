@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from decode_node.answer.logprobs import TokenNames, generate_logprobs
+from decode_node.protocol.tokens.derender import GivenTokenLogprob
+from edge.http.errors import BadRequest
 from engine.contracts.outputs import TokenLogprobs
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
@@ -145,7 +147,7 @@ async def test_nothing_is_drawn_by_the_models_own_defaults() -> None:
             "not part of a stream",
         ),
         ({"sampling_params": {"logit_bias": {str(i): 0 for i in range(3000)}}}, None, "2048 keys"),
-        ({"output_mode": "derender"}, "output_mode", "/v1/chat/completions"),
+        ({"output_mode": "derender"}, "output_mode", "/v1/chat/completions/derender"),
         ({"features": {"mm_hashes": {}}}, "features", "/v1/chat/completions"),
         ({"model": "other"}, "model", "does not exist"),
     ],
@@ -233,4 +235,101 @@ async def test_what_cannot_be_rendered_is_refused(
         chat = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
         response = await node.client.post(path, json={**chat, **fields})
         assert response.status_code in (400, 404)
+        assert response.json()["error"]["param"] == param
+
+
+VOLATILE = ("id", "created")
+
+
+def lasting(answer: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in answer.items() if name not in VOLATILE}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2, "logprobs": True},
+        {"stop": ["dog"], "max_tokens": 9},
+        {"stop_token_ids": [7], "max_tokens": 9},
+        {"tools": [TOOL], "return_token_ids": True},
+    ],
+    ids=range(4),
+)
+async def test_a_chat_by_its_tokens_is_the_chat_itself(fields: dict[str, Any]) -> None:
+    """Clients may lose what stopped an answer, and a token that has no text."""
+    chat = {"messages": [{"role": "user", "content": "the dog"}], "seed": 5, **fields}
+    chat = {"model": "tiny", "max_tokens": 4, **chat}
+    path = "/v1/chat/completions"
+    async with http_node(tool_call_parser="hermes") as node:
+        whole = (await node.client.post(path, json=chat)).json()
+        rendered = (await node.client.post(f"{path}/render", json=chat)).json()
+        given = (await node.client.post(GENERATE, json=rendered)).json()
+        num_asked = len(node.engine.requests)
+        body = {"chat_request": chat, "generate_response": given}
+        told = (await node.client.post(f"{path}/derender", json=body)).json()
+        assert lasting(told) == lasting(whole)
+        for choice in given["choices"]:
+            del choice["stop_reason"]
+            choice["token_ids"] = [one for one in choice["token_ids"] if one != 7]
+        again = (await node.client.post(f"{path}/derender", json=body)).json()
+        for choice, other in zip(again["choices"], whole["choices"], strict=True):
+            assert choice["message"] == other["message"]
+            assert choice["finish_reason"] == other["finish_reason"]
+        assert len(node.engine.requests) == num_asked, "nothing is computed"
+
+
+async def test_texts_by_their_tokens_are_the_texts() -> None:
+    asked = {"prompt": ["the", "dog"], "max_tokens": 4, "n": 2, "seed": 5, "logprobs": 0}
+    async with http_node() as node:
+        whole = (await node.client.post("/v1/completions", json=asked)).json()
+        rendered = (await node.client.post("/v1/completions/render", json=asked)).json()
+        given = [(await node.client.post(GENERATE, json=one)).json() for one in rendered]
+        body = {"completion_request": asked, "generate_responses": given, "prompt_tokens": [7, 8]}
+        told = (await node.client.post("/v1/completions/derender", json=body)).json()
+        assert told["choices"] == whole["choices"]
+        assert told["usage"]["prompt_tokens"] == 15
+
+
+MESSAGE = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize("first", ["token_id:5", "token_id:6"])
+def test_given_log_probabilities_are_those_of_the_engine(first: str) -> None:
+    """The answer's own token is among those of the place, be it one of the most likely or not."""
+    likely = [{"token": "token_id:5", "logprob": -0.5}, {"token_id": 7, "logprob": -1.5}]
+    given = {"token": first, "logprob": -0.5 if first == "token_id:5" else -9.0, "rank": 3}
+    given["top_logprobs"] = [*likely, *([given.copy()] if first == "token_id:6" else [])]
+    place = GivenTokenLogprob.model_validate(given).at_its_place(2)
+    own = int(first.removeprefix("token_id:"))
+    assert place == TokenLogprobs([own, 5, 7], [given["logprob"], -0.5, -1.5], 3)
+    nameless = GivenTokenLogprob.model_validate({"token": "dog", "logprob": -1.0})
+    with pytest.raises(BadRequest, match="token_id"):
+        nameless.at_its_place(2)
+
+
+GIVEN = {"choices": [{"token_ids": [5], "finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"generate_response": {"choices": []}}, "generate_response.choices"),
+        ({"generate_response": {"choices": [{"token_ids": [1 << 20]}]}}, "token_ids"),
+        ({"generate_response": {"choices": [{"token_ids": [5] * 5000}]}}, "token_ids"),
+        ({"generate_response": {"choices": GIVEN["choices"] * 65}}, "n"),
+        (
+            {"generate_response": {"choices": [{"token_ids": [5], "logprobs": {"content": [{}]}}]}},
+            "generate_response.choices.0.logprobs.content.0.logprob",
+        ),
+        ({"chat_request": {"messages": [MESSAGE], "use_beam_search": True}}, "use_beam_search"),
+        ({"model": "other"}, "model"),
+    ],
+    ids=range(8),
+)
+async def test_tokens_that_are_no_answer_are_refused(fields: dict[str, Any], param: str) -> None:
+    body = {"chat_request": {"messages": [MESSAGE]}, "generate_response": GIVEN, **fields}
+    async with http_node() as node:
+        response = await node.client.post("/v1/chat/completions/derender", json=body)
+        assert response.status_code in (400, 404), response.text
         assert response.json()["error"]["param"] == param

@@ -63,7 +63,7 @@ class GenerateRequest(StrictBody):
     """A name that this server gives its model; any of them, or none."""
     output_mode: Literal["tokens", "text", "derender"] | None = None
     """Only `tokens`, as where it is not given, or `text`, which has the text, too. What parses the
-    text is /v1/chat/completions."""
+    text is /v1/chat/completions/derender."""
     return_token_ids: bool | None = None
     """Tell the ids of the prompt's tokens, too."""
     stream: bool | None = None
@@ -106,7 +106,9 @@ class GenerateRequest(StrictBody):
     def to_completion(self) -> CompletionRequest:
         """Returns the same request as a completion. Raises `BadRequest`."""
         if self.output_mode == "derender":
-            message = "output_mode derender is not built; ask /v1/chat/completions"
+            message = (
+                "output_mode derender is not built; send tokens to /v1/chat/completions/derender"
+            )
             raise BadRequest(message, param="output_mode", code="unsupported_parameter")
         for name in ("features", "content_parts"):
             if getattr(self, name):
