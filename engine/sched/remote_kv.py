@@ -21,6 +21,7 @@ from engine.sched.arrivals.peer_source import PeerSource
 from engine.sched.arrivals.prefill_source import PrefillSource
 from engine.sched.arrivals.pull_rates import PullRates
 from engine.sched.arrivals.store_source import StoreSource
+from engine.sched.arrivals.tier_source import TierSource
 from engine.sched.counters import PrefillRate
 from engine.sched.departures.exports import Exports, is_exported
 from engine.sched.departures.held_blocks import HeldBlocks
@@ -52,7 +53,7 @@ class RemoteKV:
         self._fence = fence
         self.held = HeldBlocks(fence)
         self.exports = Exports(connector, fence, self.held)
-        tier = connector.host_tier
+        self._tier = tier = connector.host_tier
         self.stores = HostStores(tier, kv_cache, self.held)
         transfer = config.kv_transfer
         is_shared = transfer is not None and transfer.shares_prefixes
@@ -72,9 +73,12 @@ class RemoteKV:
         self.prefill = PrefillSource(arrivals, connector, kv_cache, config.draft_hash)
         self.host = HostSource(arrivals, connector, kv_cache, prefill_rate, config.short_prompt)
         self.peers = PeerSource(arrivals, connector, kv_cache, rates, is_on=pulls_prefixes)
-        self.store = StoreSource(arrivals, connector, kv_cache, prefill_rate)
-        sources = self.host, self.peers, self.store
-        arrivals.prefix_sources += [one for one in sources if one.is_on]
+        self.store = StoreSource(arrivals, tier, kv_cache, prefill_rate)
+        self._prefix_sources = [
+            source for source in (self.host, self.peers, self.store) if source.is_on
+        ]
+        arrivals.prefix_sources += self._prefix_sources
+        self.tier_sources = [one for one in self._prefix_sources if isinstance(one, TierSource)]
 
     def refusal(self, request: Request) -> str:
         """Returns why this engine cannot take the request's KV parameters; empty when it can."""
@@ -108,11 +112,10 @@ class RemoteKV:
 
     def begin_step(self) -> None:
         """Looks after what goes on beside steps."""
-        self.prefill.check_stopping()
-        self.host.check_reads()
+        self.prefill.check()
+        for source in self._prefix_sources:
+            source.check()
         self.stores.store_offered()
-        self.peers.check_asked()
-        self.store.check_answers()
 
     def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
         """Takes the chunks of exports."""
@@ -146,14 +149,15 @@ class RemoteKV:
         return [result for result in results if result is not None]
 
     def _update_jobs(self, output: KVConnectorOutput) -> None:
-        self.host.loads_begun(output.host_begun)
         self.stores.jobs_done(output.host_jobs)
         self.offers.jobs_done(output.host_jobs)
         for job in output.host_jobs:
             self.held.release(job)
-        self.store.found(output.store_found)
-        self.store.jobs_done(output.host_jobs)
-        self.host.jobs_done(output.host_jobs)
+        for source in self.tier_sources:
+            source.update(output)
+        for job, is_right in output.host_jobs.items():
+            if not is_right and self._tier is not None:
+                self._tier.release(job)
         self.stores.store_offered()
 
     def _failed(
@@ -183,28 +187,24 @@ class RemoteKV:
     @property
     def counters(self) -> dict[str, float]:
         more: dict[str, float] = {}
-        if self.peers.is_on:
-            more = self.peers.counters.by_name()
+        for source in self._prefix_sources:
+            more |= source.counters.by_name()
         if self.offers.is_on:
             more["prefix_offered_tokens"] = float(self.offers.num_offered_tokens)
             more["prefix_offered_tokens_loaded"] = float(self.offers.num_loaded_tokens)
-        if self.host.is_on:
-            more["disk_tier_cheaper_to_compute"] = float(self.host.counters.cheaper_to_compute)
-        if self.store.is_on:
-            more["store_tier_cheaper_to_compute"] = float(self.store.counters.cheaper_to_compute)
         return {**self._connector.counters, **more}
 
     def forget_cached(self) -> None:
         """Forgets what was cached outside of the cache, or offered."""
         self.stores.forget()
-        if (tier := self._connector.host_tier) is not None:
-            tier.forget_all()
+        if self._tier is not None:
+            self._tier.forget_all()
         if self.offers.answers is not None:
             self.offers.answers.clear()
 
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
-        parts = self.arrivals, self.host, self.store, self.exports, self.held, self.offers
+        parts = self.arrivals, *self.tier_sources, self.exports, self.held, self.offers
         return [left for part in parts for left in part.leftovers()]
 
 

@@ -78,9 +78,9 @@ class SchedulerView:
         """Returns the statistics, all but what only the executor knows."""
         counters, remote, table = self._counters, self._remote, self._running.table
         totals = counters.by_name()
-        totals["prefix_cache_queries"] += remote.host.counters.tokens_again
-        totals["prefix_cache_queries"] += remote.store.counters.tokens_again
-        num_loaded = remote.host.counters.tokens + remote.store.counters.tokens
+        loaded = [source.counters for source in remote.tier_sources]
+        totals["prefix_cache_queries"] += sum(one.tokens_again for one in loaded)
+        num_loaded = sum(one.tokens for one in loaded)
         totals["prefix_cache_hits"] += num_loaded
         return SchedulerStats(
             num_running=table.num_live,
@@ -94,8 +94,8 @@ class SchedulerView:
             num_delayed_frees=remote.held.num_transfers,
             prompt_tokens_cached=totals["prefix_cache_hits"],
             prompt_tokens_loaded=num_loaded,
-            prompt_tokens_from_disk=remote.host.num_tokens_from_disk,
-            prompt_tokens_from_store=remote.store.counters.tokens,
+            prompt_tokens_from_disk=remote.host.counters.tokens_read,
+            prompt_tokens_from_store=remote.store.counters.tokens_read,
             num_evicted_blocks=self._kv_cache.block_pool.num_evicted,
             prompt_tokens_pulled=remote.peers.counters.pulled_tokens,
             prompt_tokens_transferred=remote.prefill.num_transferred_tokens,
@@ -120,7 +120,7 @@ class SchedulerView:
         kv_cache, waiting = self._kv_cache, self._waiting
         most = request.num_tokens - 1
         cached, num_cached = kv_cache.get_computed_blocks(request, most)
-        num_outside = self._remote.host.find(request, num_cached)
+        num_outside = self._remote.arrivals.num_certain(request, num_cached)
         fits = kv_cache.can_allocate(request.num_tokens, cached)
         return GroupOffer(
             num_cached_tokens=num_cached + num_outside,

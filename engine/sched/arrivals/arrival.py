@@ -127,7 +127,8 @@ class KVSource(Protocol[A_contra]):
 
     1. `find`    how many tokens may come from there?
     2. `begin`   blocks for the request's whole need are allocated; ask for KV
-    3. `stop`    before it is here: the request ended, or goes on without the source
+    3. `check`   before each step: give up on what takes too long
+    4. `stop`    before it is here: the request ended, or goes on without the source
     """
 
     finds_certainly: bool
@@ -141,6 +142,9 @@ class KVSource(Protocol[A_contra]):
 
     def begin(self, request: Request, num_computed_tokens: int, num_tokens: int) -> None:
         """Asks for `num_tokens` tokens behind the computed ones, whose KV the blocks have."""
+
+    def check(self) -> None:
+        """Goes on without KV that has been waited for too long, before each step."""
 
     def stop(self, arrival: A_contra) -> WriterKey | None:
         """Calls off whatever is on its way. Returns who may still write into the blocks: they stay

@@ -98,7 +98,7 @@ class Arrivals:
         the source of an arrival that is QUEUED, or else the first that has any. Those behind it
         are asked too, of what it lacks, since they may not be worth asking. None: no source."""
         arrival = self._of_request.get(request.request_id)
-        sources = self.prefix_sources if arrival is None else [arrival.source]
+        sources = self._sources_of(request) if arrival is None else [arrival.source]
         first: tuple[KVSource[Any], int] | None = None
         for source in sources:
             count = source.find(request, num_computed_tokens)
@@ -106,6 +106,18 @@ class Arrivals:
             if count and first is None:
                 first = source, count
         return first
+
+    def num_certain(self, request: Request, num_computed_tokens: int) -> int:
+        """Returns how many tokens behind the computed ones the first source brings for certain."""
+        for source in self._sources_of(request)[:1]:
+            if source.finds_certainly:
+                return source.find(request, num_computed_tokens)
+        return 0
+
+    def _sources_of(self, request: Request) -> list[KVSource[Any]]:
+        """Returns those that may bring its prefix: none of a prompt whose tokens are all computed,
+        for their log probabilities."""
+        return [] if request.needs_prompt_logprobs else self.prefix_sources
 
     def add(self, arrival: KVArrival) -> None:
         """Adds one that is QUEUED."""
@@ -116,7 +128,10 @@ class Arrivals:
     def begin(
         self, arrival: KVArrival, num_before: int, num_coming: int, state: ArrivalState
     ) -> None:
-        """Moves to COMING or ASKED: blocks for the request's whole need are allocated."""
+        """Moves to COMING or ASKED, one that was added or a new one: blocks for the request's whole
+        need are allocated."""
+        if arrival.request.request_id not in self._of_request:
+            self.add(arrival)
         self.move(arrival, state)
         arrival.num_before, arrival.num_coming = num_before, num_coming
         arrival.request.status = RequestStatus.WAITING_FOR_REMOTE_KVS

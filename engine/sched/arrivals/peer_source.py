@@ -89,7 +89,7 @@ class PeerSource:
 
     def find(self, request: Request, num_computed_tokens: int) -> int:
         """At least one token is left to be computed."""
-        if not self.is_on or not request.prefix_peer or request.needs_prompt_logprobs:
+        if not request.prefix_peer:
             return 0
         count = self._most_tokens(request) - num_computed_tokens
         if count <= 0:
@@ -114,7 +114,6 @@ class PeerSource:
         chains = self._kv_cache.behind.chains(request, stop)
         peer, request.prefix_peer = request.prefix_peer, ""
         arrival = PeerArrival(request, self, peer=peer)
-        self._arrivals.add(arrival)
         self._arrivals.begin(arrival, num_computed_tokens, num_tokens, ArrivalState.ASKED)
         self._asks.append(PrefixAsk(request.request_id, peer, chains))
 
@@ -207,7 +206,7 @@ class PeerSource:
             request.num_cached_tokens += num_kept
         self._arrivals.here(arrival, num_tokens)
 
-    def check_asked(self) -> None:
+    def check(self) -> None:
         """Gives up on peers that do not answer, before each step."""
         if not self._arrivals.any_in(ArrivalState.ASKED):
             return

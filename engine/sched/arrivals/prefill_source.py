@@ -229,7 +229,7 @@ class PrefillSource:
             case _:
                 self._arrivals.go_on_without(pull)
 
-    def check_stopping(self) -> None:
+    def check(self) -> None:
         """Looks after calls to stop, before each step. Writers that do not answer keep their
         blocks, and the request takes others."""
         if not self._arrivals.any_in(ArrivalState.STOPPING):

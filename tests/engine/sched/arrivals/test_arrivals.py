@@ -68,9 +68,11 @@ class Store:
 
     def begin(self, request: Request, num_computed_tokens: int, num_tokens: int) -> None:
         arrival = KVArrival(request, self)
-        self.arrivals.add(arrival)
         self.arrivals.begin(arrival, num_computed_tokens, num_tokens, ArrivalState.COMING)
         self.coming.append(arrival)
+
+    def check(self) -> None:
+        """Waits for whatever the test does."""
 
     def stop(self, arrival: KVArrival) -> WriterKey | None:
         if arrival not in self.coming:

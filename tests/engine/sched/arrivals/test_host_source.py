@@ -340,7 +340,7 @@ def test_a_disk_is_read_only_if_that_is_quicker_than_to_compute(
     seconds: float, is_read: bool
 ) -> None:
     machine = machine_with_disk()
-    machine.scheduler.remote.host._disk_rate.took(NUM_LOADABLE, seconds)
+    machine.scheduler.remote.host.rate.took(NUM_LOADABLE, seconds)
     again = run(machine, "again", PROMPT)
     assert again.num_cached_tokens == NUM_LOADABLE * is_read
     stats = machine.scheduler.stats()
@@ -351,7 +351,7 @@ def test_a_disk_is_read_only_if_that_is_quicker_than_to_compute(
 
 def test_a_disk_of_which_nothing_is_known_is_tried_and_timed() -> None:
     machine = machine_with_disk()
-    rate = machine.scheduler.remote.host._disk_rate
+    rate = machine.scheduler.remote.host.rate
     assert rate.seconds_for(NUM_LOADABLE) == 0
     assert run(machine, "again", PROMPT).num_cached_tokens == NUM_LOADABLE
     assert rate.most_tokens == NUM_LOADABLE and rate.seconds_for(NUM_LOADABLE) > 0
@@ -361,7 +361,7 @@ def test_a_disk_of_which_nothing_is_known_is_tried_and_timed() -> None:
 def test_blocks_in_host_memory_are_loaded_where_those_behind_them_are_slow_to_read() -> None:
     machine = machine_with_disk()
     host = machine.scheduler.remote.host
-    host._disk_rate.took(NUM_LOADABLE, 1e6)
+    host.rate.took(NUM_LOADABLE, 1e6)
     assert machine.host is not None
     names = names_of(machine)
     job = machine.host.tier.load(names[:2], [0, 1])
@@ -376,10 +376,10 @@ def test_a_prompt_that_waits_is_weighed_once() -> None:
     """Asked before every step, it would use up the tries that a slow disk gets."""
     machine = machine_with_disk()
     host = machine.scheduler.remote.host
-    host._disk_rate.took(NUM_LOADABLE, 1e6)
+    host.rate.took(NUM_LOADABLE, 1e6)
     request = make_request("again", PROMPT)
     assert [host.find(request, 0) for _ in range(100)] == [0] * 100
-    assert host._disk_rate.num_refusals == host.counters.cheaper_to_compute == 1
+    assert host.rate.num_refusals == host.counters.cheaper_to_compute == 1
 
 
 def test_a_disk_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +395,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monke
     assert client.tokens == client.expected and client.num_cached_tokens == 0
     stats = machine.scheduler.stats()
     assert (stats.prompt_tokens_loaded, stats.prompt_tokens_from_disk) == (0, 0)
-    assert machine.scheduler.remote.host._disk_rate.num_takes == 1
+    assert machine.scheduler.remote.host.rate.num_takes == 1
     machine.finish()
     machine.check_all_done()
     machine.host.finish()
@@ -407,7 +407,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monke
 def test_a_disk_may_answer_as_late_as_the_engine_core_is_held_up() -> None:
     machine = machine_with_disk()
     client = begin_to_load(machine, "again")
-    machine.scheduler.remote.host._loads._looked_at -= 1000.0
+    machine.scheduler.remote.host.loads._looked_at -= 1000.0
     machine.schedule()
     assert client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     machine.finish()

@@ -86,7 +86,7 @@ def test_what_was_read_moves_on_while_more_is_read(
     assert [len(job.names) for job in asked] == [2, 2, 1]
     until(machine, lambda: any(isinstance(job, LoadMeta) for _, job in jobs))
     assert any(isinstance(job, FetchMeta) for _, job in jobs), "read meanwhile"
-    (load,) = machine.scheduler.remote.store._loads
+    (load,) = machine.scheduler.remote.store.loads
     assert not machine.host.tier.give_up(load.job), "its blocks are written to"
     assert not client.tokens
     machine.finish()
