@@ -9,7 +9,7 @@ from engine.layers.gemm_policy import GemmPolicy
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.gemm import small_m_shapes
-from tandem_kernels.gemm.few_row_shapes import MANY_OUTPUTS
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 
 
 def reason(launch: Launch, policy: GemmPolicy) -> str:
@@ -64,8 +64,9 @@ def _of_library(launch: Launch, policy: GemmPolicy) -> str:
         return "one product for each head"
     if small_m_shapes.takes(x, weight):
         return "whole tiles of a row layer, or of the head: the library is faster (few_rows.py)"
-    if len(weight) > MANY_OUTPUTS:
-        return f"rows {num_rows} of more than {MANY_OUTPUTS} outputs: they keep the library busy"
+    most = gemm_thresholds(x.device).many_outputs
+    if len(weight) > most:
+        return f"rows {num_rows} of more than {most} outputs: they keep the library busy"
     return "sizes that no kernel of our own takes"
 
 

@@ -8,8 +8,6 @@ import torch
 
 from engine.config import DeviceConfig
 from tandem_kernels.device import has_warpgroup_mma, is_gpu, multiplies_halves, supports_pdl
-from tandem_kernels.experts.router_shapes import MAX_ROUTED_ROWS
-from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
 from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 
 _INT8_ROWS = 64
@@ -103,8 +101,8 @@ class GemmPolicy:
             beside_rows=rows.beside_rows if beside else 0,
             few_rows=rows.few_rows if few_rows else 0,
             adds_few_rows=few_rows and tp_size == 1,
-            few_row_heads=REGISTER_ROWS if heads else 0,
-            fused_router_rows=MAX_ROUTED_ROWS if fused_router and tp_size == 1 else 0,
+            few_row_heads=rows.register_rows if heads else 0,
+            fused_router_rows=rows.routed_rows if fused_router and tp_size == 1 else 0,
             int8=int8 and _multiplies_bytes(device, dtype),
             int8_rows=_INT8_ROWS if int8 else 0,
             fp8=config.allows("fp8-gemm") and _multiplies_bytes(device, dtype),

@@ -108,7 +108,6 @@ from tandem_kernels.experts.fp8 import sorted_rows
 from tandem_kernels.gemm import (
     few_row_gemm,
     few_row_qkv,
-    few_row_shapes,
     fp4_dequantise,
     fp4_gemm,
     fp4_tuning,
@@ -119,6 +118,8 @@ from tandem_kernels.gemm import (
     fp8_tuning,
     fused_gate_up,
     fused_qkv,
+    fused_tuning,
+    gemm_thresholds,
     head_gemm,
     int4_dequantise,
     int4_gemm,
@@ -143,6 +144,7 @@ from tandem_kernels.linear_attention import (
     kda_systems,
     mamba_chunks,
     mamba_scan,
+    mamba_tuning,
 )
 from tandem_kernels.lora import (
     lora_expand,
@@ -362,7 +364,7 @@ def few_row_cases(capability: int) -> Iterator[Case]:
                 "COLS": tuning.cols,
                 "DEPTH": tuning.depth,
                 "INNER": inner,
-                "IN_REGISTERS": rows <= few_row_shapes.REGISTER_ROWS,
+                "IN_REGISTERS": rows <= gemm_thresholds.gemm_thresholds(CPU).register_rows,
                 "HAS_BIAS": not is_router,
                 "ADDS": outputs == 2880,
                 "PRECISION": "tf32",
@@ -487,28 +489,23 @@ def fp8_cases(capability: int) -> Iterator[Case]:
 
 def fused_gate_up_cases(capability: int) -> Iterator[Case]:
     """Yields cases for Hopper alone."""
-    tiles = fused_gate_up.ROWS, fused_gate_up.COLS, fused_gate_up.DEPTH
-    rows, cols, depth = tiles
+    tuning = fused_tuning.fused_tuning(CPU, gated=True)
+    rows, cols, depth = tuning.rows, tuning.cols, tuning.depth
     boxes = {"x": [rows, depth], "weight": [2, cols, depth], "out": [rows, cols]}
     if capability >= 90:
         yield Case(
             fused_gate_up.fused_gate_up_kernel,
             "bf16",
             {name: f"tensordesc<bf16{box}>" for name, box in boxes.items()},
-            {
-                **dict(zip(("ROWS", "COLS", "DEPTH"), tiles, strict=True)),
-                "TILES_DOWN": fused_gate_up.TILES_DOWN,
-                "IN_PAIRS": True,
-            },
-            {"num_warps": fused_gate_up.NUM_WARPS, "num_stages": fused_gate_up.NUM_STAGES},
+            {**tuning.sizes, "IN_PAIRS": True},
+            tuning.options,
         )
 
 
 def fused_qkv_cases(capability: int) -> Iterator[Case]:
     """Yields cases for Hopper alone: what takes fewest registers, and what takes most."""
-    tiles = fused_qkv.ROWS, fused_qkv.COLS, fused_qkv.DEPTH
-    rows, cols, depth = tiles
-    boxes = {"x": [rows, depth], "weight": [cols, depth]}
+    tuning = fused_tuning.fused_tuning(CPU, gated=False)
+    boxes = {"x": [tuning.rows, tuning.depth], "weight": [tuning.cols, tuning.depth]}
     types = {
         **{name: f"tensordesc<bf16{box}>" for name, box in boxes.items()},
         **named("*bf16", "bias", "kv_cache", "heads"),
@@ -525,14 +522,13 @@ def fused_qkv_cases(capability: int) -> Iterator[Case]:
                 "NUM_KV_HEADS": 8,
                 "HALF": head_dim // 2,
                 "BLOCK_SIZE": 16,
-                **dict(zip(("ROWS", "COLS", "DEPTH"), tiles, strict=True)),
-                "TILES_DOWN": fused_qkv.TILES_DOWN,
+                **tuning.sizes,
                 "HAS_BIAS": has_bias,
                 "KEEP_KV": has_bias,
                 "IN_PAIRS": True,
                 **({} if has_bias else {"bias": None}),
             },
-            {"num_warps": fused_qkv.NUM_WARPS, "num_stages": fused_qkv.NUM_STAGES},
+            tuning.options,
         )
 
 
@@ -1607,14 +1603,14 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     constants = {**taps, "PENDING": 4, "TILE": 8, "bias": None, "ACTIVATES": True, **overlap}
     yield Case(causal_conv.pending_conv_kernel, "4", {**types, "states": "*bf16"}, constants)
     for count, pending in ((1, 0), (256, 0), (1, 4), (256, 4)):
-        decode = delta_tuning.decode_tuning(count)
+        decode = delta_tuning.decode_tuning(CPU, count)
         part, warps = {"VALUES": decode.values, **overlap}, {"num_warps": decode.num_warps}
         part["PENDING"] = pending
         for by_channel in (False, True):
             part |= {"BY_CHANNEL": by_channel, "FLOOR": -5.0 * by_channel}
             name = f"{count}" + f", {pending} pending" * (pending > 0) + ", channels" * by_channel
             yield Case(delta_rule.delta_rule_kernel, name, types, {**shape, **part}, warps)
-    yield from delta_prompt_cases(types, shape, capability >= 90)
+    yield from delta_prompt_cases(types, shape)
     for is_sigmoid in (False, True):
         heads = {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS}
         heads |= {"SIGMOID": is_sigmoid, **overlap}
@@ -1625,9 +1621,7 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     yield Case(row_gate.row_gate_kernel, "", types, {"BLOCK": 2048, **overlap})
 
 
-def delta_prompt_cases(
-    types: dict[str, str], shape: dict[str, Any], is_hopper: bool
-) -> Iterator[Case]:
+def delta_prompt_cases(types: dict[str, str], shape: dict[str, Any]) -> Iterator[Case]:
     types = {
         **types,
         **named("*fp32", "scratch", "scales", "lasts", "totals", "inverses"),
@@ -1637,14 +1631,14 @@ def delta_prompt_cases(
     chunk = {**shape, "CHUNK": chunk_systems.CHUNK, "PART": chunk_systems.PART, "FLOOR": 0.0}
     chunk |= {"BLOCK_VALUE": 128, "PRECISION": "tf32"}
     chunk |= {"MIXED_STRIDE": 12_288, "DECAYS_STRIDE": 4096}
-    walk = delta_tuning.walk_tuning(2, 128, is_hopper=is_hopper)
+    walk, how = delta_tuning.walk_tuning(CPU, 2, 128), delta_tuning.prompt_tuning(CPU)
     ahead = {"num_warps": walk.num_warps, "num_stages": walk.num_stages}
     by_channel = {"NUM_KEYS": 32, "CHANNELS": kda_chunks.CHANNELS}
     for kernel, more, options in (
-        (delta_chunks.delta_system_kernel, {}, delta_tuning.SYSTEM),
-        (delta_chunks.delta_factors_kernel, {}, delta_tuning.FACTORS),
-        (kda_parts.kda_parts_kernel, by_channel, delta_tuning.CHANNEL_PARTS),
-        (kda_systems.kda_system_kernel, by_channel, delta_tuning.CHANNEL_SYSTEM),
+        (delta_chunks.delta_system_kernel, {}, how.system),
+        (delta_chunks.delta_factors_kernel, {}, {"num_warps": how.factors_warps}),
+        (kda_parts.kda_parts_kernel, by_channel, {"num_warps": how.parts_warps}),
+        (kda_systems.kda_system_kernel, by_channel, {"num_warps": how.channels_warps}),
         (chunk_walk.chunk_walk_kernel, {"BY_CHANNEL": False}, ahead),
         (chunk_walk.chunk_walk_kernel, {**by_channel, "BY_CHANNEL": True, "scales": None}, ahead),
     ):
@@ -1670,12 +1664,12 @@ def mamba_cases(capability: int) -> Iterator[Case]:
     overlap = {"OVERLAP": capability >= 90}
     shape = {"NUM_HEADS": 64, "NUM_GROUPS": 8, "SIZE": 128, "HEAD_DIM": 64, "BLOCK_SIZE": 128}
     for count, pending in ((1, 0), (256, 0), (256, 4)):
-        decode = mamba_scan.token_tuning(count)
+        decode = mamba_tuning.token_tuning(CPU, count)
         part, warps = {"VALUES": decode.values, **overlap}, {"num_warps": decode.num_warps}
         part["PENDING"] = pending
         name = f"{count}, {pending} pending"
         yield Case(mamba_scan.mamba_scan_kernel, name, types, {**shape, **part}, warps)
-    prompts = mamba_chunks.TUNING
+    prompts = mamba_tuning.chunk_tuning(CPU)
     tile = {"CHUNK": prompts.chunk, "PRECISION": "tf32", "BLOCK_DIM": 64}
     warps = {"num_warps": prompts.piece_warps}
     yield Case(mamba_chunks.mamba_piece_kernel, "", types, {**shape, **tile}, warps)
@@ -1683,7 +1677,7 @@ def mamba_cases(capability: int) -> Iterator[Case]:
     elements = {"ELEMENTS": mamba_chunks.ELEMENTS}
     yield Case(mamba_chunks.mamba_pass_kernel, "", types, {**passed, **elements})
     heads = {"HEADS": mamba_chunks.heads_at_once(8, prompts.heads)}
-    warps = {"num_warps": prompts.warps, "num_stages": prompts.stages}
+    warps = {"num_warps": prompts.num_warps, "num_stages": prompts.num_stages}
     yield Case(mamba_chunks.mamba_chunk_kernel, "", types, {**shape, **tile, **heads}, warps)
     alone = ("means",)
     for label, absent in (

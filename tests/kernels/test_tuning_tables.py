@@ -27,10 +27,16 @@ from tandem_kernels.gemm.fp4_tuning import fp4_tuning
 from tandem_kernels.gemm.fp8_few_rows import few_fp8_tuning
 from tandem_kernels.gemm.fp8_paths import fp8_path
 from tandem_kernels.gemm.fp8_tuning import fp8_tuning
+from tandem_kernels.gemm.fused_tuning import fused_tuning
 from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 from tandem_kernels.gemm.int4_tuning import int4_tuning
 from tandem_kernels.gemm.int8_gemm import int8_tuning
 from tandem_kernels.gemm.small_m_gemm import small_m_tuning
+from tandem_kernels.linear_attention.delta_tuning import (
+    decode_tuning as delta_rule_tuning,
+)
+from tandem_kernels.linear_attention.delta_tuning import prompt_tuning, walk_tuning
+from tandem_kernels.linear_attention.mamba_tuning import chunk_tuning, token_tuning
 from tandem_kernels.lora.lora_gemm_tuning import lora_gemm_tuning
 from tandem_kernels.tunings.table import (
     GENERAL,
@@ -78,6 +84,11 @@ def _fp8_path(rows: int, blocks: bool, is_whole: bool) -> str:
     return fp8_path(rows, weight, torch.empty((1, 1) if blocks else (1,), device="meta"))
 
 
+def _delta_walk(itemsize: int, block_key: int, by_warpgroups: bool) -> Any:
+    with as_on(GpuFacts("NVIDIA_X", (9 if by_warpgroups else 8, 0), 132)):
+        return walk_tuning(CPU, itemsize, block_key)
+
+
 def _latent_decode(
     num_rows: int, itemsize: int, num_decodes: int, turns: bool, is_ahead: bool = False
 ) -> Any:
@@ -106,6 +117,12 @@ KINDS: dict[str, Callable[..., Any]] = {
     "int8": partial(int8_tuning, CPU),
     "int4": partial(_four_bits, int4_tuning),
     "fp4": partial(_four_bits, fp4_tuning),
+    "delta_tokens": partial(delta_rule_tuning, CPU),
+    "delta_walk": _delta_walk,
+    "delta_prompts": partial(prompt_tuning, CPU),
+    "mamba_tokens": partial(token_tuning, CPU),
+    "mamba_prompts": partial(chunk_tuning, CPU),
+    "fused": partial(fused_tuning, CPU),
 }
 
 

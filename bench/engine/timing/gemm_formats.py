@@ -20,11 +20,11 @@ from bench.engine.timing.tilings import tilings
 from tandem_kernels import ops
 from tandem_kernels.gemm import fp4_gemm, fp8_activations, fp8_gemm, int4_gemm, int8_gemm
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning, few_row_tuning, run_few_rows
-from tandem_kernels.gemm.few_row_shapes import MANY_OUTPUTS, REGISTER_ROWS
 from tandem_kernels.gemm.fp4_tiles import NVFP4_TILE_WORDS, TILE_WORDS, tiles_of
 from tandem_kernels.gemm.fp4_tuning import Fp4Tuning, fp4_tuning
 from tandem_kernels.gemm.fp8_gemm import fp8_small_m
 from tandem_kernels.gemm.fp8_tuning import Fp8Tuning
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 from tandem_kernels.gemm.int4_packing import padded_inputs
 from tandem_kernels.gemm.int4_tuning import Int4Tuning, int4_tuning
 from tandem_kernels.gemm.int8_gemm import Int8Tuning, int8_tiles
@@ -135,12 +135,13 @@ class FewRows(Bf16):
         if self.shape.gated:
             return
         yield few_row_tuning(self.x.device, self.rows, self.shape.outputs, self.shape.inputs)
-        if self.rows > REGISTER_ROWS:
+        known = gemm_thresholds(self.x.device)
+        if self.rows > known.register_rows:
             for cols, depth, stages in itertools.product((16, 32), (128, 256, 512), (3, 4, 5)):
                 yield FewRowTuning(cols, depth, 4, stages)
             return
         sizes = (1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)
-        if self.shape.outputs > MANY_OUTPUTS:
+        if self.shape.outputs > known.many_outputs:
             sizes = (4, 8, 16), (512, 1024, 2048), (1, 2, 4)
         for cols, depth, warps in itertools.product(*sizes):
             numbers = cols * depth // (32 * warps)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem_kernels.gemm import few_row_shapes
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 
-MAX_ROUTED_ROWS = 4
-"""A router of more rows multiplies on matrix units, and this many programs would look for the same
-experts that a launch costs less."""
 _MAX_HIDDEN = 8192
 """A program of the router holds whole rows in registers."""
 
@@ -16,7 +14,7 @@ _MAX_HIDDEN = 8192
 def takes_router(x: Tensor, weight: Tensor) -> bool:
     """Returns whether `normed_router` takes rows `x` [T, H] and a router's `weight` [E, H]."""
     return (
-        len(x) <= MAX_ROUTED_ROWS
+        len(x) <= gemm_thresholds(x.device).routed_rows
         and few_row_shapes.takes(x, weight)
         and x.is_contiguous()
         and x.shape[1] <= _MAX_HIDDEN

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
-from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.tunings.table import plain_table
 
@@ -236,7 +236,7 @@ def run_few_rows(
 ) -> None:
     """Computes one GEMM into `out` [T, N], or adds it to what is there."""
     num_rows, num_outputs = out.shape
-    in_registers = num_rows <= REGISTER_ROWS
+    in_registers = num_rows <= gemm_thresholds(x.device).register_rows
     overlap = uses_pdl(x.device, num_rows)
     few_row_gemm_kernel[(triton.cdiv(num_outputs, tuning.cols),)](
         x,

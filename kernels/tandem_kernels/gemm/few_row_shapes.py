@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
+
 MAX_ROWS = 16
-REGISTER_ROWS = 4
-"""The most rows for which products in registers take less time than the weights' bytes."""
-MANY_OUTPUTS, _MAX_ROWS_OF_MANY = 4096, 2
-"""Layers with more outputs keep the library busy from fewer rows on."""
 VECTOR = 8
 """Numbers of half precision that one instruction loads."""
 _INNER_MULTIPLE = 16
@@ -22,7 +20,8 @@ _HEAD_MULTIPLE = 16
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Returns whether the kernel takes `x` [T, K] and `weight` [N, K]: half precision, few rows,
     and rows of both that begin where vectors may."""
-    most = _MAX_ROWS_OF_MANY if len(weight) > MANY_OUTPUTS else MAX_ROWS
+    known = gemm_thresholds(x.device)
+    most = known.rows_of_many if len(weight) > known.many_outputs else MAX_ROWS
     return bool(
         0 < len(x) <= most
         and weight.dtype in (torch.float16, torch.bfloat16)
@@ -39,7 +38,7 @@ def takes_heads(x: Tensor, weight: Tensor, kv_cache: Tensor) -> bool:
     """Returns whether `few_row_qkv` takes `x` [T, K] and `weight` [(Hq + 2 Hkv) D, K], whose keys
     and values go to `kv_cache` [N, 2, Hkv, B, D]."""
     return (
-        len(x) <= REGISTER_ROWS
+        len(x) <= gemm_thresholds(x.device).register_rows
         and takes(x, weight)
         and kv_cache.dtype == x.dtype
         and kv_cache.shape[-1] % _HEAD_MULTIPLE == 0

@@ -23,7 +23,7 @@ from tandem_kernels.elementwise.silu_and_mul import silu_and_mul
 from tandem_kernels.gemm.fp8_activations import scale_product
 from tandem_kernels.gemm.fp8_few_rows import few_fp8_tuning, fp8_few_rows
 from tandem_kernels.gemm.fp8_library import fp8_product, one, scaled_mm
-from tandem_kernels.gemm.fp8_paths import FEW_BLOCK_ROWS, fp8_path
+from tandem_kernels.gemm.fp8_paths import fp8_path
 from tandem_kernels.gemm.fp8_tuning import Fp8Tuning, fp8_tuning
 from tandem_kernels.gemm.integer_sums import no_sums
 from tandem_kernels.part_sums import sum_of_parts
@@ -270,8 +270,6 @@ def fp8_gate_up(
     """See `reference.fp8_linear.fp8_gate_up`."""
     if fp8_path(len(x), weight, w_scales) != "small":
         return silu_and_mul(fp8_gemm(x, x_scales, weight, w_scales, None, out_dtype))
-    if w_scales.dim() == 2 and len(x) <= FEW_BLOCK_ROWS:
-        return silu_and_mul(_by_blocks(x, x_scales, weight, w_scales, None, out_dtype))
     num_outputs, inner = len(weight) // 2, weight.shape[1]
     out = torch.empty((len(x), num_outputs), dtype=out_dtype, device=x.device)
     tuning = fp8_tuning(
@@ -304,7 +302,7 @@ def _by_blocks(
     """Multiplies few rows on scales of blocks."""
     out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
     given = x, x_scales, weight, w_scales, bias, out
-    if len(x) <= FEW_BLOCK_ROWS:
+    if fp8_path(len(x), weight, w_scales) == "few":
         return fp8_few_rows(*given, few_fp8_tuning(x.device, len(x), *weight.shape), groups)
     tuning = fp8_tuning(x.device, len(x), *weight.shape, gated=False, blocks=True)
     return fp8_small_m(*given, tuning, groups=groups)

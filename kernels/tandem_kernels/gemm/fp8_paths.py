@@ -1,7 +1,7 @@
 """Says which way an FP8 GEMM is computed, by its number of rows (`tunings/*/fp8_paths.json`).
 
-small       a kernel of our own, one pass over the weights: on scales of blocks, few rows are
-            multiplied in registers (`fp8_few_rows`)
+few         a kernel of our own that multiplies in registers, on scales of blocks (`fp8_few_rows`)
+small       a kernel of our own on matrix units, one pass over the weights
 unscaled    the library's fastest, which knows no scales of rows and outputs: the reader of the
             product next applies them
 scaled      the library's, scales included
@@ -16,11 +16,7 @@ from torch import Tensor
 
 from tandem_kernels.tunings.table import plain_table
 
-Fp8Path = Literal["small", "unscaled", "scaled"]
-SMALL_BLOCK_ROWS = 64
-"""Our own kernel can compute this many rows on scales of blocks."""
-FEW_BLOCK_ROWS = 4
-"""The most rows for which products in registers take less time."""
+Fp8Path = Literal["few", "small", "unscaled", "scaled"]
 _INNER_MULTIPLE = 128
 _OUTPUTS_MULTIPLE = 128
 
@@ -37,6 +33,11 @@ def fp8_path(num_rows: int, weight: Tensor, w_scales: Tensor) -> Fp8Path:
     """Returns the fastest way for `num_rows` x `weight` [N, K]."""
     given = num_rows, w_scales.dim() == 2, takes_small(weight)
     return _TABLE.choose(weight.device, *given).path
+
+
+def is_own(num_rows: int, weight: Tensor, w_scales: Tensor) -> bool:
+    """Returns whether the fastest way is a kernel of our own."""
+    return fp8_path(num_rows, weight, w_scales) in ("few", "small")
 
 
 def takes_small(weight: Tensor) -> bool:

@@ -19,13 +19,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.device import has_copy_engine, num_programs
+from tandem_kernels.gemm.fused_tuning import fused_tuning
 from tandem_kernels.gemm.persistent_tiles import place_of_tile, rounded
-
-ROWS, COLS, DEPTH = 128, 128, 64
-NUM_WARPS, NUM_STAGES = 8, 3
-"""More stages take 1 % more time of a whole step, by power."""
-TILES_DOWN = 16
-"""See `persistent_tiles.place_of_tile`."""
 
 
 @triton.jit
@@ -71,19 +66,17 @@ def fused_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     num_rows, inner = x.shape
     width = len(weight) // 2
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    tuning = fused_tuning(x.device, gated=True)
+    rows, cols, depth = tuning.rows, tuning.cols, tuning.depth
     fused_gate_up_kernel[(num_programs(x.device, 1),)](
-        TensorDescriptor.from_tensor(x, [ROWS, DEPTH]),
-        TensorDescriptor.from_tensor(weight.view(2, width, inner), [2, COLS, DEPTH]),
-        TensorDescriptor.from_tensor(out, [ROWS, COLS]),
+        TensorDescriptor.from_tensor(x, [rows, depth]),
+        TensorDescriptor.from_tensor(weight.view(2, width, inner), [2, cols, depth]),
+        TensorDescriptor.from_tensor(out, [rows, cols]),
         num_rows,
         width,
         inner,
-        ROWS=ROWS,
-        COLS=COLS,
-        DEPTH=DEPTH,
-        TILES_DOWN=TILES_DOWN,
+        **tuning.sizes,
         IN_PAIRS=x.dtype == torch.bfloat16 and has_copy_engine(x.device),
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        **tuning.options,
     )
     return out

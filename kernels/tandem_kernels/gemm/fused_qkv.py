@@ -24,12 +24,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.device import has_copy_engine, num_programs
+from tandem_kernels.gemm.fused_tuning import fused_tuning
 from tandem_kernels.gemm.persistent_tiles import place_of_tile, rounded
-
-ROWS, COLS, DEPTH = 128, 256, 64
-NUM_WARPS, NUM_STAGES = 8, 3
-TILES_DOWN = 16
-"""As `fused_gate_up` has them."""
 
 
 @triton.jit
@@ -161,9 +157,10 @@ def fused_qkv(
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     num_heads = len(weight) // head_dim
     heads = torch.empty((num_rows, num_heads, head_dim), dtype=x.dtype, device=x.device)
+    tuning = fused_tuning(x.device, gated=False)
     fused_qkv_kernel[(num_programs(x.device, 1),)](
-        TensorDescriptor.from_tensor(x, [ROWS, DEPTH]),
-        TensorDescriptor.from_tensor(weight, [COLS, DEPTH]),
+        TensorDescriptor.from_tensor(x, [tuning.rows, tuning.depth]),
+        TensorDescriptor.from_tensor(weight, [tuning.cols, tuning.depth]),
         bias,
         positions,
         cos_sin_cache,
@@ -178,14 +175,10 @@ def fused_qkv(
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         BLOCK_SIZE=block_size,
-        ROWS=ROWS,
-        COLS=COLS,
-        DEPTH=DEPTH,
-        TILES_DOWN=TILES_DOWN,
+        **tuning.sizes,
         HAS_BIAS=bias is not None,
         KEEP_KV=keep_kv,
         IN_PAIRS=x.dtype == torch.bfloat16 and has_copy_engine(x.device),
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        **tuning.options,
     )
     return heads

@@ -22,6 +22,12 @@ class GemmThresholds:
         int4_rows, fp4_rows: The most: with more, writing the weights out in half precision costs
             less.
         beside_rows: The most: with more, either GEMM keeps all SMs busy.
+        register_rows: The most that `few_row_gemm` and its like multiply in registers: with more,
+            products take more time than the weights' bytes.
+        many_outputs, rows_of_many: The most rows of layers with more outputs than `many_outputs`:
+            with more rows, these keep the library busy.
+        routed_rows: The most whose norm a router computes, and whose experts those choose that
+            multiply: with more, matrix units, and a launch for the choice, cost less.
     """
 
     small_m_rows: int
@@ -32,6 +38,10 @@ class GemmThresholds:
     int4_rows: int
     fp4_rows: int
     beside_rows: int
+    register_rows: int
+    many_outputs: int
+    rows_of_many: int
+    routed_rows: int
 
 
 _TABLE = plain_table("gemm_thresholds", GemmThresholds, ())

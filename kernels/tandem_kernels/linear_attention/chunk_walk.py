@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
-from tandem_kernels.device import has_warpgroup_mma
 from tandem_kernels.linear_attention.chunk_systems import CHUNK
 from tandem_kernels.linear_attention.delta_tuning import DeltaTuning, walk_tuning
 from tandem_kernels.product_precision import precision_of
@@ -151,8 +150,8 @@ def walk_chunks(
     """
     _, num_values, key_dim, value_dim = states.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
-    block_key, is_hopper = max(16, triton.next_power_of_2(key_dim)), has_warpgroup_mma(mixed.device)
-    tuning = tuning or walk_tuning(mixed.element_size(), block_key, is_hopper=is_hopper)
+    block_key = max(16, triton.next_power_of_2(key_dim))
+    tuning = tuning or walk_tuning(mixed.device, mixed.element_size(), block_key)
     values = min(tuning.values, max(16, triton.next_power_of_2(value_dim)))
     chunk_walk_kernel[(triton.cdiv(value_dim, values), num_values, num_reqs - first_req)](
         mixed,

@@ -36,7 +36,7 @@ from tandem_kernels.linear_attention.chunk_systems import (
 )
 from tandem_kernels.linear_attention.chunk_walk import Chunks, walk_chunks
 from tandem_kernels.linear_attention.delta_gates import decay_and_rate, unit_scale
-from tandem_kernels.linear_attention.delta_tuning import FACTORS, SYSTEM, DeltaTuning
+from tandem_kernels.linear_attention.delta_tuning import DeltaTuning, prompt_tuning
 from tandem_kernels.product_precision import precision_of
 
 
@@ -226,15 +226,16 @@ def delta_chunks(
         "CHUNK": CHUNK,
         "PRECISION": precision_of(mixed),
     }
+    how = prompt_tuning(mixed.device)
     delta_system_kernel[rows](
         mixed, gates, a_log, dt_bias, starts, scratch, scores, solved, scales, lasts, *ends,
         mixed.stride(0), gates.stride(0), key_dim**-0.5, rate_scale,
-        PART=PART, WIDTH=solver_width(SYSTEM["num_warps"]), **shape, **SYSTEM,
+        PART=PART, WIDTH=solver_width(how.system_warps), **shape, **how.system,
     )  # fmt: skip
     delta_factors_kernel[rows](
         mixed, starts, solved, scales, changes, reads, *ends, mixed.stride(0),
         VALUE_DIM=value_dim, BLOCK_VALUE=max(16, triton.next_power_of_2(value_dim)),
-        **shape, **FACTORS,
+        num_warps=how.factors_warps, **shape,
     )  # fmt: skip
     chunks = Chunks(changes, reads, scores, scales, lasts)
     walk_chunks(chunks, mixed, states, metadata, out, tuning)

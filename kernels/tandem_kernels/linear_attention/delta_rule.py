@@ -260,7 +260,7 @@ def delta_tokens(
         tuning: None: the choice for this many requests.
         kept: None: nothing is pending of these requests.
     """
-    tuning = tuning or decode_tuning(len(requests))
+    tuning = tuning or decode_tuning(mixed.device, len(requests))
     _, num_values, key_dim, value_dim = states.shape
     num_keys = (mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
     grid = (len(requests), num_values, triton.cdiv(value_dim, tuning.values))

@@ -1,18 +1,13 @@
-"""Says how kernels of the gated delta rule are launched."""
+"""How kernels of the gated delta rule are launched (`tunings/*/delta_*.json`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SYSTEM: dict[str, int] = {"num_warps": 4, "maxnreg": 128}
-"""Launch of what solves the system of a chunk: four programs share an SM. 230 us a layer of 8192
-tokens on an H200, 240 with all registers, 330 with eight warps."""
-FACTORS: dict[str, int] = {"num_warps": 4}
-"""Launch of what multiplies by the solution: 71 us."""
-CHANNEL_PARTS: dict[str, int] = {"num_warps": 1}
-CHANNEL_SYSTEM: dict[str, int] = {"num_warps": 4}
-"""The same where each channel decays by itself: 432 us for parts of 16 tokens (462 where one more
-program shares an SM), and 284 for what is made of them (297 with 168 registers, 384 with 128)."""
+import torch
+
+from tandem_kernels.device import has_warpgroup_mma
+from tandem_kernels.tunings.table import plain_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +26,47 @@ class DeltaTuning:
     fuses: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTuning:
+    """How the kernels are launched that make of prompts what is walked through.
+
+    Attributes:
+        system_warps, system_registers: Of what solves the system of a chunk.
+        factors_warps: Of what multiplies by the solution.
+        parts_warps, channels_warps: Of parts of chunks, and what is made of them, where each
+            channel decays by itself.
+    """
+
+    system_warps: int
+    system_registers: int
+    factors_warps: int
+    parts_warps: int
+    channels_warps: int
+
+    @property
+    def system(self) -> dict[str, int]:
+        return {"num_warps": self.system_warps, "maxnreg": self.system_registers}
+
+
 FIXED = DeltaTuning(values=32, num_warps=1, fuses=False)
 """That of tokens one by one where a row must have the same bits in any company."""
-_MANY_REQUESTS = 32
-_LARGEST_KEY_AHEAD = 128
-"""A chunk takes 60 KB with keys of this width, and 108 with keys of twice that."""
+
+_TOKENS = plain_table("delta_tokens", DeltaTuning, ("num_reqs",))
+_WALK = plain_table("delta_walk", DeltaTuning, ("itemsize", "block_key", "by_warpgroups"))
+_PROMPTS = plain_table("delta_prompts", PromptTuning, ())
 
 
-def decode_tuning(num_reqs: int) -> DeltaTuning:
-    """Returns that of tokens one by one. Measured on an H200: 73 in place of 83 us a layer of 64
-    requests, 281 in place of 333 of 256, against one choice for all."""
-    return FIXED if num_reqs < _MANY_REQUESTS else DeltaTuning(values=64, num_warps=2)
+def decode_tuning(device: torch.device, num_reqs: int) -> DeltaTuning:
+    """Returns that of tokens one by one."""
+    return _TOKENS.choose(device, num_reqs)
 
 
-def walk_tuning(itemsize: int, block_key: int, *, is_hopper: bool) -> DeltaTuning:
-    """Returns that of the walk through a prompt's chunks, for numbers of `itemsize` bytes and keys
-    of `block_key`: what the chunks behind it read is loaded ahead, where they have room beside each
-    other. Measured on an H200 with keys of 128: a layer of 8192 tokens takes 210 us, 283 with two
-    stages; 276 with 64 columns."""
-    ahead = 3 if is_hopper else 2
-    has_room = itemsize == 2 and block_key <= _LARGEST_KEY_AHEAD
-    return DeltaTuning(values=32, num_warps=4, num_stages=ahead if has_room else 1)
+def prompt_tuning(device: torch.device) -> PromptTuning:
+    """Returns that of what comes before the walk through a prompt's chunks."""
+    return _PROMPTS.choose(device)
+
+
+def walk_tuning(device: torch.device, itemsize: int, block_key: int) -> DeltaTuning:
+    """Returns that of the walk, for numbers of `itemsize` bytes and keys of `block_key`: what the
+    chunks behind it read is loaded ahead, where they have room beside each other."""
+    return _WALK.choose(device, itemsize, block_key, has_warpgroup_mma(device))

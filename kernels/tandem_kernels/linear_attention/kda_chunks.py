@@ -35,11 +35,7 @@ from tandem_kernels.linear_attention.chunk_systems import (
     solver_width,
 )
 from tandem_kernels.linear_attention.chunk_walk import Chunks, walk_chunks
-from tandem_kernels.linear_attention.delta_tuning import (
-    CHANNEL_PARTS,
-    CHANNEL_SYSTEM,
-    DeltaTuning,
-)
+from tandem_kernels.linear_attention.delta_tuning import DeltaTuning, prompt_tuning
 from tandem_kernels.linear_attention.kda_parts import kda_parts_kernel
 from tandem_kernels.linear_attention.kda_systems import kda_system_kernel
 from tandem_kernels.product_precision import precision_of
@@ -94,16 +90,17 @@ def kda_chunks(
         "PRECISION": precision_of(mixed),
     }
     num_keys = (mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
+    how = prompt_tuning(mixed.device)
     kda_parts_kernel[(CHUNK // PART * num_values, most)](
         mixed, gates, decays, a_log, dt_bias, starts, inverses, scores, chunks.reads, totals, *ends,
         gates.stride(0), key_dim**-0.5, rate_scale,
         MIXED_STRIDE=mixed.stride(0), DECAYS_STRIDE=decays.stride(0), NUM_KEYS=num_keys,
         BLOCK_KEY=block_key, FLOOR=decay_floor,
-        WIDTH=solver_width(CHANNEL_PARTS["num_warps"], PART), **shape, **CHANNEL_PARTS,
+        WIDTH=solver_width(how.parts_warps, PART), num_warps=how.parts_warps, **shape,
     )  # fmt: skip
     kda_system_kernel[(num_values, most)](
         mixed, gates, starts, inverses, scores, chunks.reads, totals, chunks.changes,
         chunks.decays, *ends, mixed.stride(0), gates.stride(0), rate_scale,
-        NUM_KEYS=num_keys, VALUE_DIM=value_dim, **shape, **CHANNEL_SYSTEM,
+        NUM_KEYS=num_keys, VALUE_DIM=value_dim, num_warps=how.channels_warps, **shape,
     )  # fmt: skip
     walk_chunks(chunks, mixed, states, metadata, out, tuning)

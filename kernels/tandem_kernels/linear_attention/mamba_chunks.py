@@ -12,7 +12,6 @@ share B and C. Source: Dao and Gu, Transformers are SSMs, 2024 (its block decomp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -22,33 +21,11 @@ from torch import Tensor
 from tandem_kernels.attention.prefill_attention import request_of
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.linear_attention.mamba_steps import decay_and_step
+from tandem_kernels.linear_attention.mamba_tuning import ChunkTuning, chunk_tuning
 from tandem_kernels.product_precision import precision_of
 
 ELEMENTS = 512
 """Numbers of a state that one program adds up."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTuning:
-    """How prompts are cut. Operands that are computed are always the second one: those go through
-    shared memory, where the fault of `tandem_kernels.warpgroup_waits` cannot be.
-
-    Attributes:
-        chunk: Tokens of a chunk; one program computes y of half of them.
-        heads: Heads of one program at most, which share B and C.
-        piece_warps: Of programs that compute what a chunk adds.
-        warps: Of programs that compute y.
-        stages: Heads of one of those that are under way at once.
-    """
-
-    chunk: int = 128
-    heads: int = 4
-    piece_warps: int = 4
-    warps: int = 4
-    stages: int = 1
-
-
-TUNING = ChunkTuning()
 
 
 @triton.jit
@@ -248,7 +225,6 @@ def mamba_chunks(
     states: Tensor,
     metadata: StateMetadata,
     out: Tensor,
-    tuning: ChunkTuning = TUNING,
 ) -> None:
     """Computes the requests of `metadata` behind those of one token; arguments as those of
     `reference.mamba.mamba_scan`.
@@ -258,6 +234,7 @@ def mamba_chunks(
         out: [T, H, P]; rows of these requests are written.
     """
     a_log, dt_bias, skip = numbers
+    tuning = chunk_tuning(mixed.device)
     _, num_heads, size, head_dim = states.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     most = triton.cdiv(mixed.shape[0] - first_req, tuning.chunk) + num_reqs - first_req
@@ -300,8 +277,8 @@ def mamba_chunks(
         *(*kept, out),
         *after,
         HEADS=heads,
-        num_warps=tuning.warps,
-        num_stages=tuning.stages,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
         **shape,
     )
 

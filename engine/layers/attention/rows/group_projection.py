@@ -24,7 +24,7 @@ from engine.layers.rows import QuantisedRows
 from engine.layers.shard import Shard
 from engine.quantization import Fp8Scheme, Scheme
 from tandem_kernels import ops
-from tandem_kernels.gemm.fp8_paths import SMALL_BLOCK_ROWS
+from tandem_kernels.gemm.fp8_paths import is_own
 from tandem_kernels.reference.fp8 import BLOCK
 
 
@@ -58,12 +58,13 @@ class GroupProjection(MergedColumnParallelLinear):
         part = ColumnPart(first * group_rank, held * group_rank, groups * group_rank)
         super().__init__(width, (part,), shard)
         self.num_groups, self.fixed_order = held, shard.gemms.deterministic
-        is_whole = head_dim % BLOCK == 0 and group_rank % BLOCK == 0
-        self.fp8_tokens = SMALL_BLOCK_ROWS if is_whole else 0
+        self.is_whole = head_dim % BLOCK == 0 and group_rank % BLOCK == 0
 
     def takes_fp8(self, num_tokens: int) -> bool:
         """Returns whether `quantised` is the faster way for this many tokens."""
-        return isinstance(self.method, Fp8BlockLinear) and num_tokens <= self.fp8_tokens
+        if not self.is_whole or not isinstance(self.method, Fp8BlockLinear):
+            return False
+        return is_own(num_tokens, self.weight, self.weight_scale)
 
     def quantised(self, x: QuantisedRows, dtype: torch.dtype) -> Tensor:
         """Does the same for rows [T, groups * in] whose groups of 128 numbers have a scale each."""

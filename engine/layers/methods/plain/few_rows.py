@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.layers.methods.base import LinearLayer, LinearMethod, Wrapped
 from tandem_kernels import ops
 from tandem_kernels.gemm import few_row_shapes, small_m_shapes
+from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 
 
 class FewRows(Wrapped):
@@ -41,6 +42,6 @@ class FewRows(Wrapped):
     def _takes(self, layer: LinearLayer, x: Tensor) -> bool:
         if len(x) > self.rows or not few_row_shapes.takes(x, layer.weight):
             return False
-        few_outputs = len(layer.weight) < few_row_shapes.MANY_OUTPUTS
-        in_parts = few_outputs and len(x) <= few_row_shapes.REGISTER_ROWS
+        known = gemm_thresholds(x.device)
+        in_parts = len(layer.weight) < known.many_outputs and len(x) <= known.register_rows
         return in_parts or not small_m_shapes.takes(x, layer.weight)

@@ -27,7 +27,7 @@ from engine.layers.rows import RowForm, Rows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Fp8Scheme
 from tandem_kernels import ops
-from tandem_kernels.gemm.fp8_paths import fp8_path
+from tandem_kernels.gemm.fp8_paths import fp8_path, is_own
 from tandem_kernels.reference.fp8 import BLOCK
 
 _MULTIPLE = 16
@@ -115,8 +115,7 @@ class Fp8Linear(EightBitLinear):
         self, layer: LinearLayer, x: Rows, form: RowForm | None, is_gelu: bool
     ) -> Rows:
         given = self._rows.quantised(x)
-        is_small = fp8_path(len(given), layer.weight, layer.weight_scale) == "small"
-        if is_small and not is_gelu:
+        if is_own(len(given), layer.weight, layer.weight_scale) and not is_gelu:
             out = ops.fp8_gate_up(
                 given.numbers, given.scales, layer.weight, layer.weight_scale, torch.bfloat16
             )
