@@ -62,22 +62,8 @@ def choose_attention(
         AttentionBackendError: The kernels that the setting wants are not here.
     """
     wanted = config.device.attention_backend
-    if config.cache.kv_scales is not None:
-        _check_fp8_cache(wanted, device)
     has_window = [group.window is not None for group in config.kv_layout.groups]
-    needs_own = "a sliding window" if any(has_window) else rare_attention
-    if any(group.is_state for group in config.kv_layout.groups):
-        needs_own = "pages that may hold a former state, whose bytes are no keys and values"
-    if needs_own and wanted == "flash-attn":
-        raise AttentionBackendError(
-            f"attention_backend flash-attn does not have {needs_own}, which "
-            f"{config.model.architecture} needs; choose auto or triton"
-        )
-    if config.device.deterministic and wanted == "flash-attn":
-        raise AttentionBackendError(
-            "attention_backend flash-attn has no deterministic mode: how it splits a context "
-            "depends on what else runs; choose auto or triton, or leave out --deterministic"
-        )
+    _check_wanted(config, device, "a sliding window" if any(has_window) else rare_attention)
     records = is_gpu(device) and not config.device.enforce_eager
     of_recorded: dict[str, Any] = {
         "dense_tokens": dense_tokens,
@@ -106,6 +92,28 @@ def choose_attention(
     return UncachedPrefillBackend(
         dense, PagedBackend(**of_recorded), recorded_tokens=recorded_tokens
     )
+
+
+def _check_wanted(config: EngineConfig, device: torch.device, needs_own: str) -> None:
+    """Refuses what the wanted backend cannot do. `needs_own`: names what only our own kernels know
+    of this model's attention."""
+    wanted = config.device.attention_backend
+    if config.cache.kv_scales is not None:
+        _check_fp8_cache(wanted, device)
+    if wanted != "flash-attn":
+        return
+    if any(group.is_state for group in config.kv_layout.groups):
+        needs_own = "pages that may hold a former state, whose bytes are no keys and values"
+    if needs_own:
+        raise AttentionBackendError(
+            f"attention_backend flash-attn does not have {needs_own}, which "
+            f"{config.model.architecture} needs; choose auto or triton"
+        )
+    if config.device.deterministic:
+        raise AttentionBackendError(
+            "attention_backend flash-attn has no deterministic mode: how it splits a context "
+            "depends on what else runs; choose auto or triton, or leave out --deterministic"
+        )
 
 
 def _heads_that_see_everything(config: EngineConfig) -> list[HeadSizes]:

@@ -32,29 +32,6 @@ def sparse_mlp(
     norms inside it."""
     names = spec.names
     inner = shard.at(names.block)
-    options = RouterOptions(
-        top_k=spec.top_k,
-        sigmoid=spec.sigmoid,
-        renormalise=spec.renormalise,
-        scaling=spec.scaling,
-        num_groups=spec.num_groups,
-        top_groups=spec.top_groups,
-        has_bias=spec.choice_bias and index not in spec.hashed_layers,
-        root_softplus=spec.root_softplus,
-        table_size=spec.hashed_tokens if index in spec.hashed_layers else 0,
-        has_logit_bias=spec.router_bias,
-        has_scales=bool(names.expert_scales),
-    )
-    shared = None
-    if spec.shared_size:
-        shared = SharedExpert(
-            hidden_size,
-            spec.shared_size,
-            inner.at(names.shared),
-            has_gate=spec.shared_gate,
-            form=_dense_gate(spec, index),
-            squared=spec.squared,
-        )
     share = ExpertShare.of(spec.count, shard.place.expert_ranks)
     router_norm = input_norm = None
     if names.router_norm:
@@ -62,7 +39,7 @@ def sparse_mlp(
     if names.input_norm:
         input_norm = RMSNorm(hidden_size, eps, shard)
     return SparseMLP(
-        Router(hidden_size, spec.count, options, inner, share, router_norm),
+        Router(hidden_size, spec.count, _router_options(spec, index), inner, share, router_norm),
         Experts(
             share,
             spec.latent_size or hidden_size,
@@ -73,11 +50,44 @@ def sparse_mlp(
             stacked=spec.stacked,
             gate=_gate(spec, spec.limit_of(index)),
         ),
-        shared,
+        _shared_expert(hidden_size, spec, inner, index),
         inner,
         norm=norm,
         input_norm=input_norm,
         latents=_latents(hidden_size, spec, inner, eps),
+    )
+
+
+def _router_options(spec: ExpertSpec, index: int) -> RouterOptions:
+    is_hashed = index in spec.hashed_layers
+    return RouterOptions(
+        top_k=spec.top_k,
+        sigmoid=spec.sigmoid,
+        renormalise=spec.renormalise,
+        scaling=spec.scaling,
+        num_groups=spec.num_groups,
+        top_groups=spec.top_groups,
+        has_bias=spec.choice_bias and not is_hashed,
+        root_softplus=spec.root_softplus,
+        table_size=spec.hashed_tokens if is_hashed else 0,
+        has_logit_bias=spec.router_bias,
+        has_scales=bool(spec.names.expert_scales),
+    )
+
+
+def _shared_expert(
+    hidden_size: int, spec: ExpertSpec, inner: Shard, index: int
+) -> SharedExpert | None:
+    """Returns the expert that every token has; None: there is none."""
+    if not spec.shared_size:
+        return None
+    return SharedExpert(
+        hidden_size,
+        spec.shared_size,
+        inner.at(spec.names.shared),
+        has_gate=spec.shared_gate,
+        form=_dense_gate(spec, index),
+        squared=spec.squared,
     )
 
 
