@@ -41,6 +41,7 @@ from kv_transfer.tier import (
 )
 from kv_transfer.tiers.disk_index import DiskIndex
 from kv_transfer.tiers.load_pieces import LoadPieces
+from kv_transfer.tiers.load_tickets import LoadTickets
 from kv_transfer.tiers.slot_table import SlotTable
 from kv_transfer.tiers.store_index import StoreIndex
 from kv_transfer.tiers.tier_jobs import Send, TierJobs
@@ -84,10 +85,7 @@ class PooledHostTier(HostTier):
         self._jobs = TierJobs(num_processes, send, self._conclude)
         self._pieces = LoadPieces(self._jobs.new_number)
         self._finished: dict[int, bool] = {}
-        self._failed: dict[int, LoadTicket] = {}
-        """Loads that failed, and that a step may still wait for."""
-        self._places = list(range(num_places))
-        self._release_marks = release
+        self._tickets = LoadTickets(num_places, release)
         self._unheard = set(range(num_processes))
         """Processes that have not said what they hold."""
         self._contents: dict[int, TierContents] = {}  # Until all have reported.
@@ -206,11 +204,7 @@ class PooledHostTier(HostTier):
         return self._jobs.ticket(job)
 
     def release(self, job: int) -> None:
-        ticket = self._failed.pop(job, None)
-        if ticket is not None:
-            self._places.append(ticket.place)
-            if self._release_marks is not None:
-                self._release_marks(ticket)
+        self._tickets.release(job)
 
     def give_up(self, job: int) -> bool:
         return self._jobs.give_up(self._pieces.of(job))
@@ -300,9 +294,8 @@ class PooledHostTier(HostTier):
     # Inside -----------------------------------------------------------------------------------
 
     def _begin_load(self, load: LoadMeta, names: list[bytes], behind: Tier) -> None:
-        if self._places and behind is not Tier.STORE:
-            # Not the job's number: a load behind a fetch begins after jobs that are younger.
-            ticket = LoadTicket(self._places.pop(), self._jobs.new_number())
+        if self._tickets.has_free and behind is not Tier.STORE:
+            ticket = self._tickets.issue(self._jobs.new_number())
             load = LoadMeta(load.job, load.blocks, load.slots, ticket)
         self._jobs.begin(load, names)
 
@@ -337,10 +330,8 @@ class PooledHostTier(HostTier):
             case LoadMeta(slots=slots, ticket=ticket):
                 self._totals["damaged"] += len(job.damaged)
                 self._totals["loaded"] += len(slots) if is_right else 0
-                if ticket is not None and is_right:
-                    self._places.append(ticket.place)
-                elif ticket is not None:
-                    self._failed[number] = ticket
+                if ticket is not None:
+                    self._tickets.ended(number, ticket, is_right=is_right)
                 self._unpin(job, slots)
         if (ended := self._pieces.ended(number, is_right=is_right)) is not None:
             self._finished[ended[0]] = ended[1]

@@ -85,7 +85,7 @@ def test_the_stream_reads_no_layer_before_it_is_loaded(node: KVNode) -> None:
     """All kernels are launched before the load is even asked for."""
     names, before = stored(node)
     tier, words, worker = tier_of(node), node.caches[0].tensor, node.workers[0]
-    tier._places.append(2)
+    tier._tickets._places.append(2)
     blocks = list(range(20, 20 + NUM_STORED))
     ticket = LoadTicket(2, tier._jobs._last + 2)  # Behind the number of the job.
     seen = []

@@ -48,7 +48,7 @@ def takes_heads(x: Tensor, weight: Tensor, kv_cache: Tensor) -> bool:
 def takes_by_head(x: Tensor, weight: Tensor) -> bool:
     """Returns whether `head_gemm` takes `x` [T, H, K] and `weight` [H, K, N]."""
     return (
-        0 < len(x) <= REGISTER_ROWS
+        0 < len(x) <= gemm_thresholds(x.device).register_rows
         and weight.dtype in (torch.float16, torch.bfloat16)
         and x.dtype == weight.dtype
         and weight.shape[1] <= _MOST_INNER

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from engine.explain.launches import Launch
+from engine.explain.reasons import OF_STATES
 from engine.explain.tiles import describe
+from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.device import KNOWN_GPUS, as_on
 from tandem_kernels.tunings.table import asked_choices
 
@@ -40,3 +42,42 @@ def test_gemms_of_few_bits_say_their_row(
         found, tile = describe(Launch(name, "gemm", "", given))
     assert found == kernel and "warps" in tile
     assert str(asked[-1]).startswith(f"sm_90/{table}")
+
+
+@pytest.mark.parametrize(
+    ("name", "decodes", "tiles", "tables"),
+    [
+        ("gated_delta_rule", 4, "values 32, warps 1", {"delta_tokens row 1: num_reqs <= 31"}),
+        ("mamba_scan", 64, "values 64, warps 4", {"mamba_tokens row 2: all others"}),
+        ("mamba_scan", 0, "chunk 128, heads 4, warps 4, stages 1", {"mamba_prompts"}),
+        (
+            "gated_delta_rule",
+            0,
+            "system_warps 4, system_registers 128, walk values 32, warps 4, stages 3",
+            {
+                "delta_prompts",
+                "delta_walk row 1: block_key <= 128, itemsize = 2, by_warpgroups = true",
+            },
+        ),
+    ],
+)
+def test_operations_on_states_say_their_rows(
+    name: str, decodes: int, tiles: str, tables: set[str]
+) -> None:
+    """Decodes alone, or prompts alone."""
+    requests = torch.empty(max(decodes, 2), dtype=torch.int32)
+    metadata = StateMetadata(requests, requests, requests, num_decodes=decodes)
+    before = [_meta(4, 64, 128, 128, dtype=torch.bfloat16)] * OF_STATES[name]
+    with as_on(H200), asked_choices() as asked:
+        found, tile = describe(Launch(name, "states", "", (*before, metadata)))
+    assert tile == tiles and found
+    assert set(map(str, asked)) == {f"sm_90/{table}" for table in tables}
+
+
+@pytest.mark.parametrize(("name", "cols"), [("fused_gate_up", 128), ("fused_qkv", 256)])
+def test_gemms_that_do_more_say_their_row(name: str, cols: int) -> None:
+    rows = _meta(4096, 4096, dtype=torch.bfloat16)
+    with as_on(H200), asked_choices() as asked:
+        found, tile = describe(Launch(name, "gemm", "", (rows,)))
+    assert found == f"{name}_kernel" and f"rows 128, cols {cols}" in tile
+    assert str(asked[-1]).startswith("sm_90/fused_gemm row")
