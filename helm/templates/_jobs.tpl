@@ -46,7 +46,7 @@ template:
   spec:
     {{- include "tandem.jobSpec" . | nindent 4 }}
     {{- if $patches }}
-    serviceAccountName: {{ include "tandem.name" . | quote }}
+    serviceAccountName: {{ include "tandem.serviceAccountName" . | quote }}
     {{- end }}
     automountServiceAccountToken: {{ $patches }}
     {{- include "tandem.resourceClaims" $tier | nindent 4 }}
@@ -85,7 +85,7 @@ template:
           - name: tmp
             mountPath: /tmp
           {{- if not $patches }}
-          - name: profiles
+          - name: calibration-profiles
             mountPath: /profiles
           {{- end }}
           {{- with .of.extraVolumeMounts }}
@@ -100,9 +100,9 @@ template:
       - name: tmp
         emptyDir: {}
       {{- if not $patches }}
-      - name: profiles
+      - name: calibration-profiles
         persistentVolumeClaim:
-          claimName: {{ required "calibration.output is claim: set calibration.existingClaim" $calibration.existingClaim | quote }}
+          claimName: {{ $calibration.existingClaim | quote }}
       {{- end }}
       {{- with .of.extraVolumes }}
       {{- toYaml . | nindent 6 }}
@@ -162,4 +162,20 @@ template:
       {{- with .of.extraVolumes }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
+{{- end -}}
+
+{{/* root (of a model), tiers, found */}}
+{{- define "tandem.mistakes.calibration" -}}
+{{- $values := .root.Values -}}
+{{- if $values.calibration.enabled -}}
+{{- if gt (int .tiers.decode.parallelism.hosts) 1 -}}
+{{- include "tandem.mistake" (dict "found" .found "text" "calibration.enabled measures a node of one host, but decode.parallelism.hosts is more: set calibration.enabled to false, and measure by hand (tandem bench)") -}}
+{{- end -}}
+{{- if and (eq $values.calibration.output "claim") (not $values.calibration.existingClaim) -}}
+{{- include "tandem.mistake" (dict "found" .found "text" "calibration.output is claim: set calibration.existingClaim") -}}
+{{- end -}}
+{{- if and (eq $values.calibration.output "configMap") (not $values.rbac.create) (or $values.serviceAccount.create (not $values.serviceAccount.name)) -}}
+{{- include "tandem.mistake" (dict "found" .found "text" "rbac.create is false, so the calibration may not write its ConfigMap: set calibration.output to claim, or serviceAccount.create to false and serviceAccount.name to an account that may patch ConfigMaps") -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}

@@ -22,6 +22,7 @@
 {{- include "tandem.mistakes.models" $scope -}}
 {{- include "tandem.mistakes.router" $scope -}}
 {{- include "tandem.mistakes.labels" (dict "found" $found "name" "commonLabels" "labels" .Values.commonLabels) -}}
+{{- include "tandem.mistakes.labels" (dict "found" $found "name" "jobs.podLabels" "labels" .Values.jobs.podLabels) -}}
 {{- include "tandem.mistakes.security" (dict "root" . "tiers" $roles "found" $found) -}}
 {{- include "tandem.mistakes.scheduling" $scope -}}
 {{- include "tandem.mistakes.kvStore" $scope -}}
@@ -34,6 +35,7 @@
 {{- $own_scope := dict "root" $model "tiers" $of "found" $own -}}
 {{- include "tandem.mistakes.model" $own_scope -}}
 {{- include "tandem.mistakes.preload" $own_scope -}}
+{{- include "tandem.mistakes.calibration" $own_scope -}}
 {{- include "tandem.mistakes.set" $own_scope -}}
 {{- include "tandem.mistakes.ratio" $own_scope -}}
 {{- include "tandem.mistakes.pool" $own_scope -}}
@@ -139,9 +141,6 @@
 
 {{- define "tandem.mistakes.hosts" -}}
 {{- $found := .found -}}
-{{- if and .root.Values.calibration.enabled (eq .name "decode") (gt (int .tier.parallelism.hosts) 1) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "calibration.enabled measures a node of one host, but decode.parallelism.hosts is more: set calibration.enabled to false, and measure by hand (tandem bench)") -}}
-{{- end -}}
 {{- $name := .name -}}
 {{- $tensor := int .tier.parallelism.tensor -}}
 {{- $stages := int .tier.parallelism.pipeline -}}

@@ -98,6 +98,14 @@ def test_a_mesh_leaves_pods_alone_that_must_end() -> None:
         assert ("linkerd.io/inject" in metadata.get("annotations", {})) is ends, where
 
 
+def test_a_calibration_has_the_account_that_the_user_names() -> None:
+    account = {"create": False, "name": "shared"}
+    found = HelmSdk.shared().render(overlay(CALIBRATED, {"serviceAccount": account}))
+    spec = found.one("Job", "calibration")["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == "shared" and not found.all("ServiceAccount")
+    assert found.one("RoleBinding", "calibration")["subjects"][0]["name"] == "shared"
+
+
 # The download of a model --------------------------------------------------------------------------
 
 

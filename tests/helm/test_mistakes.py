@@ -132,6 +132,22 @@ BETWEEN_VALUES = [
         },
         "calibration.enabled measures a node of one host",
     ),
+    (
+        {"calibration": {"enabled": True, "output": "claim"}},
+        "calibration.output is claim: set calibration.existingClaim",
+    ),
+    (
+        {
+            "calibration": {"enabled": True},
+            "rbac": {"create": False},
+            "router": {"discovery": {"type": "dns"}},
+        },
+        "so the calibration may not write its ConfigMap: set calibration.output to claim",
+    ),
+    (
+        {"jobs": {"podLabels": {"app.kubernetes.io/name": "x"}}},
+        "jobs.podLabels sets app.kubernetes.io/name, which is the chart's own",
+    ),
     ({"prefill": {"kvTiers": {"diskGiB": 9}}}, "diskGiB needs prefill.kvTiers.hostGiB"),
     (
         {"decode": {"kvTiers": {"hostGiB": 9}}},
