@@ -1,4 +1,5 @@
-"""Answers for what a router without a store does not keep. Needs no package of the stores."""
+"""Answers for what a router without a store does not keep, and for what none does. Needs no package
+of the stores."""
 
 from __future__ import annotations
 
@@ -18,6 +19,19 @@ def no_response_routes() -> list[Route]:
         _refusal(one + "/input_items", ["GET"], "response"),
         *_refusals_below("/v1/conversations", "response"),
     ]
+
+
+def no_compaction_routes() -> list[Route]:
+    """Returns the route of compaction, which is served nowhere. It stands before those of
+    responses, which would take its name for that of one."""
+
+    async def refuse(_request: Request) -> Response:
+        raise NotFound(
+            "responses are not compacted here; have the model sum their items up, and send that",
+            code="no_compaction",
+        )
+
+    return [Route("/v1/responses/compact", refuse, methods=["POST"])]
 
 
 def no_batch_routes() -> list[Route]:
