@@ -146,7 +146,8 @@ class OpenAIServing:
         num_prompt_tokens: Sequence[int],
         context: RequestContext,
     ) -> Response:
-        context = replace(context, resume=given(answers, read), wants_journal=False)
+        resume = await long_work.run(context.is_long, partial(given, answers, read))
+        context = replace(context, resume=resume, wants_journal=False)
         choices = await self._preparer.choices(read, context)
         as_ended(choices, answers, num_prompt_tokens)
         return self._responder.response(read, choices, context)

@@ -27,6 +27,9 @@ from engine.contracts.request_spec import RequestSpec
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 
+_LONG_ANSWER = 1 << 13
+"""Tokens whose text takes some 40 ms to find again: this happens beside the event loop."""
+
 
 class ChoicePreparer:
     """Prepares requests for one engine. `cuts_answers`: as `InputProcessor` has it."""
@@ -59,7 +62,8 @@ class ChoicePreparer:
                 choice = _choice(read, prompt, request, len(choices), is_first=i == 0)
                 choice.prefill_nodes = place.prefill_nodes
                 if begun is not None:
-                    _take_over(choice, begun, read.model.served)
+                    take_over = partial(_take_over, choice, begun, read.model.served)
+                    await long_work.run(len(begun.token_ids) >= _LONG_ANSWER, take_over)
                 choices.append(choice)
                 if context.is_long:
                     await asyncio.sleep(0)

@@ -9,6 +9,7 @@ import pytest
 
 from decode_node.answer.logprobs import TokenNames, generate_logprobs
 from decode_node.protocol.tokens.derender import GivenTokenLogprob
+from decode_node.serving import prepare_choices
 from edge.http.errors import BadRequest
 from engine.contracts.outputs import TokenLogprobs
 from engine.contracts.request_spec import RequestSpec
@@ -278,7 +279,12 @@ async def test_a_chat_by_its_tokens_is_the_chat_itself(fields: dict[str, Any]) -
         assert len(node.engine.requests) == num_asked, "nothing is computed"
 
 
-async def test_texts_by_their_tokens_are_the_texts() -> None:
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_texts_by_their_tokens_are_the_texts(
+    monkeypatch: pytest.MonkeyPatch, is_long: bool
+) -> None:
+    """The texts of long answers are found beside the event loop."""
+    monkeypatch.setattr(prepare_choices, "_LONG_ANSWER", 1 if is_long else 1 << 20)
     asked = {"prompt": ["the", "dog"], "max_tokens": 4, "n": 2, "seed": 5, "logprobs": 0}
     async with http_node() as node:
         whole = (await node.client.post("/v1/completions", json=asked)).json()

@@ -73,7 +73,7 @@ class GivenChoice(StrictBody):
     stop_reason: Int | str | None = None
     """The stop token or text that ended it."""
     logprobs: GivenLogprobs | None = None
-    """Their log probabilities."""
+    """Their log probabilities: with all other numbers that have a fraction at most 4,096."""
 
     index: Ignored = None
     """Answers come in their order."""
