@@ -1509,7 +1509,7 @@ def latent_ahead_cases(types: Mapping[str, str]) -> Iterator[Case]:
         yield Case(
             latent_decode_ahead.latent_decode_ahead_kernel,
             f"query_len={query_len} block={block_size}",
-            {**types, "out": "*bf16", "kv_cache": described},
+            {**types, "out": "*bf16", "kv_cache": described, "numbers": "*bf16"},
             {
                 "QUERY_LEN": query_len, "NUM_HEADS": 128, "ROWS": tuning.rows,
                 "ROW_TILES": 128 * query_len // tuning.rows, "LATENT": 512, "ROPE": 64,

@@ -56,15 +56,27 @@ def box_of(
 
 
 @gluon.jit
+def _bring(rows: gl.tensor, size: gl.tensor) -> None:
+    """Brings `size` bytes from `rows` on into the L2 cache, without waiting for them."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;"
+        " @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r", [rows, size], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _copy(
-    given: gl.tuple, memory: gl.tuple, sizes: gl.tuple,
-    ROW_TILES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX_TOKENS: gl.constexpr,
-    TILE: gl.constexpr, REQS: gl.constexpr,
+    given: gl.tuple, memory: gl.tuple, sizes: gl.tuple, cache: gl.tuple,
+    ROW: gl.constexpr, ROW_TILES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BOX_TOKENS: gl.constexpr, TILE: gl.constexpr, REQS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Asks for all tiles of this program's run."""
+    """Asks for all tiles of this program's run, and has the next one brought nearer meanwhile."""
     kv_cache, block_tables, seq_lens = given[:3]
     boxes, key_boxes, full, empty = memory[:4]
     num_reqs, table_stride = sizes[:2]
+    numbers, block_stride = cache
+    size_of_box = num_reqs * 0 + BOX_TOKENS * ROW * 2
     BOXES: gl.constexpr = TILE // BOX_TOKENS
     HALVES: gl.constexpr = 2
     ends, here, end = own_run(seq_lens, num_reqs, ROW_TILES, TILE, REQS, 1)
@@ -96,6 +108,11 @@ def _copy(
                             kv_cache, [block, at, part * BOX_DIMS], ready,
                             boxes.index(part * BOXES + box),
                         )  # fmt: skip
+            if tile + 1 < last:
+                for box in gl.static_range(BOXES):
+                    position = start + TILE + box * BOX_TOKENS
+                    block, at = box_of(table, position, seq_len, BLOCK_SIZE, BOX_TOKENS)
+                    _bring(numbers + block.to(gl.int64) * block_stride + at * ROW, size_of_box)
             count += 1
         here += last - first
 
@@ -275,6 +292,7 @@ def latent_decode_ahead_kernel(
     q_latent: gl.tensor,
     q_rope: gl.tensor,
     kv_cache: tma.tensor_descriptor,
+    numbers: gl.tensor,
     block_tables: gl.tensor,
     seq_lens: gl.tensor,
     out: gl.tensor,
@@ -285,13 +303,15 @@ def latent_decode_ahead_kernel(
     latent_head_stride: gl.tensor,
     rope_token_stride: gl.tensor,
     rope_head_stride: gl.tensor,
+    block_stride: gl.tensor,
     table_stride: gl.tensor,
     scale: gl.tensor,
     QUERY_LEN: gl.constexpr, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr, ROW_TILES: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
     REQS: gl.constexpr, COPIER_REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Walks one run of the line in each program. Writes what `latent_decode_kernel` does."""
+    """Walks one run of the line in each program. `numbers`: also of the cache, to bring them into
+    L2. Writes what `latent_decode_kernel` does."""
     take_turn(OVERLAP)
     WIDTH: gl.constexpr = LATENT // PIECES
     kind: gl.constexpr = q_latent.dtype.element_ty
@@ -329,11 +349,17 @@ def latent_decode_ahead_kernel(
                 _attend,
                 (given, memory, sizes, QUERY_LEN, NUM_HEADS, ROWS, ROW_TILES, LATENT, TILE, REQS),
             ),
-            (_copy, (given, memory, sizes, ROW_TILES, BLOCK_SIZE, BOX_TOKENS, TILE, REQS)),
+            (
+                _copy,
+                (
+                    given, memory, sizes, (numbers, block_stride), LATENT + ROPE, ROW_TILES,
+                    BLOCK_SIZE, BOX_TOKENS, TILE, REQS,
+                ),
+            ),
         ],
         [1],
         [COPIER_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 def described(kv_cache: Tensor) -> TensorDescriptor:
@@ -364,9 +390,9 @@ def decode_ahead(
     _, num_heads, latent = q_latent.shape
     programs, _, rows, _ = parts[0].shape
     latent_decode_ahead_kernel[(programs,)](
-        q_latent, q_rope, described(kv_cache), metadata.block_tables, metadata.seq_lens, out,
-        *parts, metadata.num_decodes, *q_latent.stride()[:2], *q_rope.stride()[:2],
-        metadata.block_tables.stride(0), scale,
+        q_latent, q_rope, described(kv_cache), kv_cache, metadata.block_tables, metadata.seq_lens,
+        out, *parts, metadata.num_decodes, *q_latent.stride()[:2], *q_rope.stride()[:2],
+        kv_cache.stride(0), metadata.block_tables.stride(0), scale,
         QUERY_LEN=metadata.decode_query_len,
         NUM_HEADS=num_heads,
         ROWS=rows,
