@@ -144,6 +144,14 @@ async def test_a_node_alone_ends_nothing_in_a_router(cluster: Cluster) -> None:
     assert not record.is_aborted
     here.follow(second, [call])
     assert [one.is_aborted for one in records] == [True, False]
+    here.follow(first, [AbortCall(call=9, names="b")])
+    router.services.registry.mark_disconnected(second)
+    here.follow(third, [])
+    assert not records[1].is_aborted, "two nodes are left"
+    router.services.registry.mark_disconnected(third)
+    here.follow(first, [])
+    assert records[1].is_aborted, "the only one that is left has told it"
+    records[1].is_aborted = False
     old = AbortCall(call=8, all=True, age_s=60)
     for teller in (first, second, third):
         here.follow(teller, [old])

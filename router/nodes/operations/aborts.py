@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -58,10 +57,7 @@ class Aborts:
     def follow(self, teller: NodeAddress, calls: Iterable[AbortCall]) -> None:
         """Ends here what other routers have ended, as a node tells of it: what waits, and what is
         on its way. What began after the call goes on."""
-        for call in calls:
-            if not self._told.is_to_follow(teller, (call.call, call.part)):
-                continue
-            called_at = time.monotonic() - max(call.age_s, 0.0)
+        for call, called_at in self._told.learn(teller, calls):
             found = self._open(None if call.all else frozenset(call.names))
             meant = [
                 one for one in found if one.trace.started_at <= called_at and not one.is_aborted

@@ -1,22 +1,37 @@
 """Learns from decode nodes that another router ends answers.
 
 The other router asks all decode nodes, and their reports name the call. It counts once reports of
-more than half of them do: one node that lies ends nothing.
+more than half of them do: one node that lies ends nothing. A node that dies meanwhile is no longer
+one of them as soon as that is known.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.registry import NodeRegistry
+from tandem_pb.node_pb2 import AbortCall
 
 _MAX_CALLS = 4096
 """Calls that are remembered, the last ones: nodes tell each once to a connection."""
+_OPEN_S = 5.0
+"""A call that too few nodes have named by then is none."""
 
 CallPart = tuple[int, int]
 """The call's number, and which part of its names."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """Is a call that too few nodes have named yet. `called_at`: by this router's clock."""
+
+    call: AbortCall
+    called_at: float
+    tellers: set[NodeAddress] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -24,22 +39,29 @@ class ToldAborts:
     """Counts the nodes that tell of each call."""
 
     registry: NodeRegistry
-    _tellers: OrderedDict[CallPart, set[NodeAddress]] = field(default_factory=OrderedDict)
+    _open: OrderedDict[CallPart, _Open] = field(default_factory=OrderedDict)
     _followed: OrderedDict[CallPart, None] = field(default_factory=OrderedDict)
 
-    def is_to_follow(self, teller: NodeAddress, call: CallPart) -> bool:
-        """Returns True once for each call: when `teller` is the last of enough nodes."""
-        if call in self._followed:
-            return False
-        tellers = self._tellers.setdefault(call, set())
-        tellers.add(teller)
+    def learn(
+        self, teller: NodeAddress, calls: Iterable[AbortCall]
+    ) -> Iterator[tuple[AbortCall, float]]:
+        """Takes what a report tells, which is nothing most of the time. Yields each call once, and
+        when it was made: when enough nodes have named it."""
+        now = time.monotonic()
+        for call in calls:
+            part = call.call, call.part
+            if part not in self._followed:
+                called_at = now - max(call.age_s, 0.0)
+                self._open.setdefault(part, _Open(call, called_at)).tellers.add(teller)
+        if not self._open:
+            return
         reporting = {node.listed for node in self.registry.nodes(NodeRole.DECODE) if node.connected}
-        if 2 * len(tellers & reporting) <= len(reporting):
-            while len(self._tellers) > _MAX_CALLS:
-                self._tellers.popitem(last=False)
-            return False
-        del self._tellers[call]
-        self._followed[call] = None
+        for part, known in list(self._open.items()):
+            is_enough = 2 * len(known.tellers & reporting) > len(reporting)
+            if is_enough or now - known.called_at > _OPEN_S or len(self._open) > _MAX_CALLS:
+                del self._open[part]
+            if is_enough:
+                self._followed[part] = None
+                yield known.call, known.called_at
         while len(self._followed) > _MAX_CALLS:
             self._followed.popitem(last=False)
-        return True
