@@ -19,7 +19,7 @@ from interpreted_fixtures import (  # noqa: F401
 )
 
 from tandem_kernels import ops
-from tandem_kernels.experts import expert_tuning
+from tandem_kernels.experts import expert_tuning, one_row_experts
 from tandem_kernels.experts.expert_tuning import ExpertTuning
 from tandem_kernels.experts.fp4 import experts as fp4_experts
 from tandem_kernels.experts.fp4 import pair_shapes
@@ -184,3 +184,19 @@ def test_experts_that_choose_themselves(sizes: check.Sizes, options: dict[str, A
     apart = ops.route_tokens.kernel, ops.fp4_experts.kernel
     kernel = ops.fp4_routed_experts.kernel
     routed.routed_experts(kernel, apart, sizes, torch.float16, **options)
+
+
+def test_one_token_reads_the_experts_of_its_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of other ranks cost neither a weight nor a product."""
+    kept, read = one_row_experts._outputs, []
+
+    def spy(x: Any, weight: Any, first: Any, *rest: Any) -> Any:
+        read.append(int(first.handle.data[0]))
+        return kept(x, weight, first, *rest)
+
+    monkeypatch.setattr(one_row_experts, "_outputs", spy)
+    sizes = (1, 32), (4, 96, 32), (4, 32, 48)
+    x, w13, w2 = (torch.randn(size).half() for size in sizes)
+    chosen = torch.tensor([[-1, 2, -1, 3]], dtype=torch.int32)
+    ops.fused_experts.kernel(x, w13, w2, torch.rand(1, 4), chosen)
+    assert set(read) == {2 * 96, 3 * 96, 2 * 32, 3 * 32}

@@ -120,8 +120,12 @@ def one_row_expert_kernel(
     # Not by way of the SM's own cache, which may hold what was there before: the second GEMM has
     # waited for nothing yet.
     expert = tl.load(experts + pair, cache_modifier=".cg")
+    if expert < 0:
+        if OVERLAP and not GATED:
+            gdc_wait()
+        return
     HAS_UP: tl.constexpr = GATED and GATE != 4
-    first = tl.maximum(expert, 0) * (2 * num_outputs if HAS_UP else num_outputs)
+    first = expert * (2 * num_outputs if HAS_UP else num_outputs)
     row = x
     if not GATED:
         row += pair * INNER
@@ -132,8 +136,7 @@ def one_row_expert_kernel(
     if not GATED:
         total *= tl.load(pair_weights + pair)
     col = program * COLS + lane
-    real = (col < num_outputs) & (expert >= 0)
-    tl.store(out + pair * num_outputs + col, total.to(kind), mask=real)
+    tl.store(out + pair * num_outputs + col, total.to(kind), mask=col < num_outputs)
 
 
 @dataclass(frozen=True, slots=True)
