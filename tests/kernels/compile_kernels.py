@@ -1061,17 +1061,20 @@ def one_row_expert_cases(capability: int) -> Iterator[Case]:
         "pair_weights": "*fp32",
         "experts": "*i32",
     }
-    for rows, inner, shared_inner, gate in (
-        (2, 2048, 2048, 0),
-        (1, 2688, 2688, 4),
-        (1, 1856, 3712, 0),
+    for rows, inner, shared_inner, gate, pairs in (
+        (2, 2048, 2048, 0, 0),
+        (1, 2688, 2688, 4, 0),
+        (1, 1856, 3712, 0, 0),
+        (2, 7168, 7168, 0, 8),
+        (1, 1856, 3712, 0, 8),
     ):
         tuning = one_row_experts.one_row_tuning(rows, inner)
         yield Case(
             one_row_experts.one_row_expert_kernel,
-            f"inner={inner}",
+            f"inner={inner} pairs={pairs}",
             types,
             {
+                "PAIRS": pairs,
                 "COLS": tuning.cols,
                 "DEPTH": tuning.depth,
                 "INNER": inner,

@@ -24,6 +24,7 @@ from tandem_kernels.experts.expert_tuning import ExpertTuning
 from tandem_kernels.experts.fp4 import experts as fp4_experts
 from tandem_kernels.experts.fp4 import pair_shapes
 from tandem_kernels.experts.fp4 import pairs as fp4_pairs
+from tandem_kernels.experts.fp8 import pairs as fp8_pairs
 
 pytestmark = pytest.mark.usefixtures("rounds_to_e4m3", "rows_by_themselves")
 
@@ -186,8 +187,11 @@ def test_experts_that_choose_themselves(sizes: check.Sizes, options: dict[str, A
     routed.routed_experts(kernel, apart, sizes, torch.float16, **options)
 
 
-def test_one_token_reads_the_experts_of_its_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs of other ranks cost neither a weight nor a product."""
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_token_reads_the_experts_of_its_rank_alone(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs of other ranks cost neither a weight nor a product, however few programs there are."""
     kept, read = one_row_experts._outputs, []
 
     def spy(x: Any, weight: Any, first: Any, *rest: Any) -> Any:
@@ -198,5 +202,29 @@ def test_one_token_reads_the_experts_of_its_rank_alone(monkeypatch: pytest.Monke
     sizes = (1, 32), (4, 96, 32), (4, 32, 48)
     x, w13, w2 = (torch.randn(size).half() for size in sizes)
     chosen = torch.tensor([[-1, 2, -1, 3]], dtype=torch.int32)
-    ops.fused_experts.kernel(x, w13, w2, torch.rand(1, 4), chosen)
+    given = x, w13, w2, torch.rand(1, 4), chosen
+    found = ops.fused_experts.kernel(*given, ranks=ranks)
     assert set(read) == {2 * 96, 3 * 96, 2 * 32, 3 * 32}
+    assert torch.equal(found, ops.fused_experts.kernel(*given))
+    assert 0 in read, "on one rank nothing looks for pairs"
+
+
+def test_ranks_launch_programs_for_their_part_of_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            launched.append(grid[0])
+            return lambda *given, **constants: None
+
+    monkeypatch.setattr(fp8_pairs, "fp8_pair_gemm_kernel", Recorded())
+    monkeypatch.setattr(one_row_experts, "one_row_expert_kernel", Recorded())
+    x, chosen = torch.randn(1, 128).half(), torch.zeros((1, 8), dtype=torch.int32)
+    weight, scales, _ = check.fp8_weight((2, 1, 128, 128), blocks=True)
+    for ranks in (1, 3, 8):
+        out, tuning = torch.empty(8, 128), check.FP8_PAIRS[1]
+        given = x, (weight, scales), chosen.float(), chosen, out, tuning
+        fp8_pairs.fp8_pair_gemm(*given, ranks=ranks)
+        w13, w2 = torch.empty(2, 256, 128).half(), torch.empty(2, 128, 128).half()
+        one_row_experts.one_row_experts(x, w13, w2, chosen.float(), chosen, None, ranks=ranks)
+    assert launched == [8 * 32, 8 * 64, 8 * 32, 3 * 32, 3 * 64, 3 * 32, 32, 64, 32]

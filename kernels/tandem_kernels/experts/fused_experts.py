@@ -218,7 +218,7 @@ def fused_experts(
         return torch.empty_like(x)
     plain = not fixed_order and b13 is None and b2 is None
     if plain and takes_one_row(x, w13, w2):
-        parts, _ = one_row_experts(x, w13, w2, weights, experts, gate)
+        parts, _ = one_row_experts(x, w13, w2, weights, experts, gate, ranks=ranks)
         return sum_pairs(parts, experts) if summed else parts
     plan = ExpertPlan.of(
         experts, ExpertShape.of_plain(w13, w2), FIXED if fixed_order else None, ranks
@@ -246,7 +246,7 @@ def experts_beside(
     num_pairs, width = experts.numel(), w2.shape[2]
     own = SharedWeights(shared_w13, shared_w2)
     if takes_one_row(x, w13, w2, own):
-        return one_row_experts(x, w13, w2, weights, experts, gate, own)
+        return one_row_experts(x, w13, w2, weights, experts, gate, own, ranks)
     parts, hidden, beside, shared = (
         torch.empty(size, dtype=x.dtype, device=x.device)
         for size in (

@@ -71,6 +71,43 @@ def _outputs(
 
 
 @triton.jit
+def _of_pair(
+    x: tl.tensor,
+    weight: tl.tensor,
+    pair_weights: tl.tensor,
+    out: tl.tensor,
+    pair: tl.tensor,
+    expert: tl.tensor,
+    program: tl.tensor,
+    num_outputs: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    INNER: tl.constexpr,
+    GATED: tl.constexpr,
+    GATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Computes outputs `program` * COLS and on of a pair and of its expert; of -1 none is written.
+    Other arguments are those of the kernel."""
+    HAS_UP: tl.constexpr = GATED and GATE != 4
+    first = tl.maximum(expert, 0) * (2 * num_outputs if HAS_UP else num_outputs)
+    row = x
+    if not GATED:
+        row += pair * INNER
+    total = _outputs(
+        row, weight, first, program, num_outputs, limit, alpha,
+        COLS, DEPTH, INNER, GATED, GATE, OVERLAP,
+    )  # fmt: skip
+    if not GATED:
+        total *= tl.load(pair_weights + pair)
+    col = program * COLS + tl.arange(0, COLS)
+    real = (col < num_outputs) & (expert >= 0)
+    tl.store(out + pair * num_outputs + col, total.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
 def one_row_expert_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -80,10 +117,12 @@ def one_row_expert_kernel(
     shared_x: tl.tensor,
     shared_weight: tl.tensor,
     shared_out: tl.tensor,
+    num_pairs: tl.tensor,
     num_outputs: tl.tensor,
     shared_outputs: tl.tensor,
     limit: tl.tensor,
     alpha: tl.tensor,
+    PAIRS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     INNER: tl.constexpr,
@@ -94,7 +133,8 @@ def one_row_expert_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Computes COLS outputs of one expert in each program. SHARED: the first programs, as many,
-    compute those of a shared expert.
+    compute those of a shared expert. PAIRS: no fewer than the token has, of which programs find
+    those whose experts are here; 0: each pair has programs of its own.
 
     GATED: x [1, H], weight [E, 2 * num_outputs, H] or without a gate half as many, activated. Else
     x [k, I], weight [E, num_outputs, I], times the pair's weight.
@@ -115,28 +155,33 @@ def one_row_expert_kernel(
             tl.store(shared_out + col, total.to(kind), mask=col < shared_outputs)
             return
     programs_of_pair = tl.cdiv(num_outputs, COLS)
-    pair = (tl.program_id(0) - SHARED) // programs_of_pair
+    slot = (tl.program_id(0) - SHARED) // programs_of_pair
     program = (tl.program_id(0) - SHARED) % programs_of_pair
-    # Not by way of the SM's own cache, which may hold what was there before: the second GEMM has
-    # waited for nothing yet.
-    expert = tl.load(experts + pair, cache_modifier=".cg")
-    if expert < 0:
+    # Experts are not loaded by way of the SM's own cache, which may hold what was there before: the
+    # second GEMM has waited for nothing yet.
+    if PAIRS == 0:
+        expert = tl.load(experts + slot, cache_modifier=".cg")
+        _of_pair(
+            x, weight, pair_weights, out, slot, expert, program, num_outputs, limit, alpha,
+            COLS, DEPTH, INNER, GATED, GATE, OVERLAP,
+        )  # fmt: skip
+    else:
+        place = tl.arange(0, PAIRS)
+        chosen = tl.load(experts + place, mask=place < num_pairs, other=-1, cache_modifier=".cg")
+        has_own = (chosen >= 0).to(tl.int32)
+        rank = tl.cumsum(has_own, axis=0) - has_own
+        slots = (tl.num_programs(0) - SHARED) // programs_of_pair
+        for own in tl.range(slot, tl.sum(has_own, axis=0), slots, disable_licm=True):
+            is_it = (chosen >= 0) & (rank == own)
+            pair = tl.sum(tl.where(is_it, place, 0), axis=0)
+            expert = tl.sum(tl.where(is_it, chosen, 0), axis=0)
+            _of_pair(
+                x, weight, pair_weights, out, pair, expert, program, num_outputs, limit, alpha,
+                COLS, DEPTH, INNER, GATED, GATE, OVERLAP,
+            )  # fmt: skip
         if OVERLAP and not GATED:
+            # Where there was no pair, either: what comes next may write what the first GEMM reads.
             gdc_wait()
-        return
-    HAS_UP: tl.constexpr = GATED and GATE != 4
-    first = expert * (2 * num_outputs if HAS_UP else num_outputs)
-    row = x
-    if not GATED:
-        row += pair * INNER
-    total = _outputs(
-        row, weight, first, program, num_outputs, limit, alpha,
-        COLS, DEPTH, INNER, GATED, GATE, OVERLAP,
-    )  # fmt: skip
-    if not GATED:
-        total *= tl.load(pair_weights + pair)
-    col = program * COLS + lane
-    tl.store(out + pair * num_outputs + col, total.to(kind), mask=col < num_outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +219,13 @@ def one_row_experts(
     experts: Tensor,
     gate: GateForm | None,
     shared: SharedWeights | None = None,
+    ranks: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Computes the experts of one token; only for what `takes_one_row` says.
+
+    Args:
+        ranks: As many have experts of the layer, as a whole. One has few of the token's pairs, and
+            as many programs as for its part of them on average.
 
     Returns:
         (what `fused_experts` does, not summed, [k, H]; what the shared expert makes of the token,
@@ -188,7 +238,7 @@ def one_row_experts(
     own = (num_shared, hidden_size), (num_shared, shared_width)
     parts, hidden, beside, between = (x.new_empty(size) for size in (*sizes, *own))
     first, second = (None, None) if shared is None else (shared.w13, shared.w2)
-    given = weights, experts, gate
+    given = weights, experts, gate, ranks
     _run((x, w13, hidden), (x, first, between), *given, gated=True)
     _run((hidden, w2, parts), (between, second, beside), *given, gated=False)
     return parts, beside
@@ -200,6 +250,7 @@ def _run(
     weights: Tensor,
     experts: Tensor,
     gate: GateForm | None,
+    ranks: int,
     *,
     gated: bool,
 ) -> None:
@@ -211,7 +262,8 @@ def _run(
     tuning = one_row_tuning(weight.shape[1] // out.shape[1], inner)
     programs = len(shared_out) * triton.cdiv(shared_out.shape[1], tuning.cols)
     overlap = uses_pdl(x.device, 1)
-    one_row_expert_kernel[(programs + len(out) * triton.cdiv(out.shape[1], tuning.cols),)](
+    slots = triton.cdiv(len(out), ranks)
+    one_row_expert_kernel[(programs + slots * triton.cdiv(out.shape[1], tuning.cols),)](
         x,
         weight,
         weights,
@@ -220,9 +272,11 @@ def _run(
         shared_x,
         shared_weight,
         shared_out,
+        len(out),
         out.shape[1],
         shared_out.shape[1],
         *gate_arguments(gate),
+        PAIRS=0 if ranks == 1 else triton.next_power_of_2(len(out)),
         COLS=tuning.cols,
         DEPTH=tuning.depth,
         INNER=inner,
