@@ -1531,16 +1531,19 @@ def ragged_cases(capability: int) -> Iterator[Case]:
         **named("fp32", "scale"),
     }
     types |= named("*i32", "chosen", "bits", "chosen_bits")
-    masked = {"CHOSEN": True}
+    masked, tiles = {"CHOSEN": True}, {"k_tiles": 128, "rest_tiles": 64, "v_tiles": 128}
     for causal, chosen in ((False, {}), (True, {}), (True, masked), (False, masked)):
+        described = capability >= 90 and not chosen
+        of_tiles = {name: f"tensordesc<bf16[1, 64, {width}]>" for name, width in tiles.items()}
         yield Case(
             ragged_attention.ragged_attention_kernel,
             f"causal={causal} {chosen}",
-            types,
+            {**types, **(of_tiles if described else {})},
             {
                 "NUM_HEADS": 16, "KEY": 192, "MAIN": 128, "REST": 64, "VALUE": 128,
                 "BLOCK_VALUE": 128, "BLOCK_Q": 128, "TILE": 64, "CAUSAL": causal,
-                "PRECISION": "tf32", "LOG_2": 0.7,
+                "PRECISION": "tf32", "LOG_2": 0.7, "DESCRIBED": described,
+                **({} if described else dict.fromkeys(tiles)),
                 **(chosen or {"CHOSEN": False, "chosen_bits": None}),
             },
             {"num_warps": 8, "num_stages": 3 if has_ample_memory(CPU) else 2},

@@ -27,6 +27,7 @@ from tandem_kernels.attention import (
     decode_merge,
     prefill_attention,
     prefill_parts,
+    ragged_attention,
     rope_and_cache,
 )
 from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
@@ -306,9 +307,16 @@ def test_copies_of_contexts() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "dtype"), [((2, 24, 12), torch.float32), ((1, 32, 32), torch.float16)], ids=str
+    ("sizes", "dtype"), [((2, 24, 12), torch.float32), ((1, 48, 32), torch.float16)], ids=str
 )
-def test_ragged_attention(sizes: tuple[int, int, int], dtype: torch.dtype, causal: bool) -> None:
+def test_ragged_attention(
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In halves as where there is a copy engine."""
+    monkeypatch.setattr(ragged_attention, "has_copy_engine", lambda device: True)
     lengths = [40, 3, 64, 20], [140, 3, 64, 0 if not causal else 33]
     check.ragged_attention(ops.ragged_attention.kernel, lengths, sizes, dtype, causal=causal)
 
