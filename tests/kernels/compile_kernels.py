@@ -1187,8 +1187,8 @@ def fp8_ahead_cases(capability: int) -> Iterator[Case]:
         sorted_rows.quantise_to_places_kernel,
         "",
         {**types, "x": "*bf16", "numbers": "*fp8e4nv"},
-        {"TOP_K": 8, "GROUP": 128, "BLOCK": 8192},
-        {"num_warps": 16},
+        {"TOP_K": 8, "GROUP": 128, "BLOCK": 1024},
+        {"num_warps": 4},
     )
     layout = repr(fp8_experts_ahead.TILE)
     boxes = {"x": [64, 128], "weight": [128, 128]}

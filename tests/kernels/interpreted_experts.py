@@ -59,6 +59,7 @@ def test_fp8_pairs_by_themselves(tuning: ExpertTuning, sizes: check.Sizes) -> No
 
 def test_rows_that_are_sorted_and_in_fp8() -> None:
     check.sorted_rows([0, 3, 128, 0, 130])
+    check.sorted_rows([2, 0, 1], width=2200)
 
 
 @pytest.mark.parametrize("tuning", check.FP8_DOWN[:2], ids=check.tile_name)

@@ -269,10 +269,10 @@ def tiles_of_experts(counts: list[int], device: str = "cpu", top_k: int = 1) -> 
         assert not own or max(own) - min(own) <= 1
 
 
-def sorted_rows(counts: list[int], device: str = "cpu") -> None:
+def sorted_rows(counts: list[int], device: str = "cpu", width: int = 200) -> None:
     """Rows of an expert lie beside each other, as `quantise_fp8` makes them, and its tiles follow
     one another; those behind the last have none."""
-    top_k, width = 3, 200
+    top_k = 3
     expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
     going = len(expert)
     expert = torch.cat([expert, torch.full((-going % top_k + top_k,), -1, dtype=torch.int32)])
