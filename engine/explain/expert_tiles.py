@@ -107,8 +107,13 @@ def fp4_experts(x: Tensor, w13: Tensor, w2: Tensor, width: int, weights: Tensor,
 
 def fp4_routed(x: Tensor, logits: Tensor, slots: Tensor, residual: Tensor, w13: Tensor,
                 w2: Tensor, width: int, top_k: int, **rest: Any) -> tuple[str, str]:  # fmt: skip
+    from tandem_kernels.experts.fp4.one_row.shapes import one_row_tuning, takes_one_row
     from tandem_kernels.experts.fp4.pair_shapes import format_of
 
+    if takes_one_row(x, w13, width, top_k, rest.get("gate")):
+        tuning = one_row_tuning(x.device, width, x.shape[1])
+        tiles = fields_of(tuning, "warps", "ahead", "down_warps", "down_ahead")
+        return "fp4_one_row_gate_up_kernel, fp4_one_row_down_kernel", tiles
     shape = ExpertShape(len(w2), width, x.shape[1], format_of(w13))
     return "fp4_pair_kernel, choice in the first", str(_Tunings(shape, x, len(x) * top_k))
 

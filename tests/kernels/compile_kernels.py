@@ -101,6 +101,8 @@ from tandem_kernels.experts import (
 from tandem_kernels.experts.fp4 import even_runs, expert_tiles, experts_ahead
 from tandem_kernels.experts.fp4 import experts as fp4_experts
 from tandem_kernels.experts.fp4 import pairs as fp4_pairs
+from tandem_kernels.experts.fp4.one_row import experts as fp4_one_row
+from tandem_kernels.experts.fp4.one_row.shapes import one_row_tuning
 from tandem_kernels.experts.fp8 import experts as fp8_experts
 from tandem_kernels.experts.fp8 import experts_ahead as fp8_experts_ahead
 from tandem_kernels.experts.fp8 import pairs as fp8_pairs
@@ -1366,6 +1368,44 @@ def fp4_pair_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def fp4_one_row_cases(capability: int) -> Iterator[Case]:
+    """Yields what Hopper alone runs."""
+    if capability != 90:
+        return
+    types = {
+        **named("*bf16", "x", "out", "bias"),
+        **named("*i32", "weight", "experts"),
+        **named("fp32", "limit", "alpha", "scaling"),
+        **named("*fp32", "logits", "pair_weights"),
+        "slot_mapping": "*i64",
+    }
+    tuning = one_row_tuning(CPU, 2880, 2880)
+    gate_up, down = fp4_one_row.fp4_one_row_gate_up_kernel, fp4_one_row.fp4_one_row_down_kernel
+    for num_experts, renormalises in ((32, True), (128, False)):
+        for kernel, of_pair, warps, ahead, registers, own in (
+            (gate_up, tuning.warps, tuning.warps, tuning.ahead, tuning.registers, {"GATE": 1}),
+            (
+                down,
+                tuning.down_warps,
+                4 * tuning.down_warps,
+                tuning.down_ahead,
+                tuning.down_registers,
+                {"RENORMALISE": renormalises, "OF_PAIR": tuning.down_warps},
+            ),
+        ):
+            yield Case(
+                kernel,
+                f"experts={num_experts}",
+                types,
+                {
+                    "TOP_K": 4, "NUM_EXPERTS": num_experts, "LANES": num_experts, "HAS_BIAS": True,
+                    **own, "WARPS": warps, "TURNS": -(-15 // of_pair), "AHEAD": ahead,
+                    "EVEN": False, "OVERLAP": True,
+                },
+                {"num_warps": warps, "maxnreg": registers},
+            )  # fmt: skip
+
+
 def normed_router_cases(capability: int) -> Iterator[Case]:
     """Yields what Hopper runs, as for other few rows."""
     types = {
@@ -2337,6 +2377,7 @@ def compile_all(capability: int) -> None:
         fp4_even_cases,
         fp4_expert_ahead_cases,
         fp4_pair_cases,
+        fp4_one_row_cases,
         normed_router_cases,
         latent_cases,
         sparse_cases,

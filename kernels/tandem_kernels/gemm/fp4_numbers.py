@@ -35,8 +35,9 @@ def _mask(bits: Iterable[int]) -> int:
     return sum(0x00010001 << bit for bit in bits)
 
 
-_NUMBER = _mask(PLACES)
+NUMBER_BITS = _mask(PLACES)
 _SCALE_BYTES = 0x0FF00FF0
+FIRST_BITS = _mask(LEFT)
 _FIRST, _SECOND = (tl.constexpr(_mask(bit + moved for bit in LEFT)) for moved in (0, MOVED))
 """A word of both has these bits of the two words, the second one's `MOVED` further."""
 
@@ -60,7 +61,7 @@ def _unpacked(factors: Sequence[Sequence[str]] = (), first: Sequence[str] = ()) 
                 lines.append(f"shl.b32 t, {given}, {shift};")
             elif shift:
                 lines.append(f"shf.l.wrap.b32 t, {given}, {given}, {shift};")
-            lines.append(f"and.b32 p, {'t' if shift else given}, {_NUMBER:#x};")
+            lines.append(f"and.b32 p, {'t' if shift else given}, {NUMBER_BITS:#x};")
             if factors:
                 factor = factors[word][pair * len(factors[word]) // len(pairs)]
                 lines.append(f"fma.rn.bf16x2 p, p, {factor}, none;")
@@ -100,7 +101,7 @@ _SIXTEEN = tl.constexpr((tl.bfloat16,) * 16)
 _OWN_SHIFT, _OWN_ROTATION = (tl.constexpr(shift) for shift in SHIFTS[1:])
 _LAST_SHIFT, _LAST_ROTATION = (tl.constexpr(shift) for shift in LAST_SHIFTS)
 _MOVED = tl.constexpr(MOVED)
-_UPPER_NUMBER = tl.constexpr((_NUMBER & 0xFFFF0000) - 2**32)
+_UPPER_NUMBER = tl.constexpr((NUMBER_BITS & 0xFFFF0000) - 2**32)
 """As int32."""
 
 

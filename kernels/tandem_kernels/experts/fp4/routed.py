@@ -1,6 +1,6 @@
 """Experts in four-bit floats, of few rows, from the router's logits to the residual stream, in two
 launches: the choice with gate·up of each (token, expert) pair, and down, whose sums are added to
-the stream.
+the stream. A row alone has kernels of its own on Hopper (`one_row`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from torch import Tensor
 from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.experts.expert_tuning import ExpertShape
+from tandem_kernels.experts.fp4.one_row.experts import fp4_one_row_experts
+from tandem_kernels.experts.fp4.one_row.shapes import takes_one_row
 from tandem_kernels.experts.fp4.pair_shapes import format_of, fp4_pair_tunings
 from tandem_kernels.experts.fp4.pairs import TokenChoice, fp4_pair_gemm
 
@@ -35,6 +37,22 @@ def fp4_routed_experts(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.quantised_experts.fp4_routed_experts`; only for what `fp4_pair_tunings`
     has tunings for."""
+    if takes_one_row(x, w13, width, top_k, gate):
+        return fp4_one_row_experts(
+            x,
+            logits,
+            slot_mapping,
+            residual,
+            w13,
+            w2,
+            width,
+            top_k,
+            renormalise=renormalise,
+            scaling=scaling,
+            b13=b13,
+            b2=b2,
+            gate=gate,
+        )
     num_tokens, hidden_size = x.shape
     num_pairs = num_tokens * top_k
     shape = ExpertShape(len(w13), width, hidden_size, format_of(w13))
