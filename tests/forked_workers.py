@@ -80,6 +80,7 @@ def _run_importer(parent: int, pipe: Any) -> NoReturn:
         _import(files)
         os.kill(helper, signal.SIGKILL)
         os.waitpid(helper, 0)
+        _draw_once()
         del os.environ["TOKENIZERS_PARALLELISM"]
         forked_programs.has_one_thread()
         gc.freeze()
@@ -107,6 +108,18 @@ def _import(files: list[Path]) -> None:
         # What cannot be imported, or skips itself, pytest finds and tells when it collects.
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
+def _draw_once() -> None:
+    """Lets Hypothesis read the constants of all that is imported, which it draws, too: for each
+    worker that would be seconds of its own."""
+    with contextlib.suppress(ModuleNotFoundError):
+        from hypothesis import given, settings
+        from hypothesis.strategies import integers
+
+        settings(max_examples=10, database=None, derandomize=True, deadline=None)(
+            given(integers())(lambda number: None)
+        )()
 
 
 def _run_worker(argv: list[str]) -> int:
