@@ -305,6 +305,15 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     host_begun: list[int] = []
     store_found: dict[int, list[int]] = {}
 
+    def forget_pull(self, transfer_id: str) -> None:
+        """Drops what was not read yet of an attempt to pull: the next one begins, and would be
+        taken for the one that has ended."""
+        for names in (self.finished_recving, self.aborted):
+            if transfer_id in names:
+                names.remove(transfer_id)
+        for table in (self.failed, self.failure_codes, self.num_tokens_kept, self.stats):
+            table.pop(transfer_id, None)
+
 
 def is_transfer_id(text: str) -> bool:
     """Returns whether `text` can name a transfer: 32 lower-case hex digits, which the decode node

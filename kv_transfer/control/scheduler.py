@@ -289,6 +289,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
     ) -> None:
         if params.peer is None:
             raise ValueError(f"transfer {params.transfer_id} names no peer to pull from")
+        self._output.forget_pull(params.transfer_id)
         if first_token >= num_tokens:
             self._transfers.refuse(params.transfer_id, params.attempt)
             self._release(params, complete=True)

@@ -123,6 +123,27 @@ def test_either_end_may_be_grpcio(
     until_empty(prefill, decode)
 
 
+def test_a_refusal_that_was_not_read_is_no_failure_of_the_next_attempt(
+    share_node: MakeNode,
+) -> None:
+    prefill, decode = share_node("prefill", layout()), share_node("decode", layout())
+    request = prefill.export(64)
+    transfer_id = request.transfer_id
+    source = prefill.blocks.take(prefill.layout, 64)
+    target = decode.blocks.take(decode.layout, 64)
+    late = KVTransferParams(
+        do_remote_prefill=True, transfer_id=transfer_id, attempt=-1, peer=prefill.peer
+    )
+    assert not decode.connector.abort(FakeRequest("called off", 64, late))
+    decode.pull(prefill.peer, transfer_id, 64, target, attempt=-1)
+    decode.pull(prefill.peer, transfer_id, 64, target)
+    assert prefill.prefill(request, 3, source, chunk=40)
+    poll_until(lambda: transfer_id in decode.done.received, prefill, decode)
+    assert transfer_id not in decode.done.failed
+    decode.check(3, range(64), target)
+    until_empty(prefill, decode)
+
+
 def one_prompt(
     prefill: KVNode, decode: KVNode, seed: int, num_tokens: int, cached: int = 0, held: int = 0
 ) -> None:

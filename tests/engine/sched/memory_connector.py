@@ -135,6 +135,7 @@ class MemoryConnector(KVConnectorScheduler):
         self, params: KVTransferParams, prompt: Sequence[int], block_ids: BlockIds, first: int
     ) -> None:
         assert params.transfer_id not in self.pulls, "an attempt begins while another one writes"
+        self._events.forget_pull(params.transfer_id)
         job = PullJob(prompt, block_ids, first, params.attempt, params.is_prefix)
         self.pulls[params.transfer_id] = job
 

@@ -278,6 +278,10 @@ def test_traffic_whose_last_load_for_a_peer_was_over_and_not_reported() -> None:
     _random_traffic(2, "fcfs", 23, ["local", "pull"], 1)
 
 
+def test_traffic_whose_pull_began_anew_before_its_failure_was_read() -> None:
+    _random_traffic(2, "fcfs", 337, ["local", "pull"], 4)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
