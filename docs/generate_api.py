@@ -168,6 +168,7 @@ ROUTER_PATHS = {
     "/status": "Shows the cluster to people.",
     "/status/{file}": "Sends what that page is made of.",
     "/status/events": "Streams what that page shows, as server-sent events.",
+    "/v1/responses/compact": "Answers a 404 `no_compaction`, which says what to do in its place.",
     "/v1/responses/{response_id}": "Tells, or deletes, a [response that is kept]"
     "(#responses-that-are-kept); with `stream=true` its events.",
     "/v1/responses/{response_id}/cancel": "Ends the work on a background response.",
