@@ -77,11 +77,22 @@ def merge_kernel(
         tiles = tl.cdiv(own_len, TILE) - skipped(own_len, TILE, WINDOW)
         begin = tl.sum(tl.where(request == r, ends, 0), axis=0) - (NUM_KV_HEADS - head) * tiles
         program = begin // tl.maximum(run, 1)
-        if (own_len == 0) & (head * GROUP + g < ROWS):
-            to = (r * ROWS + head * GROUP + g) * VALUE_DIM + dim
-            tl.store(out + to, tl.zeros([BLOCK_VALUE], kind), mask=dim < VALUE_DIM)
     else:
         program = tl.program_id(0)
+
+    if OVERLAP:
+        # Before any store, since kernels in front may still read this memory; and even where
+        # nothing is to be merged, since the next kernel may wait for this one only.
+        gdc_wait()
+        if BY_HEAD:
+            gdc_launch_dependents()
+    if BY_HEAD:
+        if own_len == 0:
+            if head * GROUP + g < ROWS:
+                to = (r * ROWS + head * GROUP + g) * VALUE_DIM + dim
+                tl.store(out + to, tl.zeros([BLOCK_VALUE], kind), mask=dim < VALUE_DIM)
+            return
+    else:
         own = (request % num_runs == program) & (request < num_reqs)
         if tl.sum((own & (seq_len == 0)).to(tl.int32), axis=0) > 0:
             for r in range(program, num_reqs, num_runs):
@@ -90,16 +101,6 @@ def merge_kernel(
                         to = (r * ROWS + head * GROUP + g) * VALUE_DIM + dim
                         real = (dim < VALUE_DIM) & (head * GROUP + g < ROWS)
                         tl.store(out + to, tl.zeros([BLOCK_VALUE], kind), mask=real)
-
-    if OVERLAP:
-        # Even where nothing is to be merged: the next kernel may wait for this one only.
-        gdc_wait()
-        if BY_HEAD:
-            gdc_launch_dependents()
-    if BY_HEAD:
-        if own_len == 0:
-            return
-    else:
         end = (program + 1) * run
         if end >= length:
             return

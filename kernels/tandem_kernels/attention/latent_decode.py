@@ -54,7 +54,8 @@ class LatentDecodeTuning:
         tile: Tokens of the context at once.
         programs_per_sm: Of the grid, which depends on nothing else.
         turned: Scores are computed with the context on the left.
-        ahead: By a kernel whose warps either copy or multiply, `decode_few` or `decode_ahead`.
+        ahead: By a kernel whose warps either copy or multiply, `decode_few` or `decode_ahead`, as
+            many as it has.
     """
 
     rows: int
@@ -65,6 +66,10 @@ class LatentDecodeTuning:
     turned: bool = False
     ahead: bool = False
 
+
+_AHEAD = ((16, 64), (64, 128))
+"""Rows and tiles for which there is a kernel whose warps either copy or multiply; e4m3 numbers are
+read by the first alone."""
 
 _TABLE = plain_table(
     "latent_decode",
@@ -309,6 +314,8 @@ def latent_decode(
         **in_turn(out.device, num_decodes * metadata.decode_query_len),
     }
     if tuning.ahead:
+        assert (tuning.rows, tuning.tile) in _AHEAD
+        assert tuning.rows <= MOST_OF_FEW or kv_scales is None
         given = q_latent, q_rope, kv_cache, metadata, scale * LOG2_E, out, parts, shape
         if tuning.rows > MOST_OF_FEW:
             decode_ahead(*given)

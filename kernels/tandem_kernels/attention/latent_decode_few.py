@@ -7,8 +7,8 @@
 A matrix unit takes 64 rows on the left and no fewer, so there the context is, in both products.
 There is memory for two tiles.
 
-All but the newest tokens were written in earlier steps, so their tiles are on their way before the
-kernels in front have ended (PDL).
+All but the newest tokens were written in earlier steps, so the copy engine is asked for their tiles
+before the kernels in front have ended (PDL). Warps that widen an FP8 cache wait.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ def own_run(
     REQS: gl.constexpr, num_warps: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """Returns the ends of the requests' stretches of the line, [REQS], and where this program's run
-    begins and ends; see `decode_line`."""
+    begins and ends; see `decode_line`. Cuts as `aligned_run` there does: `merge_kernel` looks for
+    parts where that says they are."""
     EACH: gl.constexpr = (REQS + 31) // 32
     REQUESTS: gl.constexpr = gl.BlockedLayout([EACH], [32], [num_warps], [0])
     r = gl.arange(0, REQS, REQUESTS)

@@ -3,9 +3,9 @@
 A program owns one tile of query tokens of one head and walks its request's keys twice: without a
 mask as far as all of its queries see, then masked to where the last one does. Tiles are taken from
 the end of the batch backwards, so that the longest walks start first. A key's width is cut into the
-largest power of two and the rest, as 192 is into 128 and 64. On Hopper the walk without a mask
-loads its tiles by the copy engine: 8,192 queries attend to 32,768 keys of 192 numbers at 504
-TFLOP/s in place of 470 (16 heads, one H200).
+largest power of two and the rest, as 192 is into 128 and 64. On Hopper and
+later the copy engine loads tiles of the walk without a mask: 8,192 queries attend to 32,768 keys of
+192 numbers at 504 TFLOP/s in place of 470 (16 heads, one H200).
 
 Where queries attend to chosen keys alone there is one walk: a bit of each key says whether it is.
 """

@@ -6,7 +6,7 @@
 As in `late`, groups of 32 inputs take turns in the columns of a product, and powers of two multiply
 sums. Here a thread knows which column its inputs belong to: it loads them once for all columns, and
 those of other columns are zeros by a multiplication. A warp takes 16 outputs, which are words that
-lie beside each other, and some turns of the inner dimension (`one_row_turns`).
+lie beside each other, and some turns of the inner dimension (`turns`).
 
 Warps of a program have all turns of its outputs, so nothing sums parts by way of memory. Down's
 programs have all experts of the token, whom they choose by themselves: their first weights are on
