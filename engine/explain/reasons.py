@@ -74,7 +74,7 @@ RULES: dict[str, tuple[str, str]] = {
     "small_m_gemm": ("rows {rows} <= small_m_rows {limit}, whole tiles", "small_m_rows"),
     "small_m_gate_up": ("rows {rows} <= small_m_rows {limit}, whole tiles", "small_m_rows"),
     "few_row_gemm": ("rows {rows} <= few_rows {limit}, sizes that small_m leaves", "few_rows"),
-    "head_gemm": ("rows {rows} <= few_rows {limit}, one product for each head", "few_rows"),
+    "head_gemm": ("rows {rows} are few, one product for each head", ""),
     "few_row_conv": ("few rows of plain weights, and the convolution behind them", "few_rows"),
     "few_row_qkv": ("rows {rows} <= few_row_heads {limit}", "few_row_heads"),
     "fused_qkv": ("rows {rows} >= fused_qkv_rows {limit}", "fused_qkv_rows"),

@@ -153,7 +153,8 @@ class RemoteKV:
         self.offers.jobs_done(output.host_jobs)
         for job in output.host_jobs:
             self.held.release(job)
-        for source in self.tier_sources:
+        # What the store has answered decides whether it is asked again behind a load from the host.
+        for source in reversed(self.tier_sources):
             source.update(output)
         for job, is_right in output.host_jobs.items():
             if not is_right and self._tier is not None:

@@ -130,8 +130,10 @@ class Arrivals:
     ) -> None:
         """Moves to COMING or ASKED, one that was added or a new one: blocks for the request's whole
         need are allocated."""
-        if arrival.request.request_id not in self._of_request:
+        known = self._of_request.get(arrival.request.request_id)
+        if known is None:
             self.add(arrival)
+        assert known in (None, arrival), "KV arrives for this request already"
         self.move(arrival, state)
         arrival.num_before, arrival.num_coming = num_before, num_coming
         arrival.request.status = RequestStatus.WAITING_FOR_REMOTE_KVS

@@ -110,6 +110,7 @@ class TierCounters:
     """Counts since the start, of KV from host memory and what lies `behind` it.
 
     Attributes:
+        behind: The tier from which blocks are read that host memory lacks.
         tokens: Tokens of prompts whose KV came.
         tokens_read: Those of them that were read from behind host memory.
         tokens_again: Those of them whose requests had been preempted, and looked up before.
@@ -141,7 +142,7 @@ class TierSource(ABC, Generic[_Arrival]):
     3. `give_up`    a read that takes too long has failed
     4. `loaded`     the job has ended: the request goes on behind the KV, or computes it
 
-    What comes counts as cached from 2 on, unless it fails.
+    What comes counts as cached from 2 on, unless it fails or is called off.
     """
 
     behind: Tier
@@ -212,7 +213,10 @@ class TierSource(ABC, Generic[_Arrival]):
         return load.num_coming
 
     def stop(self, arrival: _Arrival) -> WriterKey | None:
-        return arrival.job if self.loads.take(arrival) else None
+        if not self.loads.take(arrival):
+            return None
+        _count_cached(arrival, -arrival.num_coming)
+        return arrival.job
 
     def give_up(
         self, limit_s: float, is_limited: Callable[[_Arrival], bool] = lambda load: True
