@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +145,10 @@ async def test_a_node_alone_ends_nothing_in_a_router(cluster: Cluster) -> None:
     assert not record.is_aborted
     here.follow(second, [call])
     assert [one.is_aborted for one in records] == [True, False]
+    here.follow(first, [AbortCall(call=6, all=True)])
+    here.follow(second, [AbortCall(call=6, names="c")])
+    here.follow(third, [AbortCall(call=6, names="c", age_s=math.nan)])
+    assert not records[1].is_aborted, "two say something else than the first"
     here.follow(first, [AbortCall(call=9, names="b")])
     router.services.registry.mark_disconnected(second)
     here.follow(third, [])

@@ -50,7 +50,7 @@ class AbortCalls:
 def _in_parts(names: Collection[str]) -> Iterator[list[str]]:
     part: list[str] = []
     num_bytes = 0
-    for name in names:
+    for name in sorted(names):  # Parts of one call are alike at all nodes.
         size = len(name.encode())
         if size > _MAX_PART_BYTES:
             continue
