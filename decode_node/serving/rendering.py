@@ -97,9 +97,16 @@ def given(answers: Sequence[GivenAnswer], read: ReadRequest) -> Resume:
         _check(choice, config)
     end_ids = {*config.eos_token_ids, *(read.body.stop_token_ids or ())}
     # All tokens that the client named are given.
-    most = None if read.body.logprob_token_ids else read.body.wanted_logprobs
+    wanted = read.body.wanted_logprobs
+    most = None if read.body.logprob_token_ids else wanted
+    is_wanted = wanted is not None or bool(read.body.logprob_token_ids)
     resumed = [
-        ResumedChoice(0, one.token_ids, _logprobs(one, most), end=_end(number, one, end_ids))
+        ResumedChoice(
+            0,
+            one.token_ids,
+            _logprobs(one, most) if is_wanted else [],
+            end=_end(number, one, end_ids),
+        )
         for number, one in enumerate(choices)
     ]
     return Resume(int(time.time()), resumed, is_usage_sent=False, num_entries=0)
@@ -149,3 +156,8 @@ def _check(choice: GivenChoice, config: ModelConfig) -> None:
     if content and len(content) != len(choice.token_ids):
         message = f"there are {len(choice.token_ids)} tokens and {len(content)} log probabilities"
         raise BadRequest(message, param="logprobs")
+    for place in content or ():
+        for one in (place, *(place.top_logprobs or ())):
+            if not 0 <= one.known_id() < size:
+                message = f"logprobs name token id {one.known_id()}; ids are 0 to {size - 1}"
+                raise BadRequest(message, param="logprobs")

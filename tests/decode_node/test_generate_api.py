@@ -316,6 +316,12 @@ def test_given_log_probabilities_are_those_of_the_engine(first: str) -> None:
 GIVEN = {"choices": [{"token_ids": [5], "finish_reason": "length"}]}
 
 
+def _of_id(token_id: int) -> dict[str, Any]:
+    """Returns an answer whose log probability names this token."""
+    content = [{"token_id": token_id, "logprob": -1.0}]
+    return {"choices": [{"token_ids": [5], "logprobs": {"content": content}}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -330,8 +336,11 @@ GIVEN = {"choices": [{"token_ids": [5], "finish_reason": "length"}]}
         ),
         ({"chat_request": {"messages": [MESSAGE], "use_beam_search": True}}, "use_beam_search"),
         ({"model": "other"}, "model"),
+        ({"prompt_tokens": -7}, "prompt_tokens"),
+        ({"generate_response": _of_id(-1)}, "logprobs"),
+        ({"generate_response": _of_id(1 << 40)}, "logprobs"),
     ],
-    ids=range(8),
+    ids=range(11),
 )
 async def test_tokens_that_are_no_answer_are_refused(fields: dict[str, Any], param: str) -> None:
     body = {"chat_request": {"messages": [MESSAGE]}, "generate_response": GIVEN, **fields}

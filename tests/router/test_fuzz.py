@@ -35,6 +35,14 @@ TAKEN: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/completions/render": {"prompt": "a"},
+    "/v1/chat/completions/derender": {
+        "generate_response": {"choices": [{"token_ids": [7]}]},
+        "chat_request": {"messages": [{"role": "user", "content": "a"}]},
+    },
+    "/v1/completions/derender": {
+        "generate_responses": [{"choices": [{"token_ids": [7]}]}],
+        "completion_request": {"prompt": "a"},
+    },
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [7]},
     "/inference/v1/generate": {"token_ids": [7], "sampling_params": {"max_tokens": 2}},

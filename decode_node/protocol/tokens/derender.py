@@ -14,6 +14,8 @@ from edge.http.errors import BadRequest
 from engine.contracts.outputs import TokenLogprobs
 
 _BY_ID = "token_id:"
+_MAX_DIGITS = 20
+PromptTokens = Annotated[Int, Field(ge=0, lt=1 << 53)]
 
 
 class GivenLogprob(StrictBody):
@@ -34,9 +36,9 @@ class GivenLogprob(StrictBody):
         """Returns the token's id. Raises `BadRequest` where nothing tells it."""
         if self.token_id is not None:
             return self.token_id
-        name = self.token or ""
-        if name.startswith(_BY_ID) and name[len(_BY_ID) :].isdecimal():
-            return int(name[len(_BY_ID) :])
+        told = (self.token or "").removeprefix(_BY_ID)
+        if told != self.token and told.isdecimal() and len(told) <= _MAX_DIGITS:
+            return int(told)
         raise BadRequest("log probabilities must name their tokens by token_id", param="logprobs")
 
 
@@ -131,7 +133,7 @@ class DerenderChatRequest(DerenderBody):
     """The answer."""
     chat_request: ChatCompletionRequest
     """The chat, as it was rendered."""
-    prompt_tokens: Int | None = None
+    prompt_tokens: PromptTokens | None = None
     """The number of tokens of the prompt, for the usage; those of the chat where it is not
     given."""
 
@@ -147,7 +149,7 @@ class DerenderCompletionRequest(DerenderBody):
     """The answer to each prompt, in turn."""
     completion_request: CompletionRequest
     """The request, as it was rendered."""
-    prompt_tokens: list[Int] | Int | None = None
+    prompt_tokens: list[PromptTokens] | PromptTokens | None = None
     """The number of tokens of each prompt, or of all of them together."""
 
     @property
