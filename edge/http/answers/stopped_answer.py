@@ -39,13 +39,14 @@ class StoppedAnswers:
         try:
             await self._app(scope, receive, answer.send)
         except asyncio.CancelledError:
-            await answer.end(scope)
+            if _is_cancelled():
+                await answer.end(scope)
             raise
 
 
 class QuietEnd:
     """Wraps the application of a server whose tasks are each one request's: a cancelled one ends
-    like any other, without a report of an error."""
+    like any other, without a traceback."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -54,7 +55,7 @@ class QuietEnd:
         try:
             await self._app(scope, receive, send)
         except asyncio.CancelledError:
-            if scope["type"] != "http":
+            if scope["type"] != "http" or not _is_cancelled():
                 raise
 
 
@@ -88,6 +89,12 @@ class _Answer:
                     await self._send({"type": "http.response.body", "body": event})
         except TimeoutError:
             return  # The client does not read.
+
+
+def _is_cancelled() -> bool:
+    """Returns whether the request's own task is cancelled, and not one that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _goes_on_elsewhere(scope: Scope) -> bool:
