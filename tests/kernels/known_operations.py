@@ -195,7 +195,7 @@ def load(long_way: Way) -> Way:
         return interpreter.TensorHandle(spread, tl.int1)
 
     def shortened(pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> Any:
-        if not hints.keys() <= {"cache_modifier", "eviction_policy", "volatile"}:
+        if not hints.keys() <= {"cache_modifier", "eviction_policy"}:
             return long_way(pointer, mask, other, **hints)
         other = other.value if type(other) is tl.constexpr else other
         is_plain = mask is None or type(mask) is tl.tensor
