@@ -291,10 +291,11 @@ def serve(pipe: socket.socket, run: Callable[[list[str]], object]) -> None:
         message, files, _, _ = socket.recv_fds(pipe, _MAX_REQUEST, _MAX_FILES // 4)
         if not message:
             os._exit(0)
+        parent = os.getppid()
         pid = _fork_sibling()
         if pid == 0:
             pipe.close()
-            _become(_Start(**json.loads(message)), files, run)
+            _become(_Start(**json.loads(message)), files, run, parent)
         pipe.send(b"%d" % pid)
         for fd in files:
             os.close(fd)
@@ -312,8 +313,13 @@ def _fork_sibling() -> int:
     return pid
 
 
-def _become(wanted: _Start, files: list[int], run: Callable[[list[str]], object]) -> NoReturn:
-    """Makes of this fork what Python would be at the start of a process, and runs its command."""
+def _become(
+    wanted: _Start, files: list[int], run: Callable[[list[str]], object], parent: int
+) -> NoReturn:
+    """Makes of this fork what Python would be at the start of a process, and runs its command.
+
+    `parent`: The process that asked for it, which may have ended meanwhile.
+    """
     code: object = 1
     try:
         _enter_network(files.pop())
@@ -326,7 +332,7 @@ def _become(wanted: _Start, files: list[int], run: Callable[[list[str]], object]
         os.environ.clear()
         os.environ.update(wanted.env)
         if wanted.dies_with_parent:
-            die_with_parent()
+            die_with_parent(parent)
         code = run(wanted.argv)
     except SystemExit as end:
         code = end.code
