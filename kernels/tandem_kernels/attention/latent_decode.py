@@ -302,7 +302,6 @@ def latent_decode(
     _, num_heads, latent = q_latent.shape
     num_decodes, num_rows = metadata.num_decodes, num_heads * metadata.decode_query_len
     tuning = tuning or tuning_of(q_latent, q_rope, kv_cache, metadata, kv_scales)
-    row_tiles = triton.cdiv(num_rows, tuning.rows)
     programs = num_programs(out.device, tuning.programs_per_sm)
     parts = [
         torch.empty((programs, 2, *size), dtype=torch.float32, device=out.device)
@@ -313,31 +312,32 @@ def latent_decode(
         "REQS": max(16, triton.next_power_of_2(num_decodes)),
         **in_turn(out.device, num_decodes * metadata.decode_query_len),
     }
+    sizes = {
+        "QUERY_LEN": metadata.decode_query_len,
+        "NUM_HEADS": num_heads,
+        "ROWS": tuning.rows,
+        "ROW_TILES": triton.cdiv(num_rows, tuning.rows),
+        "LATENT": latent,
+        "ROPE": q_rope.shape[2],
+        "BLOCK_SIZE": kv_cache.shape[1],
+    }
     if tuning.ahead:
         assert (tuning.rows, tuning.tile) in _AHEAD
         assert tuning.rows <= MOST_OF_FEW or kv_scales is None
-        given = q_latent, q_rope, kv_cache, metadata, scale * LOG2_E, out, parts, shape
+        given = q_latent, q_rope, kv_cache, metadata, scale * LOG2_E, out, parts, shape | sizes
         if tuning.rows > MOST_OF_FEW:
             decode_ahead(*given)
         else:
             decode_few(*given, pointers(kv_scales)[0])
         _join(out, metadata, parts, num_rows, shape)
         return
-    rope = q_rope.shape[2]
     numbers = kv_cache if kv_scales is None else kv_cache.view(torch.int16)
     latent_decode_kernel[(programs,)](
         q_latent, q_rope, numbers, metadata.block_tables, metadata.seq_lens,
         pointers(kv_scales)[0], out, *parts, num_decodes, *q_latent.stride()[:2],
         *q_rope.stride()[:2], numbers.stride(0), metadata.block_tables.stride(0), scale * LOG2_E,
-        QUERY_LEN=metadata.decode_query_len,
-        NUM_HEADS=num_heads,
-        ROWS=tuning.rows,
-        ROW_TILES=row_tiles,
-        LATENT=latent,
         BLOCK_LATENT=triton.next_power_of_2(latent),
-        ROPE=rope,
-        BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
-        BLOCK_SIZE=kv_cache.shape[1],
+        BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
         TURNED=tuning.turned,
         PRECISION=precision_of(q_latent),
         FP8=kv_scales is not None,
@@ -345,6 +345,7 @@ def latent_decode(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **shape,
+        **sizes,
     )  # fmt: skip
     _join(out, metadata, parts, num_rows, shape)
 

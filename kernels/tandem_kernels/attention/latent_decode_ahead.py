@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.latent_line import own_run, stretch
+from tandem_kernels.attention.latent_tiles import folded, row_weights
 from tandem_kernels.small_launches import take_turn
 
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -160,29 +161,6 @@ def _scores(
 
 
 @gluon.jit
-def _weights(
-    scores: gl.tensor, seen: gl.tensor, scale: gl.tensor, peak: gl.tensor, summed: gl.tensor
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Returns what a tile's values count for, the new peaks, sums not yet added up over keys, and
-    what all before shrinks by."""
-    scores = gl.where(seen, scores, float("-inf"))
-    higher = gl.maximum(peak, gl.max(scores, axis=1) * scale)
-    shrink = gl.exp2(peak - higher)
-    weights = gl.exp2(scores * scale - higher[:, None])
-    added = _folded(weights)
-    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, added.type.layout))
-    summed = summed * gl.convert_layout(shrink, of_rows)[:, None, None] + added
-    return weights, higher, summed, shrink
-
-
-@gluon.jit
-def _folded(weights: gl.tensor) -> gl.tensor:
-    """Adds up what a thread has of a row's keys: eight are side by side in four threads."""
-    rows: gl.constexpr = weights.shape[0]
-    return gl.sum(weights.reshape([rows, 2, weights.shape[1] // 16, 8]), axis=2)
-
-
-@gluon.jit
 def _write(
     out: gl.tensor, line: gl.tensor, real: gl.tensor, sums: gl.tensor, first: gl.constexpr
 ) -> None:
@@ -232,7 +210,7 @@ def _attend(
         token = row // NUM_HEADS
         own_position = seq_len - QUERY_LEN + token
         peak = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, PRODUCTS))
-        summed = _folded(none)
+        summed = folded(none)
         sums_0 = gl.zeros([ROWS, WIDTH], gl.float32, PRODUCTS)
         sums_1, sums_2, sums_3 = sums_0, sums_0, sums_0
         for tile in range(first, last):
@@ -245,7 +223,7 @@ def _attend(
                 seen = (start + lane < seq_len)[None, :]
             else:
                 seen = (start + lane)[None, :] <= own_position[:, None]
-            weights, peak, summed, shrink = _weights(scores, seen, scale, peak, summed)
+            weights, peak, summed, shrink = row_weights(scores, seen, scale, peak, summed)
             # What the tile had of keys has been multiplied.
             shares.store(weights.to(kind))
             share = shares.load(SHARE)
@@ -385,21 +363,12 @@ def decode_ahead(
         kv_cache: [N, B, L + R].
         scale: Of scores, in powers of two.
         parts: Accumulators [P, 2, ROWS, L] and softmax states, for what is cut.
-        shape: TILE, REQS, and how the kernel is launched.
+        shape: Sizes that the kernel is compiled for, and how it is launched.
     """
-    _, num_heads, latent = q_latent.shape
-    programs, _, rows, _ = parts[0].shape
-    latent_decode_ahead_kernel[(programs,)](
+    latent_decode_ahead_kernel[(len(parts[0]),)](
         q_latent, q_rope, described(kv_cache), kv_cache, metadata.block_tables, metadata.seq_lens,
         out, *parts, metadata.num_decodes, *q_latent.stride()[:2], *q_rope.stride()[:2],
         kv_cache.stride(0), metadata.block_tables.stride(0), scale,
-        QUERY_LEN=metadata.decode_query_len,
-        NUM_HEADS=num_heads,
-        ROWS=rows,
-        ROW_TILES=-(-num_heads * metadata.decode_query_len // rows),
-        LATENT=latent,
-        ROPE=q_rope.shape[2],
-        BLOCK_SIZE=kv_cache.shape[1],
         COPIER_REGISTERS=_COPIER_REGISTERS,
         num_warps=8,
         **shape,

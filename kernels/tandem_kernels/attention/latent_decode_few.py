@@ -31,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.latent_decode_ahead import BOX_DIMS, box_of, copy_box, described
 from tandem_kernels.attention.latent_line import own_run, stretch
+from tandem_kernels.attention.latent_tiles import tile_memory
 from tandem_kernels.attention.latent_widen import widen
 
 STAGES = gl.constexpr(2)
@@ -52,15 +53,6 @@ def _queries(
         wide = found.to(gl.float32)
         found = gl.minimum(gl.maximum(wide, -65504.0), 65504.0).to(gl.float16)
     return found
-
-
-@gluon.jit
-def _memory(
-    rows: gl.constexpr, width: gl.constexpr, kind: gl.constexpr
-) -> gl.shared_memory_descriptor:
-    """Returns memory for a tile of rows that products read."""
-    memory: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, width], kind)
-    return gl.allocate_shared_memory(kind, [rows, width], memory)
 
 
 @gluon.jit
@@ -251,9 +243,8 @@ def latent_decode_few_kernel(
         mbarrier.init(empty.index(slot), count=1)
     # The copy engine sees barriers by a way of its own.
     fence_async_shared()
-    shares, query, rotated = (
-        _memory(TILE, ROWS, kind), _memory(ROWS, LATENT, kind), _memory(ROWS, ROPE, kind)
-    )  # fmt: skip
+    shares = tile_memory(TILE, ROWS, kind)
+    query, rotated = tile_memory(ROWS, LATENT, kind), tile_memory(ROWS, ROPE, kind)
     given = (
         kv_cache, block_tables, seq_lens, q_latent, q_rope, kv_scale, out, partial_acc,
         partial_state,
@@ -337,20 +328,11 @@ def decode_few(
     kv_scale: Tensor | None,
 ) -> None:
     """Does what `decode_ahead` does. `kv_scale`: of numbers in e4m3."""
-    _, num_heads, latent = q_latent.shape
-    programs, _, rows, _ = parts[0].shape
     numbers: Any = described(kv_cache) if kv_scale is None else kv_cache.view(torch.int32)
-    latent_decode_few_kernel[(programs,)](
+    latent_decode_few_kernel[(len(parts[0]),)](
         q_latent, q_rope, numbers, metadata.block_tables, metadata.seq_lens, kv_scale, out, *parts,
         metadata.num_decodes, *q_latent.stride()[:2], *q_rope.stride()[:2], kv_cache.stride(0) // 4,
         metadata.block_tables.stride(0), scale,
-        QUERY_LEN=metadata.decode_query_len,
-        NUM_HEADS=num_heads,
-        ROWS=rows,
-        ROW_TILES=-(-num_heads * metadata.decode_query_len // rows),
-        LATENT=latent,
-        ROPE=q_rope.shape[2],
-        BLOCK_SIZE=kv_cache.shape[1],
         WORKER_REGISTERS=_COPIER_REGISTERS if kv_scale is None else _WIDENER_REGISTERS,
         FP8=kv_scale is not None,
         num_warps=4,

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tandem_kernels.attention.chosen_slots import part_of_chosen
+from tandem_kernels.attention.latent_tiles import tile_memory
 
 _copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """Has another name from Triton 3.9 on."""
@@ -78,15 +79,6 @@ def _queries(
     kind: gl.constexpr = rows.dtype.element_ty
     memory: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], kind)
     return gl.allocate_shared_memory(kind, [ROWS, WIDTH], memory, loaded)
-
-
-@gluon.jit
-def _memory(
-    rows: gl.constexpr, width: gl.constexpr, kind: gl.constexpr
-) -> gl.shared_memory_descriptor:
-    """Returns memory for a tile of rows that products read."""
-    memory: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, width], kind)
-    return gl.allocate_shared_memory(kind, [rows, width], memory)
 
 
 @gluon.jit
@@ -165,9 +157,9 @@ def sparse_ahead_kernel(
     query = _queries(own, first_head, NUM_HEADS, ROWS, LATENT, LATENTS, latent_head_stride)
     own = q_rope + at * rope_token_stride
     rotated = _queries(own, first_head, NUM_HEADS, ROWS, ROPE, KEYS, rope_head_stride)
-    latents = _memory(TILE, LATENT, kind)
-    keys = _memory(TILE, ROPE, kind)
-    shares = _memory(TILE, ROWS, kind)
+    latents = tile_memory(TILE, LATENT, kind)
+    keys = tile_memory(TILE, ROPE, kind)
+    shares = tile_memory(TILE, ROWS, kind)
     places = slots + at * TOP_K
     spare = gl.load(places)
     lane = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCTS))

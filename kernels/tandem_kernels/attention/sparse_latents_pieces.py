@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tandem_kernels.attention.chosen_slots import part_of_chosen
+from tandem_kernels.attention.latent_tiles import folded, row_weights
 
 _copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """Has another name from Triton 3.9 on."""
@@ -80,29 +81,6 @@ def _scores(
         part = latents.index(piece).permute((1, 0))
         scores = warpgroup_mma(queries.index(piece), part, scores, is_async=True)
     return warpgroup_mma_wait(0, deps=(scores,))
-
-
-@gluon.jit
-def _weights(
-    scores: gl.tensor, inside: gl.tensor, scale: gl.tensor, peak: gl.tensor, summed: gl.tensor
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Returns what a tile's values count for, the new peaks, sums not yet added up over keys, and
-    what all before shrinks by."""
-    scores = gl.where(inside[None, :], scores, float("-inf"))
-    higher = gl.maximum(peak, gl.max(scores, axis=1) * scale)
-    shrink = gl.exp2(peak - higher)
-    weights = gl.exp2(scores * scale - higher[:, None])
-    added = _folded(weights)
-    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, added.type.layout))
-    summed = summed * gl.convert_layout(shrink, of_rows)[:, None, None] + added
-    return weights, higher, summed, shrink
-
-
-@gluon.jit
-def _folded(weights: gl.tensor) -> gl.tensor:
-    """Adds up what a thread has of a row's keys: eight are side by side in four threads."""
-    rows: gl.constexpr = weights.shape[0]
-    return gl.sum(weights.reshape([rows, 2, weights.shape[1] // 16, 8]), axis=2)
 
 
 @gluon.jit
@@ -185,12 +163,13 @@ def sparse_pieces_kernel(
     lane = gl.arange(0, TILE, gl.SliceLayout(0, PRODUCTS))
     peak = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, PRODUCTS))
     none = gl.zeros([ROWS, TILE], gl.float32, PRODUCTS)
-    summed = _folded(none)
+    summed = folded(none)
     sums_0 = gl.zeros([ROWS, WIDTH], gl.float32, PRODUCTS)
     sums_1, sums_2, sums_3 = sums_0, sums_0, sums_0
     for start in range(first, end, TILE):
         scores = _scores(queries, rotated, latents, keys, none)
-        weights, peak, summed, shrink = _weights(scores, start + lane < end, scale, peak, summed)
+        inside = (start + lane < end)[None, :]
+        weights, peak, summed, shrink = row_weights(scores, inside, scale, peak, summed)
         # What the tile had of keys has been multiplied.
         shares.store(weights.to(kind))
         share = shares.load(SHARE)
