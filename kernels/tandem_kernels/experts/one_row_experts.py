@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.expert_gate import activated
+from tandem_kernels.experts.own_pairs import own_pairs, pair_at
 from tandem_kernels.gemm.few_row_gemm import (
     FewRowTuning,
     load_words,
@@ -166,15 +167,10 @@ def one_row_expert_kernel(
             COLS, DEPTH, INNER, GATED, GATE, OVERLAP,
         )  # fmt: skip
     else:
-        place = tl.arange(0, PAIRS)
-        chosen = tl.load(experts + place, mask=place < num_pairs, other=-1, cache_modifier=".cg")
-        has_own = (chosen >= 0).to(tl.int32)
-        rank = tl.cumsum(has_own, axis=0) - has_own
+        chosen, place, count = own_pairs(experts, num_pairs, PAIRS)
         slots = (tl.num_programs(0) - SHARED) // programs_of_pair
-        for own in tl.range(slot, tl.sum(has_own, axis=0), slots, disable_licm=True):
-            is_it = (chosen >= 0) & (rank == own)
-            pair = tl.sum(tl.where(is_it, place, 0), axis=0)
-            expert = tl.sum(tl.where(is_it, chosen, 0), axis=0)
+        for own in tl.range(slot, count, slots, disable_licm=True):
+            pair, expert = pair_at(chosen, place, own, PAIRS)
             _of_pair(
                 x, weight, pair_weights, out, pair, expert, program, num_outputs, limit, alpha,
                 COLS, DEPTH, INNER, GATED, GATE, OVERLAP,

@@ -28,6 +28,7 @@ from tandem_kernels.device import uses_pdl
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_tuning import ExpertTuning
+from tandem_kernels.experts.own_pairs import own_pairs, pair_at
 from tandem_kernels.gemm.fp8_rows import fp8_scale, to_fp8
 
 _VECTOR = tl.constexpr(16)
@@ -244,15 +245,10 @@ def fp8_pair_gemm_kernel(
                 HAS_BIAS, GATE, BLOCKS, QUANTISES, OVERLAP,
             )  # fmt: skip
     else:
-        lane = tl.arange(0, PAIRS)
-        chosen = tl.load(experts + lane, mask=lane < num_pairs, other=-1, cache_modifier=".cg")
-        has_own = (chosen >= 0).to(tl.int32)
-        place = tl.cumsum(has_own, axis=0) - has_own
+        chosen, place, count = own_pairs(experts, num_pairs, PAIRS)
         slots = tl.num_programs(0) // programs_of_pair
-        for own in tl.range(slot, tl.sum(has_own, axis=0), slots, disable_licm=True):
-            is_it = (chosen >= 0) & (place == own)
-            pair = tl.sum(tl.where(is_it, lane, 0), axis=0)
-            expert = tl.sum(tl.where(is_it, chosen, 0), axis=0)
+        for own in tl.range(slot, count, slots, disable_licm=True):
+            pair, expert = pair_at(chosen, place, own, PAIRS)
             _pair_outputs(
                 x, shares, weight, weight_scales, bias, pair_weights, out, pair, expert, first,
                 num_outputs, shares_stride, limit, alpha, TOP_K, COLS, DEPTH, INNER, GATED,
