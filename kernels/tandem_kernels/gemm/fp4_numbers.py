@@ -42,6 +42,24 @@ _FIRST, _SECOND = (tl.constexpr(_mask(bit + moved for bit in LEFT)) for moved in
 """A word of both has these bits of the two words, the second one's `MOVED` further."""
 
 
+def pairs_of(word: str, both: str, last: int) -> list[tuple[str, int]]:
+    """Returns where the four pairs of a word are: in which register, turned by how many bits.
+    `last`: Of the fourth, which is in `both`."""
+    return [*((word, shift) for shift in SHIFTS), (both, last)]
+
+
+def pair_lines(given: str, shift: int, to: str) -> list[str]:
+    """Returns instructions that bring a pair from register `given` to register `to`, by way of
+    `t`."""
+    lines = []
+    if 0 < shift <= min(PLACES):
+        # Nothing comes from the other end.
+        lines.append(f"shl.b32 t, {given}, {shift};")
+    elif shift:
+        lines.append(f"shf.l.wrap.b32 t, {given}, {given}, {shift};")
+    return [*lines, f"and.b32 {to}, {'t' if shift else given}, {NUMBER_BITS:#x};"]
+
+
 def _unpacked(factors: Sequence[Sequence[str]] = (), first: Sequence[str] = ()) -> tl.constexpr:
     """Returns the instructions that make sixteen bf16 of two words ($16, $17).
 
@@ -53,15 +71,9 @@ def _unpacked(factors: Sequence[Sequence[str]] = (), first: Sequence[str] = ()) 
     # (first & mask) | (second << MOVED & ~mask): what else it has is not read.
     lines.append(f"shl.b32 t, $17, {MOVED}; lop3.b32 both, $16, t, {_FIRST.value:#x}, 0xE4;")
     for word, last in enumerate(LAST_SHIFTS):
-        own = f"${16 + word}"
-        pairs = [*((own, shift) for shift in SHIFTS), ("both", last)]
+        pairs = pairs_of(f"${16 + word}", "both", last)
         for pair, (given, shift) in enumerate(pairs):
-            if 0 < shift <= min(PLACES):
-                # Nothing comes from the other end.
-                lines.append(f"shl.b32 t, {given}, {shift};")
-            elif shift:
-                lines.append(f"shf.l.wrap.b32 t, {given}, {given}, {shift};")
-            lines.append(f"and.b32 p, {'t' if shift else given}, {NUMBER_BITS:#x};")
+            lines += pair_lines(given, shift, "p")
             if factors:
                 factor = factors[word][pair * len(factors[word]) // len(pairs)]
                 lines.append(f"fma.rn.bf16x2 p, p, {factor}, none;")

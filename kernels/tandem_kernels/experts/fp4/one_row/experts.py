@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.fp4.one_row.choice import top_expert
@@ -33,24 +34,6 @@ from tandem_kernels.experts.fp4.one_row.turns import (
     walked,
 )
 from tandem_kernels.small_launches import in_turn
-
-
-@gluon.jit
-def _waits(OVERLAP: gl.constexpr) -> None:
-    """Waits until the kernels in front have ended."""
-    if OVERLAP:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
-        )
-
-
-@gluon.jit
-def _lets_next(OVERLAP: gl.constexpr) -> None:
-    """Lets the next kernel into place."""
-    if OVERLAP:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
-        )
 
 
 @gluon.jit
@@ -141,8 +124,9 @@ def fp4_one_row_gate_up_kernel(
     warp, thread = _threads(WARPS)
     group, quad = thread // 4, thread % 4
     unit, pair = gl.program_id(0), gl.program_id(1)
-    _waits(OVERLAP)
-    _lets_next(OVERLAP)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     slot = gl.load(slot_mapping)
     place = warp * 0 + pair
     expert, _ = top_expert(logits, place, 1.0, NUM_EXPERTS, LANES, TOP_K, False, WARPS)
@@ -193,7 +177,8 @@ def fp4_one_row_down_kernel(
     warp, thread = _threads(WARPS)
     group, quad = thread // 4, thread % 4
     unit, pair = gl.program_id(0), warp // OF_PAIR
-    _lets_next(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
     slot = gl.load(slot_mapping)
     expert, share = top_expert(logits, pair, scaling, NUM_EXPERTS, LANES, TOP_K, RENORMALISE, WARPS)
     expert = gl.convert_layout(expert, warp.type.layout)
@@ -203,7 +188,8 @@ def fp4_one_row_down_kernel(
     known = asked(places, turn, quad, num_columns, OF_PAIR, AHEAD, False, EVEN)
     outputs, first = (expert * num_outputs)[:, None], turn + quad == 0
     low, high = _bias_of_column(bias, outputs, unit, first, group, num_outputs, HAS_BIAS)
-    _waits(OVERLAP)
+    if OVERLAP:
+        gdc_wait()
     words = (x + pair[:, None] * inner + thread * 0).to(gl.pointer_type(gl.int32), bitcast=True)
     low, high, _, _ = walked(
         known, places, words, turn, (group, quad), num_columns, (low, high, low, low),

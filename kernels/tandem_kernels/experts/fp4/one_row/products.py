@@ -10,33 +10,20 @@ from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 
-from tandem_kernels.gemm.fp4_numbers import FIRST_BITS, NUMBER_BITS
-from tandem_kernels.gemm.fp4_tiles import LAST_SHIFTS, MOVED, PLACES, SHIFTS
+from tandem_kernels.gemm.fp4_numbers import FIRST_BITS, pair_lines, pairs_of
+from tandem_kernels.gemm.fp4_tiles import LAST_SHIFTS, MOVED
 
 _SUMS = 4
 """A thread has two columns of two outputs for each matrix."""
-
-
-def _pairs(word: str, both: str, last: int, to: str) -> list[str]:
-    """Returns instructions that fill {to}0 to {to}3 with the pairs of a word."""
-    lines = []
-    for pair, (given, shift) in enumerate((*((word, shift) for shift in SHIFTS), (both, last))):
-        turned = given
-        if shift:
-            turned = "t"
-            left = f"shl.b32 t, {given}, {shift};"
-            turn = f"shf.l.wrap.b32 t, {given}, {given}, {shift};"
-            lines.append(left if shift <= min(PLACES) else turn)
-        lines.append(f"and.b32 {to}{pair}, {turned}, {NUMBER_BITS:#x};")
-    return lines
 
 
 def _half(first: str, second: str, inputs: int, sums: list[str]) -> list[str]:
     """Returns instructions that multiply a word of each side by inputs {inputs} to {inputs} + 3."""
     lines = [f"shl.b32 t, {second}, {MOVED};"]
     lines.append(f"lop3.b32 both, {first}, t, {FIRST_BITS:#x}, 0xE4;")
-    lines += _pairs(first, "both", LAST_SHIFTS[0], "p")
-    lines += _pairs(second, "both", LAST_SHIFTS[1], "q")
+    for to, word, last in zip("pq", (first, second), LAST_SHIFTS, strict=True):
+        for pair, (given, shift) in enumerate(pairs_of(word, "both", last)):
+            lines += pair_lines(given, shift, f"{to}{pair}")
     for pair in (0, 2):
         left = f"{{p{pair}, q{pair}, p{pair + 1}, q{pair + 1}}}"
         right = f"{{b{inputs + pair}, b{inputs + pair + 1}}}"
