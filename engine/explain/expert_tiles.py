@@ -47,14 +47,13 @@ def experts_beside(
     shared_w13: Tensor,
     shared_w2: Tensor,
     gate: Any = None,
-    ranks: int = 1,
 ) -> tuple[str, str]:
     from tandem_kernels.experts.one_row_experts import SharedWeights
 
     beside = f"; a shared expert of width {shared_w2.shape[1]} in the first programs"
     if tiles := _one_row(x, w13, w2, SharedWeights(shared_w13, shared_w2)):
         return "one_row_expert_kernel", tiles + beside
-    kernels, tiles = plain_experts(x, w13, w2, weights, experts, ranks=ranks)
+    kernels, tiles = plain_experts(x, w13, w2, weights, experts)
     return kernels, tiles + beside
 
 

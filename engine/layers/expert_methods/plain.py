@@ -74,10 +74,7 @@ class PlainExperts(ExpertMethod):
         experts: Tensor,
         shared: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        ranks = layer.sizes.ranks
-        return ops.experts_beside(
-            x, layer.w13, layer.w2, weights, experts, *shared, layer.gate, ranks
-        )
+        return ops.experts_beside(x, layer.w13, layer.w2, weights, experts, *shared, layer.gate)
 
 
 def target_of(layer: ExpertLayer, part: ExpertPart) -> Tensor:

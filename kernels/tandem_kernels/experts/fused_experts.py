@@ -239,14 +239,13 @@ def experts_beside(
     shared_w13: Tensor,
     shared_w2: Tensor,
     gate: GateForm | None = None,
-    ranks: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.experts.experts_beside`."""
     num_tokens, hidden_size = x.shape
     num_pairs, width = experts.numel(), w2.shape[2]
     own = SharedWeights(shared_w13, shared_w2)
     if takes_one_row(x, w13, w2, own):
-        return one_row_experts(x, w13, w2, weights, experts, gate, own, ranks)
+        return one_row_experts(x, w13, w2, weights, experts, gate, own)
     parts, hidden, beside, shared = (
         torch.empty(size, dtype=x.dtype, device=x.device)
         for size in (
@@ -255,7 +254,7 @@ def experts_beside(
         )
     )  # fmt: skip
     if num_tokens > 0:
-        plan = ExpertPlan.of(experts, ExpertShape.of_plain(w13, w2), ranks=ranks)
+        plan = ExpertPlan.of(experts, ExpertShape.of_plain(w13, w2))
         given = plan.rows, hidden, plan.gate_up
         first = SharedPart(x, shared_w13, shared)
         expert_gemm(x, w13, weights, *given, gated=True, gate=gate, shared=first)

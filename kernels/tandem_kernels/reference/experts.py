@@ -181,14 +181,12 @@ def experts_beside(
     shared_w13: Tensor,
     shared_w2: Tensor,
     gate: GateForm | None = None,
-    ranks: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Computes a shared expert beside those of few tokens.
 
     Args:
         shared_w13: [2 S, H], its gate, then its up projection; without a gate [S, H].
         shared_w2: [H, S].
-        ranks: As in `fused_experts`.
 
     Returns:
         (what `fused_experts` does, not summed, [T * k, H]; what the shared expert makes of each
