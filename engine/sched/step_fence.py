@@ -21,8 +21,7 @@ class StepFence:
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
-        self._issued = 0
-        self._retired = 0
+        self._issued = self._retired = -1  # The first step is 0.
         self._waiting: deque[tuple[int, list[KVCacheBlock]]] = deque()
         """Pairs (step that must retire first, blocks), steps rising."""
         self.num_blocks = 0

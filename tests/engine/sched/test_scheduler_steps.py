@@ -347,6 +347,15 @@ def test_ends_found_late_cost_one_step_and_no_token() -> None:
     finish(machine)
 
 
+def test_blocks_of_the_first_step_wait_for_it() -> None:
+    machine = StepMachine(make_config(), num_blocks=8)
+    machine.add(make_request("a", prompt(5)))
+    assert (step := machine.schedule()) is not None and step.step_id == 0
+    machine.abort("a")
+    assert machine.scheduler._fence.num_blocks == 2
+    finish(machine)
+
+
 # Prefix cache -----------------------------------------------------------------------------------
 
 
