@@ -42,6 +42,11 @@ class RequestStatus(IntEnum):
         return self >= RequestStatus.FINISHED_STOPPED
 
     @property
+    def is_complete(self) -> bool:
+        """Returns whether the request came to its own end: all of its prompt is computed."""
+        return self in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
+
+    @property
     def finish_reason(self) -> str:
         """Returns stop, length, abort or error."""
         return ("stop", "length", "abort", "error")[self - RequestStatus.FINISHED_STOPPED]

@@ -98,15 +98,16 @@ class RemoteKV:
         elif is_exported(request):
             self.exports.add(request)
 
-    def request_ended(self, request: Request, *, is_abort: bool) -> None:
-        """Takes the request's blocks: free now, or when no writer or reader is left."""
+    def request_ended(self, request: Request) -> None:
+        """Takes the request's blocks: free now, or when no writer or reader is left.
+        `request.status` says how it ended."""
         self.arrivals.end(request)
-        if (answers := self.offers.answers) is not None and not is_abort:
+        if (answers := self.offers.answers) is not None and request.status.is_complete:
             behind = self._kv_cache.behind
             answers.add(behind.chains(request, request.num_tokens - 1)[behind.chain_sizes[0]])
         blocks = self._kv_cache.take_blocks(request.request_id)
         if is_exported(request):
-            self.exports.request_ended(request, blocks, is_abort=is_abort)
+            self.exports.request_ended(request, blocks)
         else:
             self._fence.release(blocks)
 

@@ -378,8 +378,7 @@ class Scheduler:
         self._waiting.remove(request)
         self.adapters.request_ended(request.request_id)
         request.status = status
-        is_abort = status is RequestStatus.FINISHED_ABORTED
-        self._remote.request_ended(request, is_abort=is_abort)
+        self._remote.request_ended(request)
         del self._requests[request.request_id]
         self._unreported.discard(request.request_id)
         if (prompt := self._forks.choice_ended(request)) is not None:

@@ -45,16 +45,15 @@ class Exports:
         self._exports[_params(request).transfer_id] = request
         self._connector.update_state_after_alloc(request, (), 0)
 
-    def request_ended(
-        self, request: Request, blocks: list[KVCacheBlock], *, is_abort: bool
-    ) -> None:
-        """Takes the request's blocks: free now, or when nothing reads them."""
+    def request_ended(self, request: Request, blocks: list[KVCacheBlock]) -> None:
+        """Takes the request's blocks: free now, or when nothing reads them. Of one that was aborted
+        or failed the KV is not complete, so its export is called off."""
         transfer_id = _params(request).transfer_id
         newest = self._exports.get(transfer_id)
         if newest is not None and newest is not request:
             # Readers for an older attempt were asked to stop before it learnt of the newest one.
             keeps = True
-        elif is_abort:
+        elif not request.status.is_complete:
             keeps = newest is request and self._abort(transfer_id)
         else:
             keeps = self._connector.request_finished(request)

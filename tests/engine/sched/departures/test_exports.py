@@ -93,6 +93,20 @@ def test_an_export_that_fails_is_reported_and_frees() -> None:
     finish(machine)
 
 
+@pytest.mark.parametrize("when", ["queued", "running"])
+def test_an_export_whose_request_cannot_go_on_is_called_off(when: str) -> None:
+    """The rest of its prompt is never computed, so its KV may not count as complete."""
+    machine = StepMachine(make_config(max_num_batched_tokens=4), num_blocks=8)
+    client = machine.add(exported("a"))
+    if when == "running":
+        machine.step()
+    machine.take(machine.scheduler.abort_requests(["a"], "its adapter cannot be read"))
+    assert (client.finish_reason, client.error) == ("error", "its adapter cannot be read")
+    assert machine.connector.exports["t-a"].stopping
+    finish(machine)
+    assert client.kv_results == []
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_exports_are_never_preempted(depth: int) -> None:
     """A peer reads their blocks: whoever needs room, however urgent, waits for them instead."""
