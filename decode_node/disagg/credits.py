@@ -127,7 +127,7 @@ class Claim:
         return credits.num_blocks_for(num_tokens) - self._num_shared + credits.num_states
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """Waits for room; `admitted` is the group that has it."""
 
@@ -257,14 +257,17 @@ class KVCredits:
     async def _wait(self, size: ClaimSize, preference: GroupPreference, *, is_idle: bool) -> int:
         admitted = asyncio.get_running_loop().create_future()
         waiter = _Waiter(size, preference, admitted, is_idle)
-        (self._idle_waiters if is_idle else self._waiters).append(waiter)
+        line = self._idle_waiters if is_idle else self._waiters
+        line.append(waiter)
         try:
-            return await waiter.admitted
+            return await admitted
         except asyncio.CancelledError:
-            if waiter.admitted.cancelled():
+            if admitted.cancelled():
+                if waiter in line:
+                    line.remove(waiter)
                 self._admit_waiters()
-            else:  # admitted in the same moment
-                Claim(self, size, waiter.admitted.result()).release()
+            elif admitted.exception() is None:  # admitted in the same moment
+                Claim(self, size, admitted.result()).release()
             raise
 
     def _admit_waiters(self) -> None:

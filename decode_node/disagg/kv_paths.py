@@ -136,7 +136,8 @@ class KVPath:
         self._avoid(now)
 
     def _avoid(self, now: float) -> None:
-        self.avoided_until = now + min(_FIRST_S * 2 ** (self.num_failures - 1), _LONGEST_S)
+        doublings = min(self.num_failures - 1, _MOST_DOUBLINGS)
+        self.avoided_until = now + min(_FIRST_S * 2**doublings, _LONGEST_S)
 
     def carried(self) -> None:
         """KV has arrived."""

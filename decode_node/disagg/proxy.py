@@ -9,9 +9,8 @@
                 that part).
     3. STREAM   outputs of our engine, the first token among them: each goes to the client within
                 the engine's call
-    4. END      whatever the reason, and whichever side left: the call is cancelled, the request
-    closed in
-                the engine, the room given back
+    4. END      whatever the reason, and whichever side left: the call is cancelled, the request is
+                closed in the engine, the room is given back
 
 Choices of one prompt are one request here: one claim, one prefill, one pull; our engine lets them
 fork off behind the prompt.

@@ -198,8 +198,7 @@ class RemotePrefill:
                 return await self._place(params, peer)
             except PrefillError as error:
                 self._failed(error)
-        self._record.prefill_node = None
-        self._record.path = "local"
+        self._record.prefill_node, self._record.path = None, "local"
         return None
 
     async def _handshake(self, address: str) -> KVPeer:
@@ -242,28 +241,31 @@ class RemotePrefill:
     async def run(self, params: KVTransferParams) -> None:
         """Follows attempts until the engine has KV and first token, or has to compute the prompt
         itself."""
-        request_id = self._request.request_id
+        try:
+            if await self._run_attempts(params):
+                return
+        except (EngineDeadError, asyncio.CancelledError):
+            # A task that was cancelled holds its frames, and a timeout in them the task.
+            return
+        except Exception:
+            logger.exception("request %s: remote prefill broke off", self._request.request_id)
+            self._record.prefill_node, self._record.path = None, "local"
+        self._engine.prefill_locally(self._request.request_id)
+
+    async def _run_attempts(self, params: KVTransferParams) -> bool:
+        """Returns False if the engine has to compute the prompt, or its last token, itself."""
         while True:
             try:
                 await self._run_attempt(params)
-            except (EngineDeadError, asyncio.CancelledError):
-                # A task that was cancelled holds its frames, and a timeout in them the task.
-                return
             except PrefillError as error:
                 self._failed(error)
-            except Exception:
-                logger.exception("request %s: remote prefill broke off", request_id)
-                self._addresses.clear()
-            if self.state is JoinState.KV_ONLY:
-                self._engine.prefill_locally(request_id)
             if self.state.is_over:
-                return
+                return self.state is not JoinState.KV_ONLY
             retry = await self.choose()
             if retry is None:
-                self._engine.prefill_locally(request_id)
-                return
+                return False
             params = retry
-            self._engine.retry_remote(request_id, params)
+            self._engine.retry_remote(self._request.request_id, params)
 
     async def _run_attempt(self, params: KVTransferParams) -> None:
         """Runs one attempt. Raises `PrefillError` when this attempt will bring nothing more."""

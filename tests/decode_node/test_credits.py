@@ -172,6 +172,35 @@ async def test_a_waiter_may_leave_at_any_moment(admit_first: bool) -> None:
     assert (credits.num_free, credits.num_claims, credits.num_waiting) == (4, 0, 0)
 
 
+@pytest.mark.parametrize("is_idle", [True, False])
+async def test_waiters_that_leave_from_the_middle_do_not_count(is_idle: bool) -> None:
+    credits = KVCredits(num_blocks=4, block_size=8, max_claims=9)
+    claim = await credits.acquire(24, 8)
+    first = asyncio.create_task(credits.acquire(24, 8, is_idle=is_idle))
+    leaving = [asyncio.create_task(credits.acquire(24, 8, is_idle=is_idle)) for _ in range(3)]
+    await settle()
+    for task in leaving:
+        task.cancel()
+    await asyncio.gather(*leaving, return_exceptions=True)
+    assert credits.num_waiting == 1
+    claim.release()
+    (await first).release()
+    assert (credits.num_free, credits.num_claims, credits.num_waiting) == (4, 0, 0)
+
+
+async def test_a_waiter_that_leaves_when_all_are_refused_is_cancelled() -> None:
+    credits = KVCredits(num_blocks=4, block_size=8, max_claims=9)
+    claim = await credits.acquire(24, 8)
+    leaving = asyncio.create_task(credits.acquire(24, 8))
+    await settle()
+    credits.refuse_waiters(RuntimeError("the node stops"))
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    claim.release()
+    assert (credits.num_free, credits.num_claims, credits.num_waiting) == (4, 0, 0)
+
+
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=50, deadline=None)
 def test_random_arrivals_and_departures_leave_nothing(seed: int) -> None:

@@ -90,6 +90,14 @@ def test_each_failure_doubles_the_time_up_to_a_minute_and_success_ends_it(node: 
     assert node.objection() == "", "it begins anew"
 
 
+def test_a_path_may_fail_for_days(node: Node) -> None:
+    for _ in range(1100):
+        node.fail()
+        assert node.objection() == KV_AVOIDED
+        node.now += 60.0
+        assert node.objection() == "", "the one that tries"
+
+
 def test_pulls_that_were_under_way_together_fail_once(node: Node) -> None:
     for name in "abcdefg":
         node.paths.began(A, name, MB)

@@ -503,6 +503,22 @@ async def test_an_error_of_our_own_still_ends_in_an_answer(bench: Bench) -> None
         call.is_open = False
 
 
+async def test_an_error_of_our_own_in_a_later_choice_still_ends_in_an_answer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def raise_bug(address: str) -> KVPeer:
+        raise ZeroDivisionError
+
+    task = bench.start()
+    fake, call = await bench.engine.added(), await bench.nodes.called()
+    monkeypatch.setattr(bench.nodes, "handshake", raise_bug)
+    call.fail()
+    await until(lambda: ("local", None) in fake.calls, "prefill here")
+    bench.engine.produce_all(fake)
+    check_complete(bench, await task)
+    await bench.check_empty()
+
+
 @pytest.mark.parametrize("progress", ["nothing", "token", "joined"])
 async def test_a_dead_engine_ends_it_with_an_error(bench: Bench, progress: str) -> None:
     task = bench.start()
