@@ -41,6 +41,7 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.control_channel import CommandSender
 from kv_transfer.control.other_clocks import on_our_clock
 from kv_transfer.control.process_config import TransferProcessConfig, local_events_address
+from kv_transfer.control.restart_pauses import RestartPauses
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import (
@@ -56,9 +57,6 @@ logger = logging.getLogger(__name__)
 
 _KILLED_WHILE_STARTING = 3
 _START_TIMEOUT_S = 60.0
-_STABLE_S = 10.0
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0
 
 _QUIET_GRPC = {"GRPC_VERBOSITY": "NONE"}
 """Otherwise a peer that goes away writes lines to our log; we report it ourselves."""
@@ -85,15 +83,14 @@ class _TransferProcess:
         self._context = context
         self._commands: CommandSender | None = None
         self._port_holder: socket.socket | None = None
-        self._started_at = 0.0
-        self._num_young_deaths = 0
+        self._pauses = RestartPauses()
 
     @property
     def name(self) -> str:
         return f"transfer process {self.config.index} of rank {self.config.rank}"
 
     def start(self) -> HostedProcess:
-        self._started_at = time.monotonic()
+        self._pauses.begin()
         self.child = self._host.start(
             "kv_transfer.control.process", self.config, self.name, env=_QUIET_GRPC
         )
@@ -146,16 +143,8 @@ class _TransferProcess:
             self.config,
             generation=self.config.generation + 1,
             port=port,
-            start_delay_s=self._next_pause(),
+            start_delay_s=self._pauses.next_s(),
         )
-
-    def _next_pause(self) -> float:
-        if time.monotonic() - self._started_at >= _STABLE_S:
-            self._num_young_deaths = 0
-        self._num_young_deaths += 1
-        if self._num_young_deaths == 1:
-            return 0.0
-        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._num_young_deaths - 2))
 
 
 def _hold_port(address: str) -> socket.socket | None:
