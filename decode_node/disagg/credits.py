@@ -255,7 +255,7 @@ class KVCredits:
         self._admit_waiters()
 
     async def _wait(self, size: ClaimSize, preference: GroupPreference, *, is_idle: bool) -> int:
-        admitted = asyncio.get_running_loop().create_future()
+        admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(size, preference, admitted, is_idle)
         line = self._idle_waiters if is_idle else self._waiters
         line.append(waiter)
