@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 _STABLE_S = 10.0
-"""Who has worked for this long may start again at once."""
+"""A process that has worked for this long may start again at once."""
 _FIRST_S = 0.5
 _LONGEST_S = 30.0
 
