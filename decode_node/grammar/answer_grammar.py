@@ -27,6 +27,8 @@ from edge.http.errors import BadRequest
 _LINES = regex(r"\n{0,2}")
 """Line breaks that models like to leave behind their thinking."""
 MAX_THINKING_BUDGET = 1 << 20
+THINKING_BUDGET = "thinking_token_budget"
+"""The field that says the budget, unless the API has another one."""
 
 
 def answer_grammar(
@@ -99,7 +101,7 @@ def _span(
 
 
 def _check_budget(budget: int, reasoning: ReasoningFormat | None) -> None:
-    name = "thinking_token_budget"
+    name = THINKING_BUDGET
     if not 0 <= budget <= MAX_THINKING_BUDGET:
         raise BadRequest(
             f"{name} must be between 0 and {MAX_THINKING_BUDGET}, not {budget}", param=name

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from decode_node.grammar.answer_grammar import answer_grammar
+from decode_node.grammar.answer_grammar import THINKING_BUDGET, answer_grammar
 from decode_node.grammar.checks.grammar_checker import GrammarChecker
 from decode_node.grammar.grammar_text import Expression, GrammarText
 from decode_node.grammar.reasoning import ReasoningFormat, ReasoningState
 from decode_node.grammar.structured_output import express, find_constraint
 from decode_node.protocol.bodies.structured_output import StructuredFields
 from engine.config import ModelConfig
-
-_BUDGET = "thinking_token_budget"
 
 
 class AnswerGrammars:
@@ -45,7 +43,9 @@ class AnswerGrammars:
         constraint = find_constraint(fields)
         text = self.text()
         if constraint is None:
-            return await self.of_body(text, None, _BUDGET, state, fields.thinking_token_budget)
+            return await self.of_body(
+                text, None, THINKING_BUDGET, state, fields.thinking_token_budget
+            )
         body = express(constraint, text)
         return await self.of_body(text, body, constraint.param, state, fields.thinking_token_budget)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from decode_node.grammar.answer_grammar import THINKING_BUDGET
 from decode_node.grammar.answer_grammars import AnswerGrammars
 from decode_node.grammar.grammar_text import Expression, GrammarText, either
 from decode_node.grammar.reasoning import ReasoningState
@@ -20,6 +21,7 @@ from decode_node.grammar.structured_output import express, find_constraint
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.chat.tools import ToolUse
+from decode_node.protocol.other_names import named_fields
 from edge.http.errors import BadRequest
 
 
@@ -57,11 +59,17 @@ class ChatGrammar:
         else:
             content = self._parsers.content_grammar(text, express(constraint, text))
             expression, param = self._with_calls(text, use, content), constraint.param
+        field, budget = self._budget(body)
         if expression is None:
-            param = "thinking_token_budget"
-        return await self._grammars.of_body(
-            text, expression, param, state, body.thinking_token_budget
-        )
+            param = field
+        with named_fields({THINKING_BUDGET: field}):
+            return await self._grammars.of_body(text, expression, param, state, budget)
+
+    def _budget(self, body: ChatCompletionRequest) -> tuple[str, int | None]:
+        """Returns the most tokens of thinking, and the field that says it."""
+        if body.thinking_token_budget is None and self._parsers.reasoning_format is not None:
+            return body.other_budget or (THINKING_BUDGET, None)
+        return THINKING_BUDGET, body.thinking_token_budget
 
     def _with_calls(self, text: GrammarText, use: ToolUse, content: Expression) -> Expression:
         if not use.may_call:

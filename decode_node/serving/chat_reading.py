@@ -81,7 +81,7 @@ class ChatReading:
             call_style=self.parsers.tool_call_parser,
             num_calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
             is_named=tool_use.mode == "named",
-            tells_reasoning=body.include_reasoning is not False,
+            tells_reasoning=body.tells_reasoning,
             names_reasoning_twice=self._names_reasoning_twice,
         )
 

@@ -127,9 +127,6 @@ class OpenAIServing:
         """Answers a request of Anthropic's Messages API. Raises `HttpError`."""
         with body.named_fields():
             chat = await long_work.run(context.is_long, body.to_chat)
-            if self._served.reading.parsers.reasoning_format is None:
-                # This API has no thinking without a budget, and no thinking is within any.
-                chat.thinking_token_budget = None
             read = await self._reader.chat(chat, context, MessagesFormat)
             return await self._answer(read, context)
 

@@ -78,7 +78,7 @@ class ChoicePreparer:
             return RequestSpec(
                 sampling=await long_work.run(context.is_long, make),
                 priority=body.priority or 0,
-                cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
+                cache_salt=_salt(context.cache_salt, body.salt or ""),
                 adapter=model.adapter,
             )
 

@@ -44,7 +44,7 @@ def rendered(read: ReadRequest) -> list[Rendered]:
             model=read.model.name,
             stream=bool(body.stream),
             stream_options=None if options is None else options.model_dump(exclude_none=True),
-            cache_salt=body.cache_salt,
+            cache_salt=body.salt,
             priority=body.priority or 0,
         )
         for i, prompt in enumerate(read.prompts)

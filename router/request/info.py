@@ -69,6 +69,7 @@ class SessionSource(StrEnum):
     """Says by what the router knows which requests belong together."""
 
     HEADER = "header"
+    FIELD = "session_id"
     CACHE_KEY = "prompt_cache_key"
     PROMPT = "prompt"
     NONE = "none"
@@ -274,12 +275,13 @@ def _bad_json(message: str) -> BadRequest:
 def _session(
     headers: Mapping[str, str], fields: _Body, opening: Sequence[Bytes]
 ) -> tuple[SessionSource, Sequence[Bytes]]:
-    """Returns the first of the client's header, its `prompt_cache_key`, the header of an agent,
-    the prompt's opening."""
+    """Returns the first of the client's header, its `session_id`, its `prompt_cache_key`, the
+    header of an agent, the prompt's opening."""
     if is_plain_key(header := headers.get(names.SESSION, "")):
         return SessionSource.HEADER, (header.encode(),)
-    if is_plain_key(cache_key := _text(fields.get("prompt_cache_key"))):
-        return SessionSource.CACHE_KEY, (cache_key.encode(),)
+    for source in (SessionSource.FIELD, SessionSource.CACHE_KEY):
+        if is_plain_key(named := _text(fields.get(source.value))):
+            return source, (named.encode(),)
     for name in names.AGENT_SESSIONS:
         if is_plain_key(header := headers.get(name, "")):
             return SessionSource.HEADER, (header.encode(),)

@@ -142,10 +142,42 @@ def test_variables_of_the_template() -> None:
     template = "{{ enable_thinking }} {{ thinking }} {{ reasoning_effort }} {{ more }}"
     kwargs = {"chat_template_kwargs": {"more": {"a": [1]}}}
     assert prompt_of(template, kwargs) == "   {'a': [1]}"
-    assert prompt_of(template, {"reasoning_effort": "high"}) == "  high "
+    assert prompt_of(template, {"reasoning_effort": "high"}) == "True True high "
     assert prompt_of(template, {"reasoning_effort": "none"}) == "False False none "
     kwargs = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
     assert prompt_of(template, kwargs) == "True False none "
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"thinking": {"type": "disabled"}}, "off"),
+        ({"thinking": {"type": "enabled"}}, "on"),
+        ({"thinking": {"type": "adaptive"}, "reasoning_effort": "high"}, "high"),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, "on kept"),
+        ({"thinking": True}, "on"),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, "off high"),
+        ({"enable_thinking": False, "thinking": {"type": "enabled"}}, "off"),
+        ({"reasoning": {"enabled": False}}, "off"),
+        ({"reasoning": {"enabled": True}}, "on"),
+        ({"reasoning": {"effort": "none"}}, "off none"),
+        ({"reasoning": {"effort": "low"}}, "on low"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "on high"),
+        ({"reasoning": {"max_tokens": 9}}, ""),
+        (
+            {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+            "on",
+        ),
+    ],
+)
+def test_thinking_is_switched_by_the_names_of_all_makers(
+    fields: dict[str, Any], shown: str
+) -> None:
+    template = (
+        "{{ {true: 'on ', false: 'off '}.get(enable_thinking, '') }}"
+        "{{ reasoning_effort or '' }}{{ 'kept' if clear_thinking is false }}"
+    )
+    assert prompt_of(template, fields).strip() == shown
 
 
 @pytest.mark.parametrize(

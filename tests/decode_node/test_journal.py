@@ -254,6 +254,10 @@ async def test_the_tenant_s_salt_cannot_be_left() -> None:
         body = {"prompt": [1], "max_tokens": 1, "cache_salt": "mine"}
         await node.client.post(COMPLETIONS, json=body, headers={"x-tandem-cache-salt": "T"})
         assert node.engine.only.request.spec.cache_salt == "T/mine"
+    async with http_node() as node:
+        body = {"prompt": [1], "max_tokens": 1, "extra_key": "run 2"}
+        await node.client.post("/v1/completions", json=body)
+        assert node.engine.only.request.spec.cache_salt == "run 2"
 
 
 async def test_a_node_that_stops_says_that_others_may_go_on() -> None:

@@ -214,6 +214,8 @@ def test_choices_and_thinking_are_those_of_chats() -> None:
     assert chat().template_variables == {}
     on = {"enable_thinking": True, "thinking": True, "thinking_mode": "enabled"}
     assert chat(thinking={"type": "enabled"}).template_variables == on
+    own = {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"thinking": False, "x": 1}}
+    assert chat(**own).template_variables == on | own["chat_template_kwargs"]
     edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
     assert chat(context_management={"edits": edits}).messages == chat().messages
     assert chat(output_config={"effort": "low"}).template_variables == {"reasoning_effort": "low"}

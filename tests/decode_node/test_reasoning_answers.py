@@ -60,6 +60,9 @@ async def test_without_thinking_there_is_only_content() -> None:
     for fields in (
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"reasoning_effort": "none"},
+        {"thinking": {"type": "disabled"}},
+        {"enable_thinking": False},
+        {"reasoning": {"enabled": False}},
     ):
         stream, whole, message, usage = await both("the fox", fields)
         assert stream == whole
@@ -76,10 +79,11 @@ async def test_thinking_that_is_cut_off_leaves_no_content() -> None:
 
 
 async def test_reasoning_can_be_left_out_or_have_both_names() -> None:
-    stream, whole, message, usage = await both(SCRIPT, {"include_reasoning": False})
-    assert stream == whole
-    assert "reasoning_content" not in message and message["content"] == "\n\nthe fox"
-    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+    for fields in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
+        stream, whole, message, usage = await both(SCRIPT, fields)
+        assert stream == whole
+        assert "reasoning_content" not in message and message["content"] == "\n\nthe fox"
+        assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
     _, _, message, _ = await both(SCRIPT, {})
     assert message["reasoning"] == message["reasoning_content"] == "\nthe dog → größer\n"
     _, _, message, _ = await both(SCRIPT, {}, reasoning_alias=False)

@@ -189,6 +189,30 @@ def test_tools_and_forms_are_those_of_chats() -> None:
     assert (chat.reasoning_effort, chat.wanted_max_tokens) == ("none", 5)
 
 
+def test_what_vllm_adds_is_as_in_chats() -> None:
+    added = {
+        "logit_bias": {"5": -1.5},
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "include_reasoning": False,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "cache_salt": "a",
+        "extra_key": "b",
+    }
+    chat = chat_of({"input": "a", **added})
+    assert {name: getattr(chat, name) for name in added} == added
+    assert chat.salt == "a/b"
+
+
+def test_a_stored_prompt_is_led_to_its_text() -> None:
+    """It may come without an input, of which nothing need be said then."""
+    with pytest.raises(BadRequest, match="no prompts are stored here; send its text") as refusal:
+        chat_of({"prompt": {"id": "p"}})
+    assert refusal.value.code == "unsupported_parameter"
+
+
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
 
 
@@ -224,6 +248,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "background": True}, "background"),
     ({"input": "a", "truncation": "middle"}, "truncation"),
     ({"input": "a", "prompt": {"id": "p"}}, "prompt"),
+    ({"prompt": {"id": "p", "version": "2"}}, "prompt"),
     ({"input": "a", "top_logprobs": 200}, "top_logprobs"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"input": "a", "tools": [{"type": "function"}]}, "tools.0.name"),

@@ -106,7 +106,7 @@ GENERATE = "/inference/v1/generate"
 HELLO = {"role": "user", "content": "Hello"}
 
 
-def test_the_header_wins_over_the_cache_key_and_that_over_the_prompt() -> None:
+def test_the_header_wins_over_fields_and_these_over_the_prompt() -> None:
     body = {"model": "m", "messages": [HELLO], "prompt_cache_key": "k"}
     by_header = read_request_info(
         "/v1/chat/completions", "r", {"x-session-id": "s"}, json.dumps(body).encode()
@@ -114,9 +114,12 @@ def test_the_header_wins_over_the_cache_key_and_that_over_the_prompt() -> None:
     assert (by_header.session_source, by_header.session_id) == (SessionSource.HEADER, "s")
     by_key = _read(body)
     assert (by_key.session_source, by_key.session_id) == (SessionSource.CACHE_KEY, "k")
+    by_field = _read({**body, "session_id": "f"})
+    assert (by_field.session_source, by_field.session_id) == (SessionSource.FIELD, "f")
+    assert _read({**body, "session_id": 5}).session_source is SessionSource.CACHE_KEY
     by_prompt = _read({"model": "m", "messages": [HELLO]})
     assert (by_prompt.session_source, by_prompt.session_id) == (SessionSource.PROMPT, "")
-    assert len({by_header.session_key, by_key.session_key, by_prompt.session_key}) == 3
+    assert len({one.session_key for one in (by_header, by_key, by_field, by_prompt)}) == 4
 
 
 @pytest.mark.parametrize("header", ["", "x" * 257, "line\nbreak", "ünï", "nul\0"])

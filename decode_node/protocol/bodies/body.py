@@ -42,6 +42,10 @@ class StrictBody(BaseModel):
     form_advice: ClassVar[str] = ""
     """Says, in errors, where this API has the form of the answer."""
 
+    @classmethod
+    def check_meant(cls, content: dict[str, Any]) -> None:
+        """Raises `BadRequest` for fields that stand for others, which are missing for that."""
+
     def unknown_fields(self) -> list[str]:
         """Returns the names that no field has, here and in parts, like `stream_options.typo`."""
         return list(_unknown(self))

@@ -43,6 +43,8 @@ class GenerationBody(SamplingFields, StructuredFields):
     """Smaller runs first, where nodes schedule by priority."""
     cache_salt: Name | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    extra_key: Name | None = None
+    """The same, besides `cache_salt`; SGLang's name."""
     return_token_ids: bool | None = None
     """Tell the ids of the prompt's and the answer's tokens."""
 
@@ -90,6 +92,37 @@ class GenerationBody(SamplingFields, StructuredFields):
     """Prefixes are kept while there is room."""
     prompt_cache_options: Ignored = None
     """Prefixes are found by their content, wherever they end."""
+    session_id: Ignored = None
+    """It names a session to the router, as X-Session-ID does."""
+    stream_interval: Ignored = None
+    """Tokens are sent as they come."""
+    kv_transfer_params: Ignored = None
+    """The nodes move KV by themselves."""
+    ec_transfer_params: Ignored = None
+    """The nodes move what they need by themselves."""
+    return_token_offsets: Ignored = None
+    """Prompts are rendered without them."""
+    mm_payload: Ignored = None
+    """Nothing is rendered that has images."""
+    return_mm_kwargs: Ignored = None
+    """Nothing is rendered that has images."""
+    custom_labels: Ignored = None
+    """Metrics have no labels of clients."""
+    bootstrap_host: Ignored = None
+    """The cluster places a prompt by itself."""
+    bootstrap_port: Ignored = None
+    """The cluster places a prompt by itself."""
+    bootstrap_room: Ignored = None
+    """The cluster places a prompt by itself."""
+    routed_dp_rank: Ignored = None
+    """The cluster places a prompt by itself."""
+    data_parallel_rank: Ignored = None
+    """The cluster places a prompt by itself."""
+
+    @property
+    def salt(self) -> str | None:
+        """Returns what requests have in common that share cached prefixes."""
+        return "/".join(part for part in (self.cache_salt, self.extra_key) if part) or None
 
     @property
     def num_choices(self) -> int:

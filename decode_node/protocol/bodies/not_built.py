@@ -15,14 +15,14 @@ from edge.http.errors import BadRequest
 
 class NotBuilt(NamedTuple):
     """Says what to do instead, and which values ask for nothing, besides false and empty ones.
-    `empty_asks`: an empty object is a request already, with everything as it is by default."""
+    `asking`: of these, the value that asks for something all the same."""
 
     advice: str
     neutral: tuple[Any, ...] = ()
-    empty_asks: bool = False
+    asking: Any = None
 
     def is_asked_by(self, value: Any) -> bool:
-        if self.empty_asks and value == {}:
+        if self.asking is not None and value == self.asking and type(value) is type(self.asking):
             return True
         return bool(value) and value not in self.neutral
 
@@ -40,6 +40,8 @@ _GRAMMAR = "it is called structured_outputs.grammar here"
 _DECODING = "it is called structured_outputs here, as in newer vLLM"
 _OF_FORMS = (_STRUCTURE, _GRAMMAR, _DECODING)
 """Advice in whose place stands that of the API which has other names for it."""
+_GIVEN_OUT = "log probabilities are all that is given out besides the answer"
+_MEDIA = "see mm_processor_kwargs of /v1/chat/completions"
 _CHATS = "only /v1/chat/completions could have it, and it is not built"
 
 NOT_BUILT: dict[str, NotBuilt] = {
@@ -103,13 +105,32 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "thinking_token_budget": NotBuilt("use max_tokens"),
     "reasoning_effort": NotBuilt("see chat_template_kwargs", ("none",)),
     "verbosity": NotBuilt("ask for it in the messages", ("medium",)),
-    "web_search_options": NotBuilt("this server searches nothing", empty_asks=True),
+    "web_search_options": NotBuilt("this server searches nothing", asking={}),
     "moderation": NotBuilt(
         "this server moderates nothing; ask a model that does, before and after"
     ),
     "compaction": NotBuilt("this server summarises nothing by itself; ask for it in a message"),
-    "return_hidden_states": NotBuilt("hidden states are not given out"),
-    "return_entropy": NotBuilt("only log probabilities are given out"),
+    "return_hidden_states": NotBuilt(_GIVEN_OUT),
+    "return_routed_experts": NotBuilt(_GIVEN_OUT),
+    "return_sampling_mask": NotBuilt(_GIVEN_OUT),
+    "return_entropy": NotBuilt(_GIVEN_OUT),
+    "return_weight_versions": NotBuilt("new weights are adapters, which have names"),
+    "return_prompt_text": NotBuilt("/tokenize and /detokenize tell what a prompt becomes"),
+    "return_prompt_token_ids": NotBuilt("it is called return_token_ids here"),
+    "return_input_ids_in_sglext": NotBuilt("it is called return_token_ids here"),
+    "return_output_ids_in_sglext": NotBuilt("it is called return_token_ids here"),
+    "watermarking": NotBuilt("answers have no watermark"),
+    "watermark": NotBuilt("answers have no watermark"),
+    "input_ids": NotBuilt("send token ids to /generate or /inference/v1/generate"),
+    "session_params": NotBuilt("send the whole prompt; what is cached of it is found"),
+    "previous_input_messages": NotBuilt("send all earlier items as input"),
+    "enable_response_messages": NotBuilt("/v1/chat/completions/render tells a prompt's tokens"),
+    "separate_reasoning": NotBuilt("reasoning has a field of its own", (True,), asking=False),
+    "stream_reasoning": NotBuilt("see include_reasoning", (True,), asking=False),
+    "images_config": NotBuilt(_MEDIA),
+    "video_config": NotBuilt(_MEDIA),
+    "min_dynamic_patch": NotBuilt(_MEDIA),
+    "max_dynamic_patch": NotBuilt(_MEDIA),
     "beam_width": NotBuilt("/v1/completions has it as use_beam_search", (1,)),
 }
 

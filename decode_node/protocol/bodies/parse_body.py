@@ -59,6 +59,7 @@ def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
 def validate(content: dict[str, Any], kind: type[BodyT]) -> BodyT:
     """Checks the sizes, the types and the names of a body that was parsed. Raises `BadRequest`."""
     _check_sizes(content)
+    kind.check_meant(content)
     try:
         found = kind.model_validate(content)
     except ValidationError as error:

@@ -7,20 +7,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from decode_node.protocol.bodies.body import Int, Name
+from decode_node.protocol.bodies.body import Ignored, Int, Name
 from decode_node.protocol.bodies.generation_body import GenerationBody
 from decode_node.protocol.chat.chat_messages import ChatMessage
+from decode_node.protocol.chat.thinking import ThinkingFields
 from decode_node.protocol.chat.tools import ToolUse, read_tools
 from edge.http.errors import BadRequest
 
 
-def thinking_switch(*, is_on: bool) -> dict[str, Any]:
-    """Returns the variables by which chat templates let a model think or not."""
-    mode = "enabled" if is_on else "disabled"
-    return {"enable_thinking": is_on, "thinking": is_on, "thinking_mode": mode}
-
-
-class ChatCompletionRequest(GenerationBody):
+class ChatCompletionRequest(GenerationBody, ThinkingFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
@@ -44,12 +39,10 @@ class ChatCompletionRequest(GenerationBody):
     """Only an empty list: `tools` replaced it."""
     function_call: Any = None
     """Only `none` and `auto`: `tool_choice` replaced it."""
-    reasoning_effort: Name | None = None
-    """Goes to the chat template; `none` turns thinking off where the template can."""
     verbosity: Name | None = None
     """Goes to the chat template: how long answers are, in the template's words."""
-    include_reasoning: bool | None = None
-    """Tell what the model thinks; on unless it is false."""
+    prediction: Ignored = None
+    """Nothing is drafted from it."""
 
     add_generation_prompt: bool | None = None
     """End the prompt where an answer begins; on unless it is false."""
@@ -57,8 +50,6 @@ class ChatCompletionRequest(GenerationBody):
     """Go on with the last message instead of beginning an answer to it."""
     chat_template: str | None = None
     """A template instead of the model's, where the operator allows it."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the model's chat template."""
     documents: list[dict[str, Any]] | None = None
     """Texts for templates that have a place for them."""
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -94,16 +85,9 @@ class ChatCompletionRequest(GenerationBody):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Returns what the template gets besides messages and tools. The effort `none` turns
-        thinking off in templates that have a switch for it."""
-        variables: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
-        if self.verbosity is not None:
-            variables["verbosity"] = self.verbosity
-        if self.reasoning_effort == "none":
-            variables |= thinking_switch(is_on=False)
-        return variables | (self.chat_template_kwargs or {})
+        """Returns what the template gets besides messages and tools."""
+        verbosity = {} if self.verbosity is None else {"verbosity": self.verbosity}
+        return self.thinking_variables | verbosity | (self.chat_template_kwargs or {})
 
     other_names: ClassVar[dict[str, str]] = {}
     """Fields that the client knows by another name, in an API that amounts to a chat."""

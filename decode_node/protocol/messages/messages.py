@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from decode_node.protocol.bodies.body import Ignored, Int, Name, StrictBody
-from decode_node.protocol.chat.chat import thinking_switch
 from decode_node.protocol.chat.other_chat import ChatOfAnother
+from decode_node.protocol.chat.thinking import Thinking
 from decode_node.protocol.messages.messages_input import chat_messages, left_out_blocks
 from decode_node.protocol.messages.messages_tools import MessageTools
 from decode_node.protocol.other_names import named_fields
@@ -21,17 +21,6 @@ _SAME_IN_CHATS = ("model", "temperature", "top_p", "top_k", "stream", "priority"
 _FORMAT = "output_format"
 _CLEAR_THINKING = "clear_thinking_"
 _CLEARING = ("clear_tool_uses_", "compact_")
-
-
-class Thinking(StrictBody):
-    """Whether the model thinks before it answers."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    """Goes to the chat template as its switch; `adaptive` leaves it as it is."""
-    budget_tokens: Int | None = None
-    """The most tokens of thinking."""
-    display: Ignored = None
-    """Thinking is sent as it is."""
 
 
 class AnthropicToolChoice(StrictBody):
@@ -51,7 +40,6 @@ class ChatOfMessages(ChatOfAnother):
     other_names: ClassVar[dict[str, str]] = {
         "max_completion_tokens": "max_tokens",
         "stop": "stop_sequences",
-        "thinking_token_budget": "thinking.budget_tokens",
         "response_format": "output_config.format",
         "response_format.json_schema": "output_config.format",
         "reasoning_effort": "output_config.effort",
@@ -60,6 +48,10 @@ class ChatOfMessages(ChatOfAnother):
     @property
     def moves_system_turns(self) -> bool:
         return True
+
+    @property
+    def effort_switches(self) -> bool:
+        return False
 
 
 class CountTokensRequest(StrictBody):
@@ -92,6 +84,8 @@ class CountTokensRequest(StrictBody):
     context_management: dict[str, Any] | None = None
     """Edits of thinking, which templates leave out of former turns by themselves. Those that clear
     results of tools or compact the turns are ignored: nothing is cleared."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template; an extension."""
     betas: Ignored = None
     """Names of features; each is honoured or refused by its own field."""
     cache_control: Ignored = None
@@ -154,11 +148,9 @@ class CountTokensRequest(StrictBody):
             "tools": None if self.tools is None else self.read_tools.functions,
             "reasoning_effort": (self.output_config or {}).get("effort"),
             "response_format": self._response_format(),
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "thinking": self.thinking and self.thinking.model_dump(exclude_none=True),
         }
-        if self.thinking is not None and self.thinking.type != "adaptive":
-            is_on = self.thinking.type == "enabled"
-            fields["chat_template_kwargs"] = thinking_switch(is_on=is_on)
-            fields["thinking_token_budget"] = self.thinking.budget_tokens
         if (choice := self.tool_choice) is not None:
             fields["tool_choice"] = _chat_choice(choice)
             fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
@@ -208,6 +200,16 @@ class MessagesRequest(CountTokensRequest):
     """There is one tier."""
     inference_geo: Ignored = None
     """There is one place."""
+    speed: Ignored = None
+    """There is one speed."""
+    fallbacks: Ignored = None
+    """Nothing is declined here that other models would answer."""
+    fallback_credit_token: Ignored = None
+    """Nothing is billed."""
+    billing_policy: Ignored = None
+    """Nothing is billed."""
+    diagnostics: Ignored = None
+    """The usage tells what was cached."""
 
     def _chat_fields(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in (*_SAME_IN_CHATS, "seed")}

@@ -27,9 +27,15 @@ _NEEDS_STATE = "nothing is kept between requests here; send all earlier items as
 _SAME_IN_CHATS = (
     "model", "temperature", "top_p", "stream", "seed", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "stop", "priority", "cache_salt",
-    "parallel_tool_calls", "chat_template_kwargs",
+    "parallel_tool_calls", "chat_template_kwargs", "extra_key", "logit_bias", "stop_token_ids",
+    "ignore_eos", "include_reasoning", "include_stop_str_in_output", "skip_special_tokens",
+    "spaces_between_special_tokens",
 )  # fmt: skip
 """Fields that chats have under the same name, with the same meaning."""
+_NO_PROMPTS = (
+    "no prompts are stored here; send its text as instructions and input, with the variables "
+    "filled in"
+)
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -135,8 +141,24 @@ class ResponsesRequest(StrictBody):
     """Smaller runs first, where nodes schedule by priority."""
     cache_salt: Name | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    extra_key: Name | None = None
+    """The same, besides `cache_salt`; SGLang's name."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""
+    logit_bias: dict[str, float] | None = None
+    """Adds an amount from -100 to 100 to the logits of token ids."""
+    stop_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
+    """Up to 256 token ids that end the answer, besides the model's own."""
+    ignore_eos: bool | None = None
+    """The model's own end of sequence does not end the answer."""
+    include_reasoning: bool | None = None
+    """Tell what the model thinks; on unless it is false."""
+    include_stop_str_in_output: bool | None = None
+    """The answer ends with the stop text or stop token that ended it."""
+    skip_special_tokens: bool | None = None
+    """Special tokens have no text; on unless it is false."""
+    spaces_between_special_tokens: bool | None = None
+    """Put spaces between special tokens where the tokenizer does; on unless it is false."""
 
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     """`message.output_text.logprobs` tells log probabilities. Others are sent anyway, or belong to
@@ -161,10 +183,28 @@ class ResponsesRequest(StrictBody):
     """Prefixes are kept while there is room."""
     prompt_cache_options: Ignored = None
     """Prefixes are found by their content, wherever they end."""
+    session_id: Ignored = None
+    """It names a session to the router, as X-Session-ID does."""
+    background_options: Ignored = None
+    """Work in the background is done as soon as there is room."""
+    access_programs: Ignored = None
+    """There are none."""
+    image: Ignored = None
+    """No images are made."""
+    kv_transfer_params: Ignored = None
+    """The nodes move KV by themselves."""
+    ec_transfer_params: Ignored = None
+    """The nodes move what they need by themselves."""
+
+    @classmethod
+    def check_meant(cls, content: dict[str, Any]) -> None:
+        """Raises `BadRequest` for a stored prompt, which stands for the input."""
+        if content.get("prompt") is not None:
+            raise _refused("prompt", _NO_PROMPTS)
 
     def check_supported(self) -> None:
         """Raises `BadRequest` for what needs state, or is not built."""
-        for name in ("previous_response_id", "conversation", "prompt"):
+        for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
                 raise _refused(name, _NEEDS_STATE)
         if self.background:

@@ -118,6 +118,8 @@ class DerenderBody(StrictBody):
     """A name that this server gives its model; any of them, or none."""
     stream: Any = None
     """Only false: the answer is whole."""
+    prompt_token_ids: Ignored = None
+    """The request is rendered again."""
 
     def check_supported(self) -> None:
         """Raises `BadRequest` where a stream is asked for."""

@@ -144,6 +144,8 @@ class SGLangRequest(StrictBody):
     """Only false: log probabilities are all that is given out."""
     return_sampling_mask: Any = None
     """Only false: log probabilities are all that is given out."""
+    return_indexer_topk: Any = None
+    """Only false: log probabilities are all that is given out."""
 
     bootstrap_host: Ignored = None
     """The cluster places a prompt by itself."""
@@ -158,7 +160,7 @@ class SGLangRequest(StrictBody):
     routing_key: Ignored = None
     """The header X-Session-ID names a session."""
     session_id: Ignored = None
-    """The header X-Session-ID names a session."""
+    """It names a session to the router, as X-Session-ID does."""
     log_metrics: Ignored = None
     """All requests count."""
     no_logs: Ignored = None
@@ -200,7 +202,6 @@ class SGLangRequest(StrictBody):
         sampling = self._sampling
         num_top = (self.top_logprobs_num or 0) if self.return_logprob else None
         shared = {name: getattr(sampling, name) for name in _SAME}
-        salt = "/".join(part for part in (self.cache_salt, self.extra_key) if part)
         return CompletionOfAnother.with_images(
             tuple(self._image_urls()),
             prompt=self._prompt,
@@ -208,7 +209,8 @@ class SGLangRequest(StrictBody):
             stream=self.stream,
             request_id=self.rid,
             priority=None if self.priority is None else min(-self.priority, _MAX_PRIORITY),
-            cache_salt=salt or None,
+            cache_salt=self.cache_salt,
+            extra_key=self.extra_key,
             logprobs=num_top,
             prompt_logprobs=None if self.first_described is None else num_top,
             logprob_token_ids=self.token_ids_logprob if self.return_logprob else None,
@@ -268,7 +270,7 @@ def _is_token(prompt: list[Any]) -> bool:
 
 _NOT_HERE = (
     "video_data", "audio_data", "session_params",
-    "return_routed_experts", "return_hidden_states", "return_sampling_mask",
+    "return_routed_experts", "return_hidden_states", "return_sampling_mask", "return_indexer_topk",
 )  # fmt: skip
 _SAME = SGLangSampling.model_fields.keys() & CompletionRequest.model_fields.keys()
 _OTHER_NAMES = {

@@ -140,7 +140,7 @@ def _variables(body: ChatCompletionRequest, forms: TemplateForms) -> dict[str, A
     """Returns what the template gets besides messages and tools: an effort that it takes, unless
     the client names the template's variable itself."""
     found = dict(body.template_variables)
-    given = body.reasoning_effort
+    given = body.effort
     if given is None or _EFFORT in (body.chat_template_kwargs or {}):
         return found
     found.pop(_EFFORT, None)

@@ -91,6 +91,28 @@ async def test_a_budget_of_thinking_is_a_grammar(folder: Path, fields: dict[str,
     assert takes(folder, grammar, free) is not bool(fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"thinking_budget": 2}, "thinking_budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2}}, "thinking.budget_tokens"),
+        ({"reasoning": {"max_tokens": 2}}, "reasoning.max_tokens"),
+    ],
+)
+async def test_a_budget_has_the_names_of_all_makers(
+    folder: Path, fields: dict[str, Any], place: str
+) -> None:
+    grammar, _ = await answer(f"ab</think>{DOCUMENT}", **fields, **OPEN)
+    assert takes(folder, grammar, f"ab</think>{DOCUMENT}")
+    assert not takes(folder, grammar, f"abc</think>{DOCUMENT}")
+    raised = json.loads(json.dumps(fields).replace("2", str(1 << 30)))
+    async with node_with("a</think>b") as node:
+        response = await node.client.post(CHAT, json={"messages": MESSAGES, **raised})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, place)
+    assert error["message"].startswith(place)
+
+
 async def test_no_budget_is_no_grammar() -> None:
     for budget in (None, -1):
         grammar, _ = await answer("a</think>b", thinking_token_budget=budget, **OPEN)
