@@ -7,6 +7,7 @@
        Leaving the iterator cancels the call, which aborts the request on the prefill node.
 
 One channel for each node, with keepalive, so that a node that went silent is noticed in seconds.
+A node that was not asked for anything for an hour is forgotten: it may be gone for good.
 gRPC's own retries are off: the proxy decides what follows a failure.
 """
 
@@ -54,6 +55,7 @@ _CHANNEL_OPTIONS = (
 )
 _AVOID_S = 1.0
 """A node that could not be reached is not asked again for this many seconds."""
+_FORGOTTEN_S = 3600.0
 _HANDSHAKE_AGAIN = {
     "failed_precondition",
     "unavailable",
@@ -76,6 +78,9 @@ class _Node:
         self.peer: KVPeer | None = None
         self.avoid_until = 0.0
         self.handshake_lock = asyncio.Lock()
+        self.used_at = time.monotonic()
+        self.num_calls = 0
+        """Prompts under way there."""
 
     async def stub(self) -> prefill_pb2_grpc.PrefillStub:
         """Returns a stub for one call. Raises `PrefillError` if the node must not be dialled."""
@@ -99,13 +104,12 @@ class PrefillClient:
         self._credentials = credentials
         self._handshake_timeout_s = handshake_timeout_s
         self._nodes: dict[str, _Node] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def handshake(self, address: str) -> KVPeer:
         """Returns what a prefill node says of itself. Raises `PrefillError` when it is unreachable,
         stopping, or its KV does not fit ours."""
-        node = self._nodes.get(address)
-        if node is None:
-            node = self._nodes[address] = _Node(address, self._credentials)
+        node = self._node(address)
         if node.peer is None:
             async with node.handshake_lock:
                 if node.peer is None:
@@ -122,7 +126,7 @@ class PrefillClient:
         self, address: str, request: GenerationRequest, params: KVTransferParams
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Yields the events of one attempt. Ends after `KVTaken`; raises `PrefillError`."""
-        node = self._nodes[address]
+        node = self._node(address)
         trace = request.calls.begin(request.trace, address) if request.trace is not None else {}
         metadata = (*trace.items(), *self._credentials.metadata())
         stub = await node.stub()
@@ -132,6 +136,7 @@ class PrefillClient:
         peer = params.peer
         num_groups = 1 + len(peer.groups) if peer is not None and peer.names_group else 0
         events = PrefillEvents(request.prefill_spec, self._vocab_size, num_groups)
+        node.num_calls += 1
         try:
             # Closed, because it and the call hold each other while it is not at its end.
             async with aclosing(aiter(call)) as messages:
@@ -149,12 +154,31 @@ class PrefillClient:
             request.calls.end(error.code)
             raise self._disappointed(node, error.code, f"{address}: {error}") from None
         finally:
+            node.num_calls -= 1
             request.calls.end()
             call.cancel()
 
     async def close(self) -> None:
-        await asyncio.gather(*(node.channel.close() for node in self._nodes.values()))
+        channels = (node.channel.close() for node in self._nodes.values())
+        await asyncio.gather(*channels, *self._closing)
         self._nodes.clear()
+
+    def _node(self, address: str) -> _Node:
+        node = self._nodes.get(address)
+        if node is None:
+            self._forget_unused()
+            node = self._nodes[address] = _Node(address, self._credentials)
+        node.used_at = time.monotonic()
+        return node
+
+    def _forget_unused(self) -> None:
+        horizon = time.monotonic() - _FORGOTTEN_S
+        for address, node in list(self._nodes.items()):
+            if not node.num_calls and node.used_at < horizon:
+                del self._nodes[address]
+                closing = asyncio.create_task(node.channel.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
 
     def _disappointed(self, node: _Node, code: str, message: str) -> PrefillError:
         """Returns what to raise. The node may not be who it was: shake hands

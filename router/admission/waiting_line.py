@@ -3,9 +3,8 @@
 1. by class     interactive before standard before batch. A request rises by one class for every
                 `age_s` it has waited, so nothing waits for ever
 2. by tenant    inside a class, the tenant that was served least so far (start-time fair queueing,
-with
-                tokens as the cost): one tenant's thousand requests do not stand before another's
-                first
+                with tokens as the cost): one tenant's thousand requests do not stand before
+                another's first
 3. by deadline  inside a tenant, the earliest
 
 The line is short (it is bounded), so the next one is found by looking at all.

@@ -184,6 +184,34 @@ async def test_after_kv_that_did_not_come_its_endpoints_are_learnt_again() -> No
         assert (await client.handshake(address)).endpoints == (("10.0.0.9:7",),)
 
 
+async def test_nodes_that_are_not_used_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.Accepted())
+        await asyncio.Event().wait()
+
+    async with (
+        prefill_node() as (unused, unused_address, _),
+        prefill_node() as (busy, busy_address, _),
+        prefill_node() as (_, new_address, _),
+        prefill_client() as client,
+    ):
+        busy.handler = hang
+        for address in (unused_address, busy_address):
+            await client.handshake(address)
+        reading = asyncio.create_task(events(client, busy_address))
+        await until(lambda: len(busy.requests) == 1, "the call")
+        monkeypatch.setattr(prefill_client_module, "_FORGOTTEN_S", 0.0)
+        await client.handshake(new_address)
+        monkeypatch.setattr(prefill_client_module, "_FORGOTTEN_S", 3600.0)
+        for address in (unused_address, busy_address):
+            await client.handshake(address)
+        assert (len(unused.handshakes), len(busy.handshakes)) == (2, 1)
+        assert not reading.done()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+
 async def test_other_failures_keep_the_handshake() -> None:
     async def refuse(request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         failed = prefill_pb2.Failed(code="resource_exhausted", message="the queue is long")

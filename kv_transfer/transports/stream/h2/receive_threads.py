@@ -1,12 +1,10 @@
 """Threads that take the rest of large messages from the kernel, and check it.
 
     1. `receive(...)`   fills memory piece by piece; the sink is called for each piece while it is
-    in the
-                        processor's cache
+                        in the processor's cache
     2. `done`           on the event loop: all of it has come, or no more for now, or why not
     3. `give_up`        nothing wants it any more: after the piece at hand `done` is called. Until
-    then
-                        the memory is still written to
+                        then the memory is still written to
 
 A thread waits for more, since what follows is mostly there before the event loop could say so; but
 only for a moment, so that a slow peer keeps no thread from the others. The connection's state is
