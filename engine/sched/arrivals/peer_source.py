@@ -132,6 +132,8 @@ class PeerSource:
         self, arrival: PeerArrival, num_tokens_kept: int, failure: KVTransferResult
     ) -> KVTransferResult | None:
         self.counters.failures += 1
+        seconds = time.monotonic() - arrival.started_at
+        self._rates.failed(arrival.peer, arrival.num_coming, seconds)
         kv_cache, stop = self._kv_cache, arrival.num_before + arrival.num_coming
         num_tokens = max(arrival.num_before, kv_cache.behind.last_end(num_tokens_kept))
         if kv_cache.can_continue(num_tokens, stop):

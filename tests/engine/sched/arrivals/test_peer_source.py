@@ -146,6 +146,7 @@ def test_a_pull_that_fails_keeps_what_came(tells_part: bool) -> None:
     assert client.tokens == client.expected
     assert computed(machine) == len(PROMPT) - (kept if tells_part else 0)
     assert machine.scheduler.stats().kv_transfer["prefix_pull_failures"] == 1
+    assert machine.scheduler.remote.peers._rates._of("peer:1").num_takes == 1
     machine.check_all_done()
 
 
@@ -296,6 +297,21 @@ def test_one_stall_does_not_make_a_quick_peer_slow_for_long() -> None:
     assert 50 <= tries <= 100
     rates.pulled("peer:1", 500, 0.1)
     assert rates.is_quicker("peer:1", 500)
+
+
+def test_a_peer_whose_pulls_fail_is_not_asked() -> None:
+    """However quickly they fail; one failure does not outweigh many pulls."""
+    own = PrefillRate()
+    compute(own, 1000, 1.0)
+    rates = PullRates(own)
+    rates.failed("frozen:1", 500, 5.0)
+    for _ in range(2):
+        rates.failed("refuses:1", 500, 0.001)
+    for _ in range(10):
+        rates.pulled("quick:1", 500, 0.1)
+    rates.failed("quick:1", 500, 0.001)
+    for peer, is_asked in (("frozen:1", False), ("refuses:1", False), ("quick:1", True)):
+        assert rates.is_quicker(peer, 500) is is_asked
 
 
 def test_a_try_is_decided_once_and_ends_in_a_pull() -> None:
