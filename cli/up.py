@@ -22,6 +22,7 @@ from cli.local_cluster.cluster import UpSettings, cluster_specs
 from cli.local_cluster.display import ClusterDisplay
 from cli.local_cluster.memory_check import check_memory
 from cli.local_cluster.node_args import NodeArgs, UsageError, read_args
+from cli.local_cluster.service_checks import check_services
 from cli.local_cluster.supervisor import ServiceFailed, Supervisor
 from edge.command_line import parse_settings
 from engine.contracts.errors import CannotStartError
@@ -148,6 +149,7 @@ async def _checked_up(settings: UpSettings, node_args: NodeArgs, console: Consol
     check_architecture(settings.model)
     check_memory(settings)
     if settings.check:
+        await check_services(cluster_specs(settings, node_args.common, node_args.decode))
         print(settings.model_dump_json(indent=2))
         return
     await _up(settings, node_args, console)

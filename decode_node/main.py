@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from decode_node.config import DecodeNodeSettings
-from decode_node.served_text import create_parsers
+from decode_node.served_text import ServedText, create_parsers
 from decode_node.server import check_files, serve
 from edge.http.event_loop.large_blocks import return_large_blocks
 from edge.logs.setup import setup_logging
@@ -24,7 +24,7 @@ def main() -> int:
 
 
 def _check(settings: DecodeNodeSettings) -> int:
-    """Does what `--check` asks and returns the exit code. No model is read, so that of parsers only
+    """Does what `--check` asks and returns the exit code. Where no model is here, of parsers only
     the names can be wrong."""
     try:
         create_parsers(settings, Tokenizer.stand_in(1))
@@ -32,4 +32,6 @@ def _check(settings: DecodeNodeSettings) -> int:
     except SettingsError as error:
         print(f"wrong settings: {error}", file=sys.stderr)
         return 2
-    return settings.print_checked("kv_consumer")
+    return settings.print_checked(
+        "kv_consumer", lambda config: ServedText.read(settings, config.model)
+    )

@@ -40,3 +40,10 @@ def proc_field(path: Path, name: str) -> int:
     if found is None:
         raise RuntimeError(f"{path} has no field {name}; is /proc mounted?")
     return int(found[1]) * 1024
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Returns a size as people read it."""
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / (1 << 30):.1f} GiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"

@@ -11,7 +11,7 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import run_node
 from engine.node.settings.engine_settings import SettingsError
 from role_node.config import RoleNodeSettings
-from role_node.server import serve
+from role_node.server import read_model, serve
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
 
 
 def _check(settings: RoleNodeSettings) -> int:
-    """Does what `--check` asks, for both roles, and returns the exit code. Reads no model."""
+    """Does what `--check` asks, for both roles, and returns the exit code."""
     try:
         create_parsers(settings, Tokenizer.stand_in(1))
         check_files(settings)
@@ -31,4 +31,4 @@ def _check(settings: RoleNodeSettings) -> int:
     except SettingsError as error:
         print(f"wrong settings: {error}", file=sys.stderr)
         return 2
-    return settings.print_checked("kv_producer")
+    return settings.print_checked("kv_producer", lambda config: read_model(settings, is_check=True))

@@ -187,9 +187,14 @@ def take_ports(
     return PrefillPorts.take(settings.for_prefill(), credentials)
 
 
-def read_model(settings: RoleNodeSettings) -> tuple[RoleEngines, ServedText]:
-    """Reads what both roles need to know of the model. May load it from a hub."""
-    prefill, decode = (settings.to_engine_config(role) for role in KV_ROLES.values())
+def read_model(
+    settings: RoleNodeSettings, *, is_check: bool = False
+) -> tuple[RoleEngines, ServedText]:
+    """Reads what both roles need to know of the model. May load it from a hub. `is_check`: the node
+    may run elsewhere."""
+    prefill, decode = (
+        settings.to_engine_config(role, is_check=is_check) for role in KV_ROLES.values()
+    )
     text = ServedText.read(settings, decode.model)
     decode = only_kept_answers(decode, text.tokenizer, text.parsers)
     return RoleEngines(prefill, decode), text

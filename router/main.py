@@ -12,13 +12,11 @@ from edge.http.event_loop.large_blocks import return_large_blocks
 from edge.http.event_loop.long_work import take_short_turns
 from edge.logs.setup import setup_logging, tell_failure
 from edge.security.config import SecurityError
-from edge.security.credentials import Credentials
 from edge.tracing.errors import TracingError
+from router.app import create_app
 from router.config import RouterSettings
-from router.edge.api_keys import ApiKeys
 from router.errors import ConfigurationError
 from router.garbage import settle
-from router.models.rules_file import RulesFile
 from router.nodes.address import NodeRole, parse_node_list
 from router.server import RouterServer, bind, https_files
 
@@ -68,13 +66,12 @@ def tell_who_operates(settings: RouterSettings) -> None:
 
 
 def print_checked(settings: RouterSettings) -> int:
-    """Prints what `--check` shows, with secrets masked; returns the exit code. Raises
-    `ConfigurationError`, `SecurityError`."""
+    """Makes a router that serves nobody, and prints what `--check` shows, with secrets masked;
+    returns the exit code. Raises `ConfigurationError`, `SecurityError`, `TracingError`."""
     check_plaintext(settings)
     https_files(settings)
-    Credentials(settings.security_config())
-    ApiKeys(file=settings.api_key_file)
-    RulesFile(settings.model_rules_file)
+    settings.check_trace_file()
+    create_app(settings.model_copy(update={"trace_file": None}))
     print(settings.model_dump_json(indent=2))
     return 0
 

@@ -870,10 +870,10 @@ def test_files_stay_readable() -> None:
 
 
 def test_attention_backends_keep_their_kinds_to_themselves() -> None:
-    """Batch, runner and models know the interface and the choice, and no backend's own tricks. What
-    explains choices stands in for a library."""
+    """Batch, runner and models know the interface and the choice, settings what cannot be chosen,
+    and none a backend's own tricks. What explains choices stands in for a library."""
     known = {
-        "backend", "selection", "layer", "block", "latent_block", "indexer", "block_indexer",
+        "backend", "selection", "flash_limits", "layer", "block", "latent_block", "indexer", "block_indexer",
         "row_indexer", "row_inputs", "window_rows_block",
     }  # fmt: skip
     wrong = [

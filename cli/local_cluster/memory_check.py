@@ -1,4 +1,5 @@
-"""Tells before anything is loaded that a model cannot fit this machine's memory.
+"""Tells before anything is loaded that a model cannot fit this machine's memory, or has too few
+GPUs.
 
 Only weights are counted, which lie in files whose size is known; nodes say themselves what is
 missing besides.
@@ -21,16 +22,19 @@ class TooLarge(CannotStartError):
     """The weights need more memory than there is."""
 
 
+class TooFewGpus(CannotStartError):
+    """A node has more ranks than this machine has GPUs."""
+
+
 def check_memory(settings: UpSettings) -> None:
-    """Raises `TooLarge`. A model that is still to be downloaded is not judged."""
+    """Raises `TooLarge` or `TooFewGpus`. The size of a model that is still to be downloaded is not
+    judged."""
     folder = Path(settings.model).expanduser()
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if not num_bytes:
-        return
     device = detect_device() if settings.device == "auto" else settings.device
     if device == "cuda":
         _check_gpus(settings, num_bytes)
-    else:
+    elif num_bytes:
         _check_host(settings, num_bytes)
 
 
@@ -50,7 +54,12 @@ def _check_gpus(settings: UpSettings, num_bytes: int) -> None:
     num_gpus = len(driver.device_uuids())
     if not num_gpus:
         return
-    num_places = max(1, num_gpus // settings.tp)
+    if settings.tp > num_gpus:
+        raise TooFewGpus(
+            f"{settings.tp} tensor-parallel ranks need a GPU each, and this machine has "
+            f"{num_gpus}; lower --tp, or compute on --device cpu"
+        )
+    num_places = num_gpus // settings.tp
     num_sharing = -(-settings.num_nodes // num_places)
     total = min(driver.total_memory(index) for index in range(num_gpus))
     each = num_bytes // settings.tp

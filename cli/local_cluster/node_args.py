@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import re
 import sys
@@ -19,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cli.local_cluster.cluster import UpSettings
+from cli.local_cluster.service_checks import refusal
 from edge.command_line import flags_of
 from engine.node.settings.engine_settings import EngineSettings
 
 _OTHER_NAMES = {"--tensor-parallel-size": "--tp", "-tp": "--tp"}
 _MODEL = "--model"
-_PROGRAM = re.compile(r"tandem \w+: ")
 _VALUE = re.compile(r"(?!--?[A-Za-z]).*", re.DOTALL)
 """Negative numbers are values, too."""
 
@@ -47,15 +46,8 @@ class NodeArgs:
             return
         flags = (*self.common, *self.decode)
         module = "role_node" if are_switchable else "decode_node"
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, "--check", "--model", "any", *flags),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        _, said = await process.communicate()
-        if process.returncode:
-            raise UsageError(_nearest_own(self.decode) or _without_program(said))
+        if said := await refusal((sys.executable, "-m", module, "--model", "any", *flags)):
+            raise UsageError(_nearest_own(self.decode) or said)
 
 
 def _nearest_own(flags: Sequence[str]) -> str:
@@ -65,10 +57,6 @@ def _nearest_own(flags: Sequence[str]) -> str:
         if flag.startswith("-") and (near := difflib.get_close_matches(flag, known, 1, 0.8)):
             return f"there is no {flag}; did you mean {near[0]}?"
     return ""
-
-
-def _without_program(said: bytes) -> str:
-    return _PROGRAM.sub("", said.decode(errors="replace").strip(), count=1)
 
 
 def read_args(args: Sequence[str]) -> tuple[list[str], NodeArgs]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class TracingError(Exception):
     """Traces cannot be written as asked."""
@@ -9,6 +11,12 @@ class TracingError(Exception):
 
 class TraceFileError(TracingError):
     """The trace file cannot be opened."""
+
+    def __init__(self, path: Path, reason: str | None) -> None:
+        super().__init__(
+            f"the trace file {path} cannot be opened ({reason}); make its folder, or give another "
+            "--trace-file"
+        )
 
 
 class OtlpError(TracingError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from edge.tracing.context import Sampler
 from edge.tracing.environment import tracing_environment
-from edge.tracing.errors import OtlpError
+from edge.tracing.errors import OtlpError, TraceFileError
 from edge.tracing.export.otlp_endpoint import OtlpEndpoint
 from edge.tracing.sampling import find_ratio, ratio_sampler
 
@@ -52,6 +54,11 @@ class TraceSettings(BaseModel):
         description="Part of the traces that begin here that is sampled; a caller's traceparent "
         "decides for its own. Default: what OTEL_TRACES_SAMPLER says, else 1.",
     )
+
+    def check_trace_file(self) -> None:
+        """Raises `TraceFileError` where the file could not be opened, and makes none."""
+        if self.trace_file is not None and not self.trace_file.parent.is_dir():
+            raise TraceFileError(self.trace_file, os.strerror(errno.ENOENT))
 
     def sampler(self) -> Sampler:
         return ratio_sampler(find_ratio(self.trace_sample_ratio, tracing_environment()))

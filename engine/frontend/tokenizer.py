@@ -26,6 +26,7 @@ import tokenizers.pre_tokenizers
 
 from edge.printable import printable
 from engine.config import ModelConfig
+from engine.contracts.errors import CannotStartError
 from engine.frontend.templates.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
 from engine.frontend.templates.own_templates import own_template
 from engine.frontend.text.byte_detokenizer import ByteTexts
@@ -61,7 +62,7 @@ class _TemplateField(msgspec.Struct):
         return {} if self.chat_template is None else {_DEFAULT: self.chat_template}
 
 
-class TokenizerError(Exception):
+class TokenizerError(CannotStartError):
     """A tokenizer file is missing or unreadable; says which and what to do."""
 
     def __init__(self, message: str) -> None:

@@ -1,12 +1,16 @@
-"""Counts what a pool of blocks holds, when every group of layers takes blocks from it."""
+"""Counts what a pool of blocks holds, when every group of layers takes blocks from it, and refuses
+one that holds too little."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import lcm
 
+from engine.config import EngineConfig
+from engine.contracts.errors import CannotStartError
+from host.memory import format_bytes
 from kv_transfer.group_sizes import LONGEST
-from kv_transfer.layout import STATE_SPAN, KVGroup, own_groups
+from kv_transfer.layout import DTYPE_BYTES, STATE_SPAN, KVGroup, own_groups
 
 _STEPS_AHEAD = 2
 """One is computed while the next is scheduled."""
@@ -103,3 +107,73 @@ def tokens_that_fit(
         else:
             high = middle - 1
     return low
+
+
+class KVCacheMemoryError(CannotStartError):
+    """Raised when not even one sequence of the allowed length would fit. Says both numbers and the
+    cure.
+    """
+
+
+def blocks_that_fit(config: EngineConfig, budget_bytes: int) -> int:
+    """Returns the blocks that fit `budget_bytes`, but no more than all rows could ever fill."""
+    wanted = config.scheduler.max_num_seqs * blocks_per_sequence(config)
+    return min(wanted, budget_bytes // (config.kv_layout.block_bytes + _feature_bytes(config)))
+
+
+def _feature_bytes(config: EngineConfig) -> int:
+    """Returns what drafters keep beside each block."""
+    draft = config.draft
+    return 0 if draft is None else draft.feature_size * DTYPE_BYTES[config.model.dtype]
+
+
+def blocks_per_sequence(config: EngineConfig) -> int:
+    """Returns the blocks of one sequence of `max_model_len` tokens, and of its drafts."""
+    num_slots = config.model.max_model_len + config.decode_query_len - 1
+    step_tokens = config.scheduler.max_num_batched_tokens
+    return num_blocks_for(config.kv_layout.groups, num_slots, step_tokens)
+
+
+def check_one_sequence_fits(config: EngineConfig, num_blocks: int, budget: object = None) -> None:
+    """Refuses fewer blocks than one sequence needs: a long request could wait forever. The number
+    follows from `budget`, of which the error tells, where it was measured.
+
+    Raises:
+        KVCacheMemoryError: It does not fit.
+    """
+    needed = blocks_per_sequence(config)
+    if num_blocks >= needed:
+        return
+    layout = config.kv_layout
+    block_size, block_bytes = layout.groups[0].block_size, layout.block_bytes
+    room = tokens_that_fit(layout.groups, num_blocks, config.scheduler.max_num_batched_tokens)
+    shorter = f"lower max_model_len to at most {room} or " if room else ""
+    raise KVCacheMemoryError(
+        f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}, "
+        f"{format_bytes(num_blocks * block_bytes)}), but max_model_len is "
+        f"{config.model.max_model_len}, which takes {needed} blocks "
+        f"({format_bytes(needed * block_bytes)}); {shorter}raise {size_setting(config)}"
+        + (f"; {budget}" if budget is not None else "")
+    )
+
+
+def check_given_size(config: EngineConfig) -> None:
+    """Refuses a cache whose size the settings name, where it is too small: before anything is
+    loaded. Raises `KVCacheMemoryError`."""
+    cache = config.cache
+    if cache.num_blocks is not None:
+        check_one_sequence_fits(config, cache.num_blocks)
+    elif cache.kv_cache_memory_bytes is not None:
+        check_one_sequence_fits(config, blocks_that_fit(config, cache.kv_cache_memory_bytes))
+
+
+def size_setting(config: EngineConfig) -> str:
+    """Returns which setting decides how large the cache is, and its value."""
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return f"num_blocks (now {cache.num_blocks})"
+    if cache.kv_cache_memory_bytes is not None:
+        return f"kv_cache_memory_bytes (now {cache.kv_cache_memory_bytes})"
+    if config.device.device == "cuda":
+        return f"gpu_memory_utilization (now {cache.gpu_memory_utilization:g})"
+    return "kv_cache_memory_bytes (unset: a tenth of free memory)"

@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.contracts.errors import CannotStartError, EngineDeadError
 from engine.contracts.messages import LoadProgress
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.tokenizer import Tokenizer, TokenizerError
+from engine.frontend.tokenizer import Tokenizer
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.grpc_server import PortInUse
 from engine.node.settings.engine_settings import SettingsError
@@ -42,7 +42,6 @@ def run_node(name: str, serve: Coroutine[None, None, int]) -> int:
         PortInUse,
         SecurityError,
         SettingsError,
-        TokenizerError,
         TracingError,
         OSError,
     ) as error:

@@ -30,6 +30,7 @@ from engine.contracts.group_step import GroupStep, Step
 from engine.contracts.model_identity import identified
 from engine.contracts.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
 from engine.explain.start_log import log_choices
+from engine.kv_cache.capacity import blocks_that_fit, check_one_sequence_fits
 from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model, create_tower
 from engine.models.files.content_digests import FileDigests
@@ -42,12 +43,7 @@ from engine.worker.experts.balancer import ExpertBalancer, create_balancer
 from engine.worker.group_runner import GroupRunner
 from engine.worker.kv_connector import create_kv_connector
 from engine.worker.memory.budget import MemoryBudget
-from engine.worker.memory.kv_cache import (
-    KVCache,
-    blocks_that_fit,
-    check_one_sequence_fits,
-    describe_capacity,
-)
+from engine.worker.memory.kv_cache import KVCache, describe_capacity
 from engine.worker.memory.out_of_memory import (
     cure_of_full_cache,
     cure_of_graphs,

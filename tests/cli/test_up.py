@@ -15,8 +15,10 @@ import cli.local_cluster.memory_check
 import cli.up
 from cli.__main__ import main as tandem
 from cli.local_cluster.cluster import UpSettings
-from cli.local_cluster.memory_check import TooLarge, check_memory
+from cli.local_cluster.memory_check import TooFewGpus, TooLarge, check_memory
 from cli.local_cluster.node_args import NodeArgs, UsageError, read_args
+from cli.local_cluster.service_checks import check_services
+from cli.local_cluster.supervisor import ServiceFailed, ServiceSpec
 from cli.up import wait_routable
 from edge.command_line import parse_settings
 from engine.models.checkpoint import resolve_model
@@ -98,6 +100,32 @@ def test_a_check_starts_nothing(
     assert "Nonesuch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind", "words"),
+    [
+        ("--tp 3", "decode", "4 attention heads, which 3 tensor-parallel ranks cannot share"),
+        ("--prefill 0 --num-blocks 8", "decode", "room for 128 tokens"),
+        ("--switchable 1 --generation-config /nonexistent", "decode", "generation_config.json"),
+    ],
+)
+def test_a_check_says_what_the_start_would(
+    flags: str, kind: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tandem(["up", "--check", "--device", "cpu", *flags.split()]) == 2
+    line = only_line(capsys.readouterr().err)
+    assert line.startswith(f"{kind}: cannot start: ") and words in line
+
+
+async def test_each_kind_of_service_is_asked_once() -> None:
+    def spec(name: str, code: str) -> ServiceSpec:
+        return ServiceSpec(name, (sys.executable, "-c", code), "", env={"WORD": name})
+
+    refuses = "import os, sys; sys.exit('tandem x: ' + os.environ['WORD'] + ' ' + sys.argv[1])"
+    await check_services([spec("router", ""), spec("decode-0", "")])
+    with pytest.raises(ServiceFailed, match="^decode: decode-1 --check$"):
+        await check_services([spec("router", ""), *(spec(f"decode-{i}", refuses) for i in (0, 1))])
+
+
 def test_the_demo_checks_flags_of_nodes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert tandem(["demo", "--blok-size", "32"]) == 2
     line = only_line(capsys.readouterr().err)
@@ -170,6 +198,8 @@ def test_a_model_that_cannot_fit_the_gpus(
         return
     with pytest.raises(TooLarge, match=r"80\.0 GiB"):
         check_memory(settings)
+    with pytest.raises(TooFewGpus, match="8 tensor-parallel ranks"):
+        check_memory(UpSettings(model="org/unknown", tp=8, device="cuda"))
 
 
 def test_it_is_said_before_loading(

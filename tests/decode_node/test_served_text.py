@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from edge.security.config import SecurityError
 from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.settings.engine_settings import SettingsError
+from role_node.main import main as role_node_main
 from tests.decode_node.chat_clients import CHAT, MESSAGES, TOOLS
 from tests.decode_node.http_node import http_node
 from tests.engine.frontend.small_tokenizers import byte_level_backend, save
@@ -130,6 +132,21 @@ MISSING = (
     ("cluster_token_file",),
     ("tls_cert_file", "tls_key_file", "tls_ca_file"),
 )
+
+
+@pytest.mark.parametrize("main", [decode_node_main, role_node_main])
+def test_a_check_reads_what_the_node_makes_of_text(
+    main: Callable[[], int],
+    demo_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["node", "--check", "--device", "cpu", "--model", str(demo_checkpoint)]
+    monkeypatch.setattr("sys.argv", flags)
+    assert main() == 0
+    monkeypatch.setattr("sys.argv", [*flags, "--generation-config", "/nonexistent"])
+    assert main() == 2
+    assert "/nonexistent/generation_config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("names", MISSING, ids=lambda names: names[0])

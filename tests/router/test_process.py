@@ -116,6 +116,10 @@ async def test_who_came_while_a_draining_router_was_held_up_is_answered(cluster:
     [
         (("--decode", "nonsense"), 2, "host:http_port/grpc_port"),
         (("--host", "203.0.113.1"), 1, "choose another port or address"),
+        (("--check", "--decode", "nonsense"), 2, "host:http_port/grpc_port"),
+        (("--check", "--batch-store", "files"), 2, "--batch-store must be sqlite:///FILE"),
+        (("--check", "--response-store", "sqlite:////none/x.db"), 2, "there is no folder"),
+        (("--check", "--trace-file", "/none/spans"), 2, "make its folder"),
     ],
 )
 def test_a_wrong_setting_is_named_and_nothing_starts(

@@ -38,10 +38,7 @@ class TraceFile:
         try:
             self._open()
         except OSError as error:
-            raise TraceFileError(
-                f"the trace file {path} cannot be opened ({error.strerror}); make its folder, or "
-                f"give another --trace-file"
-            ) from None
+            raise TraceFileError(path, error.strerror) from None
 
     def write(self, spans: Sequence[RecordedSpan]) -> None:
         """Writes a line."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.config import AttentionBackendName, EngineConfig
-from engine.contracts.errors import CannotStartError
+from engine.config import EngineConfig
 from engine.head_sizes import HeadSizes
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.context_passes import PASS_TOKENS
@@ -19,6 +18,7 @@ from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.whole_prompts import flash_attention
 from engine.layers.attention.whole_prompts.cudnn_prefill import CudnnPrefill
 from engine.layers.attention.whole_prompts.flash_attention import FlashPrefill, FlashRagged
+from engine.layers.attention.whole_prompts.flash_limits import AttentionBackendError, check_wanted
 from engine.layers.attention.whole_prompts.uncached_prefill import (
     DensePrefill,
     UncachedPrefillBackend,
@@ -31,10 +31,6 @@ logger = logging.getLogger(__name__)
 TOKENS_OF_TWO_PASSES = 2 * PASS_TOKENS
 """The tokens that prompts behind contexts attend to in two passes, together."""
 _NOT_LOADED = "%s is installed but does not load: %s"
-
-
-class AttentionBackendError(CannotStartError):
-    """This machine or model does not have the kernels that the setting wants."""
 
 
 def choose_attention(
@@ -63,7 +59,9 @@ def choose_attention(
     """
     wanted = config.device.attention_backend
     has_window = [group.window is not None for group in config.kv_layout.groups]
-    _check_wanted(config, device, "a sliding window" if any(has_window) else rare_attention)
+    check_wanted(config, rare_attention)
+    if config.cache.kv_scales is not None:
+        _check_fp8_cache(device)
     records = is_gpu(device) and not config.device.enforce_eager
     of_recorded: dict[str, Any] = {
         "dense_tokens": dense_tokens,
@@ -92,28 +90,6 @@ def choose_attention(
     return UncachedPrefillBackend(
         dense, PagedBackend(**of_recorded), recorded_tokens=recorded_tokens
     )
-
-
-def _check_wanted(config: EngineConfig, device: torch.device, needs_own: str) -> None:
-    """Refuses what the wanted backend cannot do. `needs_own`: names what only our own kernels know
-    of this model's attention."""
-    wanted = config.device.attention_backend
-    if config.cache.kv_scales is not None:
-        _check_fp8_cache(wanted, device)
-    if wanted != "flash-attn":
-        return
-    if any(group.is_state for group in config.kv_layout.groups):
-        needs_own = "pages that may hold a former state, whose bytes are no keys and values"
-    if needs_own:
-        raise AttentionBackendError(
-            f"attention_backend flash-attn does not have {needs_own}, which "
-            f"{config.model.architecture} needs; choose auto or triton"
-        )
-    if config.device.deterministic:
-        raise AttentionBackendError(
-            "attention_backend flash-attn has no deterministic mode: how it splits a context "
-            "depends on what else runs; choose auto or triton, or leave out --deterministic"
-        )
 
 
 def _heads_that_see_everything(config: EngineConfig) -> list[HeadSizes]:
@@ -151,12 +127,7 @@ def _latent_backend(
     return LatentBackend(shape=latent)
 
 
-def _check_fp8_cache(wanted: AttentionBackendName, device: torch.device) -> None:
-    if wanted == "flash-attn":
-        raise AttentionBackendError(
-            "attention_backend flash-attn does not read an FP8 KV cache; choose auto or triton, or "
-            "bfloat16 as kv_cache_dtype"
-        )
+def _check_fp8_cache(device: torch.device) -> None:
     if is_gpu(device) and not has_e4m3(device):
         raise AttentionBackendError(
             f"{gpu_name(device)} has no instructions for FP8; choose bfloat16 as "

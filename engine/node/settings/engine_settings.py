@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,6 +23,7 @@ from edge.command_line import parse_settings
 from edge.logs.settings import LogSettings
 from edge.security.config import SecurityError
 from edge.security.credentials import Credentials
+from edge.tracing.errors import TracingError
 from edge.tracing.settings import TraceSettings
 from engine.config import (
     AttentionBackendName,
@@ -41,12 +42,15 @@ from engine.config import (
 )
 from engine.contracts.errors import CannotStartError
 from engine.fast_paths import FastPath
+from engine.kv_cache.capacity import check_given_size
+from engine.layers.attention.whole_prompts.flash_limits import check_wanted
 from engine.models.checkpoint import (
     check_parallel,
     load_model_config,
     resolve_model,
 )
 from engine.models.kv_scale_files import choose_kv_scales
+from engine.models.registry import spec_of
 from engine.node.settings.adapter_settings import AdapterSettings
 from engine.node.settings.cache_settings import CacheSettings
 from engine.node.settings.expert_settings import ExpertSettings, check_eplb
@@ -300,10 +304,12 @@ class EngineSettings(
         """
         return parse_settings(cls, program, args)
 
-    def print_checked(self, kv_role: KVRole) -> int:
+    def print_checked(
+        self, kv_role: KVRole, check_model: Callable[[EngineConfig], object] | None = None
+    ) -> int:
         """Does what `--check` asks and returns the exit code. Of the checkpoint it reads what is
-        not weights, and only where --model is a folder of this machine. Files of credentials are
-        read. Secrets are masked."""
+        not weights, and only where --model is a folder of this machine; `check_model` is called
+        then, and raises what the node would. Files of credentials are read. Secrets are masked."""
         try:
             Credentials(self.security_config())
             self._kv_transfer_config(kv_role, is_check=True)
@@ -311,9 +317,12 @@ class EngineSettings(
             check_ranks(parallel, kv_role)
             check_eplb(parallel, deterministic=self.deterministic)
             self.check_tiers(self.enable_prefix_caching)
+            self.check_trace_file()
             if Path(self.model).expanduser().is_dir():
-                self.to_engine_config(kv_role, is_check=True)
-        except (SettingsError, SecurityError) as error:
+                config = self.to_engine_config(kv_role, is_check=True)
+                if check_model is not None:
+                    check_model(config)
+        except (SettingsError, SecurityError, TracingError) as error:
             print(f"wrong settings: {error}", file=sys.stderr)
             return 2
         except CannotStartError as error:
@@ -323,8 +332,8 @@ class EngineSettings(
         return 0
 
     def to_engine_config(self, kv_role: KVRole | None, *, is_check: bool = False) -> EngineConfig:
-        """Finds and reads the checkpoint. Raises `CheckpointError`, `KVCacheDtypeError`. May
-        download. `is_check`: the node may run elsewhere, so nothing of this host is looked up."""
+        """Finds and reads the checkpoint. Raises `CannotStartError`. May download.
+        `is_check`: the node may run elsewhere, so nothing of this host is looked up."""
         check_eplb(self._parallel_config(), deterministic=self.deterministic)
         folder = resolve_model(self.model, load_format=self.load_format, revision=self.revision)
         model = load_model_config(
@@ -370,6 +379,8 @@ class EngineSettings(
         self.check_tiers(config.cache.enable_prefix_caching)
         self.check_host_tier(config)
         check_stages(config)
+        check_wanted(config, spec_of(model).rare_attention)
+        check_given_size(config)
         return self.with_lora(config)
 
     def _named_as_in(self, config: type[Any], but: Collection[str] = ()) -> dict[str, Any]:

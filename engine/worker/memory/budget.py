@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.worker.memory.profiler import format_bytes
+from host.memory import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

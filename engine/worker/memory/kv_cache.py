@@ -1,7 +1,7 @@
 """Memory of one rank's KV cache: how many blocks, and the tensors themselves.
 
-    1. `blocks_that_fit` turns a budget into a number of blocks; the executor takes the least of
-       all ranks
+    1. `engine.kv_cache.capacity` turns a budget into a number of blocks; the executor takes the
+       least of all ranks
     2. `KVCache(...)` allocates: on the CPU one memory file that transfer processes map, on a GPU
        one tensor
     3. `close()`
@@ -17,14 +17,12 @@ from math import lcm
 import torch
 
 from engine.config import EngineConfig
-from engine.contracts.errors import CannotStartError
-from engine.kv_cache.capacity import num_blocks_for, tokens_that_fit
+from engine.kv_cache.capacity import blocks_per_sequence, tokens_that_fit
 from engine.kv_cache.groups import chain_sizes
-from engine.worker.memory.budget import MemoryBudget
-from engine.worker.memory.profiler import format_bytes
+from host.memory import format_bytes
 from host.memory_file import MemoryFile
 from kv_transfer.group_sizes import INDEX_PLANE, NARROW_PLANE
-from kv_transfer.layout import DTYPE_BYTES, KVGroup, KVLayout
+from kv_transfer.layout import KVGroup, KVLayout
 from kv_transfer.planes import PageShape, PlaneShape
 from tandem_kernels.attention.index_pages import (
     CachesByGroup,
@@ -38,56 +36,6 @@ from tandem_kernels.attention.index_pages import (
 from tandem_kernels.attention.kv_pages import KVPages, PagedKV
 from tandem_kernels.attention.kv_scales import E4M3
 from tandem_kernels.attention.token_rows import NarrowRows
-
-
-class KVCacheMemoryError(CannotStartError):
-    """Raised when not even one sequence of the allowed length would fit. Says both numbers and the
-    cure.
-    """
-
-
-def blocks_that_fit(config: EngineConfig, budget_bytes: int) -> int:
-    """Returns the blocks that fit `budget_bytes`, but no more than all rows could ever fill."""
-    wanted = config.scheduler.max_num_seqs * blocks_per_sequence(config)
-    return min(wanted, budget_bytes // (config.kv_layout.block_bytes + _feature_bytes(config)))
-
-
-def _feature_bytes(config: EngineConfig) -> int:
-    """Returns what drafters keep beside each block."""
-    draft = config.draft
-    return 0 if draft is None else draft.feature_size * DTYPE_BYTES[config.model.dtype]
-
-
-def blocks_per_sequence(config: EngineConfig) -> int:
-    """Returns the blocks of one sequence of `max_model_len` tokens, and of its drafts."""
-    num_slots = config.model.max_model_len + config.decode_query_len - 1
-    step_tokens = config.scheduler.max_num_batched_tokens
-    return num_blocks_for(config.kv_layout.groups, num_slots, step_tokens)
-
-
-def check_one_sequence_fits(
-    config: EngineConfig, num_blocks: int, budget: MemoryBudget | None = None
-) -> None:
-    """Refuses fewer blocks than one sequence needs: a long request could wait forever. The number
-    follows from `budget`, where it was measured.
-
-    Raises:
-        KVCacheMemoryError: It does not fit.
-    """
-    needed = blocks_per_sequence(config)
-    if num_blocks >= needed:
-        return
-    layout = config.kv_layout
-    block_size, block_bytes = layout.groups[0].block_size, layout.block_bytes
-    room = tokens_that_fit(layout.groups, num_blocks, config.scheduler.max_num_batched_tokens)
-    shorter = f"lower max_model_len to at most {room} or " if room else ""
-    raise KVCacheMemoryError(
-        f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}, "
-        f"{format_bytes(num_blocks * block_bytes)}), but max_model_len is "
-        f"{config.model.max_model_len}, which takes {needed} blocks "
-        f"({format_bytes(needed * block_bytes)}); {shorter}raise {size_setting(config)}"
-        + (f"; {budget}" if budget is not None else "")
-    )
 
 
 def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
@@ -107,18 +55,6 @@ def describe_capacity(config: EngineConfig, num_blocks: int) -> str:
         f"{num_blocks / blocks_per_sequence(config):.1f} requests of {config.model.max_model_len}"
         + (ends if config.cache.enable_prefix_caching else "")
     )
-
-
-def size_setting(config: EngineConfig) -> str:
-    """Returns which setting decides how large the cache is, and its value."""
-    cache = config.cache
-    if cache.num_blocks is not None:
-        return f"num_blocks (now {cache.num_blocks})"
-    if cache.kv_cache_memory_bytes is not None:
-        return f"kv_cache_memory_bytes (now {cache.kv_cache_memory_bytes})"
-    if config.device.device == "cuda":
-        return f"gpu_memory_utilization (now {cache.gpu_memory_utilization:g})"
-    return "kv_cache_memory_bytes (unset: a tenth of free memory)"
 
 
 def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[LayerCache]:

@@ -9,8 +9,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.contracts.errors import CannotStartError
-from engine.worker.memory.kv_cache import size_setting
-from engine.worker.memory.profiler import MemoryProfiler, format_bytes
+from engine.kv_cache.capacity import size_setting
+from engine.worker.memory.profiler import MemoryProfiler
+from host.memory import format_bytes
 
 
 class DeviceMemoryError(CannotStartError):

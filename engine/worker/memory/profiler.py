@@ -70,13 +70,6 @@ class MemoryProfiler:
         return growth
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Returns a size as people read it."""
-    if num_bytes >= 1 << 30:
-        return f"{num_bytes / (1 << 30):.1f} GiB"
-    return f"{num_bytes / (1 << 20):.1f} MiB"
-
-
 def _resident() -> int:
     return proc_field(Path("/proc/self/status"), "VmRSS")
 

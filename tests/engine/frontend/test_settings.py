@@ -244,6 +244,10 @@ def test_windows_hold_a_chunk_in_each_process_and_direction(
         ({"kv_host_memory_bytes": 1, "enable_prefix_caching": True}, "less than one block"),
         ({"max_model_len": 10**6}, "choose max_model_len from 1 to"),
         ({"tensor_parallel_size": 3}, "cannot start: "),
+        ({"num_blocks": 127}, "max_model_len is 2048, which takes 128 blocks"),
+        ({"kv_cache_memory_bytes": 10**6}, "raise kv_cache_memory_bytes (now 1000000)"),
+        ({"attention_backend": "flash-attn", "deterministic": True}, "no deterministic mode"),
+        ({"attention_backend": "flash-attn", "kv_cache_dtype": "fp8"}, "does not read an FP8 KV"),
     ],
 )
 def test_a_check_says_what_the_node_would_refuse(
@@ -254,6 +258,18 @@ def test_a_check_says_what_the_node_would_refuse(
     assert words in capsys.readouterr().err
     with pytest.raises((SettingsError, CannotStartError)):
         settings.to_engine_config("kv_consumer")
+
+
+@pytest.mark.parametrize("model", ["m", "checkpoint"])
+def test_a_check_of_the_trace_file_makes_none(
+    model: str, demo_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"model": str(demo_checkpoint) if model == "checkpoint" else model, "device": "cpu"}
+    fine = PrefillNodeSettings(trace_file=tmp_path / "spans", **given)
+    assert fine.print_checked("kv_producer") == 0 and not fine.trace_file.exists()
+    missing = PrefillNodeSettings(trace_file=tmp_path / "none/spans", **given)
+    assert missing.print_checked("kv_producer") == 2
+    assert "make its folder" in capsys.readouterr().err
 
 
 def test_a_range_of_ports_for_kv_ends_with_the_last_port() -> None:

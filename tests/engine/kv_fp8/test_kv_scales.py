@@ -16,6 +16,7 @@ from engine.contracts.request import Request
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.capacity import blocks_that_fit
 from engine.kv_cache.group_manager import GroupManager, RequestBlocks
 from engine.kv_scales import KVScaleTable
 from engine.layers.kv_scales import layer_scales
@@ -35,7 +36,7 @@ from engine.node.status import fingerprint
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.place import ParallelPlace
 from engine.quantization import Quantization
-from engine.worker.memory.kv_cache import blocks_that_fit, describe_capacity
+from engine.worker.memory.kv_cache import describe_capacity
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.group_sizes import in_fp8
 from kv_transfer.memory.pool.slot_memory import NAME_BYTES

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from engine.config import DeviceConfig, EngineConfig, KVLayers
 from engine.layers.attention.paged import PagedBackend
-from engine.layers.attention.selection import AttentionBackendError, choose_attention
+from engine.layers.attention.selection import choose_attention
 from engine.layers.attention.whole_prompts import flash_attention
 from engine.layers.attention.whole_prompts.cudnn_prefill import CudnnPrefill
 from engine.layers.attention.whole_prompts.flash_attention import PREFILL_PACKAGE, FlashPrefill
+from engine.layers.attention.whole_prompts.flash_limits import AttentionBackendError
 from engine.layers.attention.whole_prompts.uncached_prefill import UncachedPrefillBackend
 from kv_transfer.planes import Plane
 from tandem_kernels import ops

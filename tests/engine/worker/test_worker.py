@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.worker.memory.kv_cache import KVCacheMemoryError
+from engine.kv_cache.capacity import KVCacheMemoryError
 from engine.worker.worker import MissedStepError, Worker
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle

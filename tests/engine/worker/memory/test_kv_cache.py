@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from engine.config import KVLayers, SchedulerConfig
-from engine.worker.memory.kv_cache import (
-    KVCache,
+from engine.kv_cache.capacity import (
     KVCacheMemoryError,
     blocks_per_sequence,
     blocks_that_fit,
     check_one_sequence_fits,
-    describe_capacity,
 )
+from engine.worker.memory.kv_cache import KVCache, describe_capacity
 from host.memory_file import MemoryFile
 from kv_transfer.memory.devices.cache_handle import handle_of_tensor
 from kv_transfer.planes import Plane

@@ -9,9 +9,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.contracts.scheduler_output import SchedulerOutput
+from engine.kv_cache.capacity import KVCacheMemoryError, check_one_sequence_fits
 from engine.worker import worker as worker_module
 from engine.worker.memory.budget import MemoryBudget
-from engine.worker.memory.kv_cache import KVCacheMemoryError, check_one_sequence_fits
 from engine.worker.memory.out_of_memory import DeviceMemoryError, cure_of_full_cache, cure_of_graphs
 from engine.worker.model_runner import ModelRunner
 from engine.worker.worker import Worker

@@ -12,8 +12,8 @@ import torch
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.contracts.steps.step_launches import StepLaunches
+from engine.kv_cache.capacity import KVCacheMemoryError
 from engine.worker.graphs.cuda_graphs import CudaGraphManager, GraphCaptureError
-from engine.worker.memory.kv_cache import KVCacheMemoryError
 from engine.worker.memory.out_of_memory import DeviceMemoryError
 from engine.worker.worker import Worker
 from tests.engine.worker.gpu_workers import small_config, started
