@@ -873,8 +873,8 @@ def test_attention_backends_keep_their_kinds_to_themselves() -> None:
     """Batch, runner and models know the interface and the choice, settings what cannot be chosen,
     and none a backend's own tricks. What explains choices stands in for a library."""
     known = {
-        "backend", "selection", "flash_limits", "layer", "block", "latent_block", "indexer", "block_indexer",
-        "row_indexer", "row_inputs", "window_rows_block",
+        "backend", "selection", "flash_limits", "layer", "block", "latent_block", "indexer",
+        "block_indexer", "row_indexer", "row_inputs", "window_rows_block",
     }  # fmt: skip
     wrong = [
         f"{module} imports {target}"

@@ -24,9 +24,10 @@ securityContext: {{- toYaml .of.podSecurityContext | nindent 2 }}
 {{- end -}}
 
 {{/* A Job cannot change: one that would is another Job. Numbers are parsed before, since versions of Helm
-  write them differently. root, component, spec (as text) */}}
+  write them differently. Kueue keeps the labels that it reads as they are. root, component, spec (as text), labels */}}
 {{- define "tandem.jobName" -}}
-{{- printf "%s-%s" (include "tandem.name" .) (fromYaml .spec | toJson | sha256sum | trunc 8) -}}
+{{- $read := ternary (toJson .labels) "" (not (empty .labels)) -}}
+{{- printf "%s-%s" (include "tandem.name" .) (printf "%s%s" (fromYaml .spec | toJson) $read | sha256sum | trunc 8) -}}
 {{- end -}}
 
 {{/* Spec of the Job that measures a node's speed: root, component, of (the decode tier) */}}

@@ -17,6 +17,18 @@
 {{- end }}
 {{- end -}}
 
+{{/* Queries about a tier, which then count pods of `node` as what they are just now: text, quote (as the
+  text writes it), labels (of the release) */}}
+{{- define "tandem.withRoles" -}}
+{{- $quote := replace `\` `\\` .quote -}}
+{{- $head := printf `([A-Za-z0-9_:]+\{[^{}]*)component=%s([^"\\]*)(prefill|decode)%s` $quote $quote -}}
+{{- $series := printf `${1}component=~%[1]s${2}(${3}|node)%[1]s${4}` .quote -}}
+{{- $role := printf `on (namespace, pod) tandem_node_role{%[2]s,role=%[1]s${3}%[1]s}` .quote (replace `$` `$$` .labels) -}}
+{{- $rates := regexReplaceAll (printf `rate\(%s([^{}]*\}\[[^\]]*\])\)` $head) .text (printf `(rate(%s) and %s)` $series $role) -}}
+{{- $rates = regexReplaceAll (printf `increase\(%s([^{}]*\}\[[^\]]*\])\)` $head) $rates (printf `(increase(%s) and %s)` $series $role) -}}
+{{- regexReplaceAll (printf `\(%s([^{}]*\})\)` $head) $rates (printf `(%s and %s)` $series $role) -}}
+{{- end -}}
+
 {{/* root (of a model), name, tier, found */}}
 {{- define "tandem.mistakes.node" -}}
 {{- if eq .name "node" -}}

@@ -179,13 +179,13 @@ def test_a_first_burst_is_told_and_quiet_is_not(
     _promtool("test", "rules", str(path))
 
 
-def _rule_of(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+def rule_of(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     (rule,) = (dict(rule) for rule in found if rule["alert"] == name)
     del rule["annotations"]
     return rule
 
 
-def _judge(
+def judge(
     rule: dict[str, Any], series: dict[str, str], told: list[dict[str, str]], folder: Path
 ) -> None:
     """Asks promtool whether after 20 minutes the alert fires with the labels `told` alone."""
@@ -228,7 +228,7 @@ def test_a_tier_that_was_scaled_to_nothing_is_not_missed(
     every = [rule for group in found["spec"]["groups"] for rule in group["rules"]]
     series = {f'tandem_router_nodes{{{_given("router")},state="ready",tier="{tier}"}}': "0x30"}
     told = [{"tier": tier}] if fires else []
-    _judge(_rule_of("TandemNoReadyNodes", every), series, told, tmp_path)
+    judge(rule_of("TandemNoReadyNodes", every), series, told, tmp_path)
 
 
 @needs_promtool
@@ -250,8 +250,8 @@ def test_a_tier_that_nobody_scrapes_is_told(
         for tier in ("prefill", "decode")
     }
     series |= {f"tandem_engine_up{{{_given(component)}}}": "1x30" for component in scraped}
-    rule = _rule_of("TandemTierNotScraped", rules("production"))
-    _judge(rule, series, [{"tier": tier} for tier in blind], tmp_path)
+    rule = rule_of("TandemTierNotScraped", rules("production"))
+    judge(rule, series, [{"tier": tier} for tier in blind], tmp_path)
 
 
 @needs_promtool
@@ -269,7 +269,7 @@ def test_a_single_failure_wakes_nobody(
         f'tandem_router_requests_total{{{_given("router")},status="{status}"}}': value
         for status, value in values.items()
     }
-    _judge(_rule_of(alert, rules("production")), series, [{}] if fires else [], tmp_path)
+    judge(rule_of(alert, rules("production")), series, [{}] if fires else [], tmp_path)
 
 
 # The error budget --------------------------------------------------------------------------------

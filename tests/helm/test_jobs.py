@@ -58,6 +58,14 @@ def test_what_containers_claim_their_pods_claim() -> None:
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "inference"
 
 
+def test_a_calibration_for_another_queue_is_another_job() -> None:
+    """Kueue refuses to change the queue of a Job that has started."""
+    names = {calibration_of()["metadata"]["name"]}
+    for queue in ({"queue": "a"}, {"queue": "b"}, {"queue": "b", "priorityClass": "low"}):
+        names.add(calibration_of(scheduling={"kind": "kueue", **queue})["metadata"]["name"])
+    assert len(names) == 4
+
+
 @pytest.mark.parametrize(
     "over",
     [
@@ -169,3 +177,14 @@ def test_a_hook_runs_before_anything_changes() -> None:
     job = job_of(model={"preload": {"kind": "hook"}, "storage": storage})
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
     assert "helm.sh/hook" not in str(job_of()["metadata"])
+
+
+def test_a_hook_that_failed_makes_room_for_the_next_one() -> None:
+    """Helm deletes the hook before only by its name, and a download that failed is asked for anew
+    with other values."""
+    hook = {"preload": {"kind": "hook"}, "storage": {"pvc": {"existingClaim": "models"}}}
+    jobs = [job_of(model={**hook, "revision": revision}) for revision in ("a", "b")]
+    assert jobs[0]["spec"] != jobs[1]["spec"]
+    assert {job["metadata"]["name"] for job in jobs} == {"tandem-preload"}
+    policy = jobs[0]["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+    assert "before-hook-creation" in policy.split(",")
