@@ -66,7 +66,7 @@ def tell_who_operates(settings: RouterSettings) -> None:
 
 
 def print_checked(settings: RouterSettings) -> int:
-    """Makes a router that serves nobody, and prints what `--check` shows, with secrets masked;
+    """Makes a router that takes no requests, and prints what `--check` shows, with secrets masked;
     returns the exit code. Raises `ConfigurationError`, `SecurityError`, `TracingError`."""
     check_plaintext(settings)
     https_files(settings)

@@ -51,6 +51,10 @@ template:
     {{- end }}
     automountServiceAccountToken: {{ $patches }}
     {{- include "tandem.resourceClaims" $tier | nindent 4 }}
+    {{- /* They may be what brings the model. */}}
+    {{- with .of.initContainers }}
+    initContainers: {{- toYaml . | nindent 6 }}
+    {{- end }}
     containers:
       - name: bench
         image: {{ include "tandem.image" (dict "root" $root "image" $root.Values.image.engine) | quote }}

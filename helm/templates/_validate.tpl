@@ -77,7 +77,13 @@
 {{- end -}}
 {{- if $storage.path -}}
 {{- if eq $storage.type "emptyDir" -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "model.storage.path is set, but an emptyDir starts empty: set model.storage.type to pvc, hostPath or image, or leave the path empty to download model.name") -}}
+{{- range $name, $tier := .tiers -}}
+{{- $fills := false -}}
+{{- range $tier.initContainers -}}{{- range .volumeMounts -}}{{- if eq .name "models" -}}{{- $fills = true -}}{{- end -}}{{- end -}}{{- end -}}
+{{- if not $fills -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "model.storage.path is set, but an emptyDir starts empty: let one of %s.initContainers mount the volume models and fill it, set model.storage.type to pvc, hostPath or image, or leave the path empty to download model.name" $name)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if eq $storage.type "hostPath" -}}
@@ -196,6 +202,11 @@
 {{- end -}}
 
 {{- define "tandem.mistakes.autoscaling" -}}
+{{- range $key := list "serverAddress" "query" "threshold" "ignoreNullValues" -}}
+{{- if hasKey $.root.Values.monitoring.prometheusTrigger.metadata $key -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "monitoring.prometheusTrigger.metadata has %s, which the chart sets: remove it" $key)) -}}
+{{- end -}}
+{{- end -}}
 {{- $found := .found -}}
 {{- $name := .name -}}
 {{- $scaling := .tier.autoscaling -}}
@@ -267,6 +278,9 @@
 {{- end -}}
 {{- if ne $router.autoscaling.kind "none" -}}{{- if gt (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.autoscaling: minReplicas is more than maxReplicas") -}}
+{{- end -}}{{- end -}}
+{{- if ne $router.autoscaling.kind "none" -}}{{- if not (dig "requests" "cpu" "" (default dict $router.resources)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.autoscaling goes by a share of the CPUs that a router asks for, and it asks for none: set router.resources.requests.cpu") -}}
 {{- end -}}{{- end -}}
 {{- if $router.service.nodePort -}}{{- if eq $router.service.type "ClusterIP" -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.service.nodePort needs router.service.type NodePort or LoadBalancer") -}}

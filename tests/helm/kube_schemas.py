@@ -133,12 +133,19 @@ _SCALED_OBJECT = _object(
             "type metadata",
             type={"const": "prometheus"},
             metricType={"enum": ["AverageValue", "Value", "Utilization"]},
+            authenticationRef=_object(
+                "name",
+                name=TEXT,
+                kind={"enum": ["TriggerAuthentication", "ClusterTriggerAuthentication"]},
+            ),
             metadata=_object(
                 "serverAddress query threshold",
                 serverAddress=TEXT,
                 query=TEXT,
                 threshold=TEXT,
                 ignoreNullValues={"enum": ["true", "false"]},
+                authModes=TEXT,
+                namespace=TEXT,
             ),
         )
     ),

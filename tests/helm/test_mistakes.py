@@ -14,6 +14,7 @@ from tests.helm.scenarios import overlay
 
 MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
 ONE_CLAIM = {"storage": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]}}}
+FILLS = [{"name": "models", "mountPath": "/models"}]
 ADAPTERS = {"enabled": True, "volume": {"claim": "adapters"}}
 
 BETWEEN_VALUES = [
@@ -24,6 +25,13 @@ BETWEEN_VALUES = [
         "model.revision is of a model on the hub",
     ),
     ({"model": {"storage": {"path": "x"}}}, "set model.storage.type to pvc, hostPath or image"),
+    (
+        {
+            "model": {"storage": {"path": "x"}},
+            "decode": {"initContainers": [{"name": "fetch", "image": "i", "volumeMounts": FILLS}]},
+        },
+        "let one of prefill.initContainers mount the volume models",
+    ),
     ({"model": {"storage": {"type": "hostPath"}}}, "set model.storage.hostPath.path"),
     ({"model": {"storage": {"type": "image"}}}, "set model.storage.image.reference"),
     ({"model": ONE_CLAIM}, "2 pods share one claim"),
@@ -235,6 +243,14 @@ BETWEEN_VALUES = [
         "prefill can go to zero, with kind keda and metric slo",
     ),
     ({"prefill": {"autoscaling": {"kind": "keda"}}}, "set monitoring.prometheusUrl"),
+    (
+        {"monitoring": {"prometheusTrigger": {"metadata": {"query": "up"}}}},
+        "prometheusTrigger.metadata has query, which the chart sets",
+    ),
+    (
+        {"router": {"autoscaling": {"kind": "hpa"}, "resources": {"requests": None}}},
+        "set router.resources.requests.cpu",
+    ),
     ({"decode": {"strategy": {"maxUnavailable": 0}}}, "no rollout can begin"),
     ({"router": {"strategy": {"maxSurge": "0%"}}}, "no rollout can begin"),
     (

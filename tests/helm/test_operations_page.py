@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.helm.helm_engine import CHART, ROOT, HelmCli, HelmSdk
-from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
+from tests.helm.scenarios import SCENARIOS, overlay, pods, rendered, values_of
 from tests.helm.value_strategies import referred, schema
 
 PAGES = ("operations.md", "platform.md", "security.md", "monitoring.md", "kubernetes.md")
@@ -72,11 +72,47 @@ def test_helm_commands_of_the_page_render() -> None:
 
 
 def test_yaml_of_the_page_renders() -> None:
-    """Values, that is: what is an object of Argo CD or Flux, `test_platform_page.py` looks into."""
-    values = [block for block in map(yaml.safe_load, blocks("yaml")) if "kind" not in block]
+    """Values, that is: what is an object of Argo CD or Flux, `test_platform_page.py` looks into,
+    and what Prometheus reads, the next test."""
+    others = {"kind", "scrape_configs"}
+    values = [block for block in map(yaml.safe_load, blocks("yaml")) if not others & set(block)]
     assert len(values) > 5
     for block in values:
         HelmSdk.shared().render(overlay(values_of("default"), block))
+
+
+@pytest.mark.parametrize("name", ["production", "multi-host", "models", "kv-store", "roles"])
+def test_prometheus_alone_scrapes_what_its_operator_would(name: str) -> None:
+    """As far as its rules go, they choose the same ports, and give the same labels."""
+    (job,) = next(
+        block["scrape_configs"]
+        for block in map(yaml.safe_load, blocks("yaml"))
+        if "scrape_configs" in block
+    )
+    (keep, *copies) = job["relabel_configs"]
+    meta = "__meta_kubernetes_pod_label_app_kubernetes_io_"
+    given = {rule["target_label"]: rule["source_labels"] for rule in copies}
+    assert given["release"] == [f"{meta}instance"] and given["component"] == [f"{meta}component"]
+    assert given["namespace"] == ["__meta_kubernetes_namespace"]
+    assert given["pod"] == ["__meta_kubernetes_pod_name"]
+    found = HelmSdk.shared().render(
+        overlay(values_of(name), {"monitoring": {"podMonitor": {"enabled": True}}})
+    )
+    scraped, monitored = set(), set()
+    for label, pod in pods(found).items():
+        labels = pod["metadata"]["labels"]
+        for container in pod["spec"]["containers"]:
+            for port in container.get("ports", ()):
+                key = (label, port["name"])
+                text = f"{labels['app.kubernetes.io/name']};{port['name']}"
+                if re.fullmatch(keep["regex"], text):
+                    scraped.add(key)
+                for monitor in found.all("PodMonitor"):
+                    asked = monitor["spec"]["selector"]["matchLabels"].items()
+                    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+                    if asked <= labels.items() and endpoint["port"] == port["name"]:
+                        monitored.add(key)
+    assert scraped == monitored and len(scraped) > 2
 
 
 def test_scenarios_are_listed_and_exist() -> None:

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from tests.helm.helm_engine import HelmCli, HelmError, HelmSdk, Manifest, Rendered
-from tests.helm.scenarios import overlay, reproducible
+from tests.helm.kube_schemas import errors
+from tests.helm.scenarios import overlay, reproducible, serving_pod
 
 MODEL: dict[str, Any] = {"model": {"name": "org/model"}}
 KEDA: dict[str, Any] = {"monitoring": {"prometheusUrl": "http://prometheus:9090"}}
@@ -102,6 +103,37 @@ def test_an_hpa_divides_the_decode_pods_that_are_up(ratio: str, average: str) ->
     rules = yaml.safe_load(found.one("ConfigMap", "adapter-rules")["data"]["config.yaml"])
     served = {rule["seriesQuery"].partition("{")[0] for rule in rules["externalRules"]}
     assert served == {external["metric"]["name"], "tandem_router_desired_replicas"}
+
+
+def test_keda_shows_itself_to_prometheus_at_each_trigger() -> None:
+    trigger = {
+        "authenticationRef": {"name": "thanos", "kind": "ClusterTriggerAuthentication"},
+        "metadata": {"authModes": "bearer", "namespace": "llm"},
+    }
+    both = {"kind": "keda", "moreMetrics": [{"metric": "running", "target": 64}]}
+    asked = {"monitoring": {"prometheusTrigger": trigger}}
+    found = render(KEDA, asked, {"decode": {"autoscaling": both}})
+    assert not [fault for manifest in found.objects for fault in errors(manifest, "1.34")]
+    scaler = found.one("ScaledObject", "decode")["spec"]
+    assert len(scaler["triggers"]) == 2
+    for one in scaler["triggers"]:
+        assert one["authenticationRef"] == trigger["authenticationRef"]
+        assert trigger["metadata"].items() <= one["metadata"].items()
+        assert one["metadata"]["serverAddress"] == "http://prometheus:9090"
+    plain = render(KEDA, {"decode": {"autoscaling": {"kind": "keda"}}})
+    assert "authenticationRef" not in str(plain.one("ScaledObject", "decode"))
+
+
+def test_routers_scale_by_the_cpus_of_our_own_container() -> None:
+    """A container beside it that asks for no CPU would leave the pod's share unknown."""
+    found = render({"router": {
+        "autoscaling": {"kind": "hpa"}, "extraContainers": [{"name": "log", "image": "log:1"}],
+    }})  # fmt: skip
+    (metric,) = found.one("HorizontalPodAutoscaler", "router")["spec"]["metrics"]
+    assert metric["containerResource"]["container"] == "router"
+    names = [c["name"] for c in serving_pod(found, "router")["spec"]["containers"]]
+    assert names == ["router", "log"]
+    assert not [fault for manifest in found.objects for fault in errors(manifest, "1.34")]
 
 
 def test_a_fallback_has_no_more_pods_than_the_autoscaler_may_make() -> None:
