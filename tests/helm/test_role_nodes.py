@@ -10,8 +10,12 @@ from typing import Any
 
 import promql_parser
 import pytest
+from prometheus_client import CollectorRegistry
 
+from engine.node.metrics.engine_metrics import EngineCollector
+from kv_transfer.config import KVRole, KVTransferConfig
 from tests.helm.helm_engine import HelmSdk
+from tests.helm.registered_metrics import measured_engine
 from tests.helm.scenarios import overlay, rendered, serving_pod, values_of
 from tests.helm.service_settings import POD_IP, containers, settings_of
 from tests.helm.test_alerts_fire import judge, needs_promtool, rule_of
@@ -99,13 +103,24 @@ def components_of(query: str) -> Iterator[re.Pattern[str]]:
                 yield re.compile(matcher.value)
 
 
+@pytest.mark.parametrize(
+    ("kv_role", "role"), [("kv_producer", "prefill"), ("kv_consumer", "decode")]
+)
+def test_a_node_tells_what_it_is(kv_role: KVRole, role: str) -> None:
+    engine, registry = measured_engine(), CollectorRegistry()
+    engine.config.kv_transfer = KVTransferConfig(kv_role=kv_role)
+    registry.register(EngineCollector(engine))
+    labels = {"engine": "0", "model_name": "m", "role": role}
+    assert registry.get_sample_value("tandem_node_role", labels) == 1
+
+
 @pytest.mark.parametrize("kind", ["panels", "alerts"])
 def test_what_is_said_of_a_tier_has_the_nodes_that_are_of_it_now(kind: str) -> None:
     queries = queries_of(values_of("roles"))[kind]
     asking = [query for query in queries if list(components_of(query))]
     assert len(asking) > 5
     for query in asking:
-        assert unknown_series(query.replace("tandem_node_role", "tandem_engine_up")) == []
+        assert unknown_series(query) == []
         assert all(pattern.fullmatch("node") for pattern in components_of(query)), query
     of_one_role = [query for query in asking if "unless" not in query]
     for query in of_one_role:

@@ -106,6 +106,7 @@ class EngineCollector(Collector):
         yield from kv_transfer_metrics(stats.kv_transfer, LABELS, self._labels)
         yield from tier_metrics(self._engine.config, stats, LABELS, self._labels)
         yield self._cache_config()
+        yield from self._role()
 
     def _gauges(self, stats: SchedulerStats) -> Iterable[Metric]:
         ready = self._engine.ready
@@ -287,6 +288,17 @@ class EngineCollector(Collector):
         )
         info.add_metric((*self._labels, block_size, blocks), 1)
         return info
+
+    def _role(self) -> Iterable[Metric]:
+        """Yields what a node is, by which queries find one that changes its role."""
+        transfer = self._engine.config.kv_transfer
+        if transfer is not None:
+            role = "prefill" if transfer.kv_role == "kv_producer" else "decode"
+            info = GaugeMetricFamily(
+                "tandem_node_role", "What the node is now.", labels=(*LABELS, "role")
+            )
+            info.add_metric((*self._labels, role), 1)
+            yield info
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(name, text, labels=LABELS)
