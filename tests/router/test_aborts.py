@@ -13,10 +13,12 @@ from aiohttp import web
 
 from edge.tracing.context import TraceContext
 from router.nodes.operations import aborts
+from router.nodes.operations.told_aborts import ToldAborts
 from router.request.request_history import RequestHistory
 from router.request.trace import RequestTrace
 from tandem_pb.node_pb2 import AbortCall
 from tests.router.cluster import Cluster, eventually
+from tests.router.factories import Fleet, report
 from tests.router.fakes import stream_tokens
 
 BODY = {"model": "demo", "prompt": "hello", "stream": True}
@@ -134,9 +136,8 @@ async def test_a_node_alone_ends_nothing_in_a_router(cluster: Cluster) -> None:
     """It may lie: more than half of the nodes must tell of a call."""
     nodes = [await cluster.decode("d"), await cluster.decode("e"), await cluster.decode("f")]
     router = await cluster.router(*nodes)
-    trace = RequestTrace(TraceContext.from_headers({}), "/v1/completions")
-    record = RequestHistory(trace=trace, on_gap=lambda _: None, names=frozenset("a"))
-    records = [record, replace(record, names=frozenset("b"))]
+    records = [_record("a"), _record("b")]
+    record = records[0]
     here = replace(router.services.aborts, open_requests=lambda: records)
     first, second, third = (n.address for n in router.services.registry.all_nodes())
     call = AbortCall(call=7, names="a")
@@ -161,6 +162,61 @@ async def test_a_node_alone_ends_nothing_in_a_router(cluster: Cluster) -> None:
     for teller in (first, second, third):
         here.follow(teller, [old])
     assert not records[1].is_aborted, "it began later"
+
+
+async def test_a_router_does_not_follow_its_own_call(cluster: Cluster) -> None:
+    """Nodes tell it of the call a little later: what began meanwhile is not meant."""
+    nodes = [await cluster.decode("d"), await cluster.decode("e")]
+    router = await cluster.router(*nodes)
+    records = [_record("mine")]
+    here = replace(router.services.aborts, open_requests=lambda: records)
+    assert (await here.abort(["mine"]))[0] == 1
+    records.append(_record("mine"))
+    (asked,) = nodes[0].status.aborts
+    for node in router.services.registry.all_nodes():
+        here.follow(node.address, [AbortCall(call=asked.call, names=asked.names)])
+    assert [one.is_aborted for one in records] == [True, False]
+
+
+def test_a_frozen_node_keeps_no_router_from_a_call() -> None:
+    """It has missed the call, and wakes before its reports are missed."""
+    fleet = Fleet()
+    first, frozen = fleet.add("first").address, fleet.add("frozen").address
+    told = ToldAborts(fleet.registry)
+    assert not list(told.learn(first, [AbortCall(call=1, names="a")]))
+    called_at, found = fleet.clock(), []
+    for i in range(8):
+        fleet.clock.now += 0.25
+        fleet.registry.apply_report(first, report(sequence=2 + i))
+        found += told.learn(first, [])
+        assert not found or fleet.clock() - called_at >= 1.0, "nodes are waited for"
+    fleet.registry.apply_report(frozen, report(sequence=2))
+    assert [(call.call, at) for call, at in found] == [(1, called_at)]
+
+
+def test_a_call_is_as_old_as_the_node_says_that_was_not_frozen() -> None:
+    fleet = Fleet()
+    first, frozen = fleet.add("first").address, fleet.add("frozen").address
+    told = ToldAborts(fleet.registry)
+    assert not list(told.learn(first, [AbortCall(call=1, names="a")]))
+    called_at = fleet.clock()
+    fleet.clock.now += 0.75
+    ((_, at),) = told.learn(frozen, [AbortCall(call=1, names="a")])
+    assert at == called_at
+
+
+def test_a_node_that_makes_a_call_older_than_it_is_spares_nothing() -> None:
+    fleet = Fleet()
+    addresses = [fleet.add(name).address for name in "abc"]
+    told = ToldAborts(fleet.registry)
+    assert not list(told.learn(addresses[0], [AbortCall(call=1, all=True, age_s=4.9)]))
+    ((_, at),) = told.learn(addresses[1], [AbortCall(call=1, all=True, age_s=0.1)])
+    assert at == pytest.approx(fleet.clock() - 0.1)
+
+
+def _record(name: str) -> RequestHistory:
+    trace = RequestTrace(TraceContext.from_headers({}), "/v1/completions")
+    return RequestHistory(trace=trace, on_gap=lambda _: None, names=frozenset((name,)))
 
 
 async def test_clients_with_a_key_end_nothing(cluster: Cluster) -> None:

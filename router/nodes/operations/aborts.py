@@ -51,6 +51,7 @@ class Aborts:
         found = self._open(names)
         waiting = [one for one in found if not (one.is_sent or one.is_aborted) and one.generates]
         call = secrets.randbits(64) or 1
+        self._told.made(call)
         request = AbortAnswersRequest(names=names or (), all=names is None, call=call)
         return len(waiting), await self._ask_nodes(request, _mark(found))
 
