@@ -110,8 +110,8 @@ class PrefillNode:
         await self._ports.close()
 
     async def _reset_prefix_cache(self, within_s: float) -> bool:
-        await self._servicer.open.wait_idle(within_s)
-        return await self._engine.reset_prefix_cache()
+        open_requests = self._servicer.open
+        return await open_requests.reset_when_idle(self._engine.reset_prefix_cache, within_s)
 
     async def _start_services(self) -> None:
         server = self._ports.grpc.server

@@ -237,8 +237,7 @@ class DisaggProxy:
     async def reset_prefix_cache(self, within_s: float = 0.0) -> bool:
         """Forgets all cached prefixes. Returns False when requests that run hold blocks, also after
         `within_s`; try again later."""
-        await self.open.wait_idle(within_s)
-        is_reset = await self._engine.reset_prefix_cache()
+        is_reset = await self.open.reset_when_idle(self._engine.reset_prefix_cache, within_s)
         if is_reset:
             self._prefix_index.clear()
         return is_reset

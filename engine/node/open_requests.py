@@ -1,10 +1,14 @@
-"""Counts open requests and waits until none is left, as draining a node needs."""
+"""Counts open requests and waits until none is left, as draining a node needs, and as its caches
+do to be reset."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+
+_MIN_PAUSE_S = 0.01
+_MAX_PAUSE_S = 0.25
 
 
 class OpenRequests:
@@ -44,3 +48,19 @@ class OpenRequests:
         except TimeoutError:
             return False
         return True
+
+    async def reset_when_idle(self, reset: Callable[[], Awaitable[bool]], within_s: float) -> bool:
+        """Calls `reset` when none is open, and again as long as it returns False: steps and
+        transfers may hold blocks a little longer than requests, and new requests come. Returns what
+        it returned last, which is after `within_s` at most."""
+        loop = asyncio.get_running_loop()
+        until, pause_s = loop.time() + within_s, _MIN_PAUSE_S
+        while True:
+            await self.wait_idle(until - loop.time())
+            if await reset():
+                return True
+            left_s = until - loop.time()
+            if left_s <= 0:
+                return False
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)

@@ -391,6 +391,27 @@ async def test_open_requests_wait_until_idle() -> None:
     assert open_requests.count == 0
 
 
+async def test_a_reset_that_may_wait_is_tried_until_blocks_are_free_too() -> None:
+    """Steps and transfers hold some when the last request has ended; others hold on."""
+    open_requests, answers = OpenRequests(), iter([False, False, True])
+
+    async def reset() -> bool:
+        assert open_requests.count == 0
+        return next(answers)
+
+    open_requests.enter()
+    waiting = asyncio.create_task(open_requests.reset_when_idle(reset, LONG_S))
+    await asyncio.sleep(0)
+    open_requests.leave()
+    assert await waiting and not list(answers)
+
+    async def refuse() -> bool:
+        return False
+
+    for within_s in (0.0, 0.05):
+        assert not await open_requests.reset_when_idle(refuse, within_s)
+
+
 async def test_routers_may_reset_the_prefix_cache(
     channel: grpc.aio.Channel, engine: StillEngine
 ) -> None:
