@@ -43,6 +43,11 @@ class PrefillRate:
             return 0.0
         return self._tokens / self._seconds
 
+    def seconds_for(self, num_tokens: int) -> float:
+        """Returns how long this many take; 0: the rate is unknown."""
+        rate = self.tokens_per_s
+        return num_tokens / rate if rate else 0.0
+
 
 @dataclass(slots=True)
 class SchedulerCounters:

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from engine.config import SchedulingPolicy
 from engine.contracts.request import Request
 
+_MOST_STALE = 64
+"""Entries of requests that have left, of which a heap may have as many as of others, and these."""
+
 SortKey = tuple[int, float, int]
 _Entry = tuple[SortKey, int, Request]
 
@@ -16,7 +19,8 @@ class RequestQueue:
     """A heap by `Request.sort_key`: order of arrival (the idle class last), or priority first.
 
     A request that comes back (preempted, a failed transfer) takes its old place: ahead of all
-    that arrived later. Removal from the middle leaves a stale entry that is skipped later.
+    that arrived later. Removal from the middle leaves a stale entry, which is skipped when it is
+    first, or dropped when there are many: those at the end would keep their prompts for long.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -78,13 +82,12 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """Takes it from wherever it is; a request that is not queued is left alone."""
         if request in self:
-            self._forget(request)
-        if not self._tickets:
-            for heap in self._heaps:
-                heap.clear()
-
-    def _forget(self, request: Request) -> None:
-        self.num_tokens -= self._tickets.pop(request.request_id)[1]
+            self.num_tokens -= self._tickets.pop(request.request_id)[1]
+        most = 2 * len(self._tickets) + _MOST_STALE if self._tickets else 0
+        for heap in self._heaps:
+            if len(heap) > most:
+                heap[:] = [entry for entry in heap if self._is_valid(entry)]
+                heapq.heapify(heap)
 
     def _is_valid(self, entry: _Entry) -> bool:
         _, ticket, request = entry

@@ -2,8 +2,7 @@
 
 1. `asked`      a peer has said what it holds; how long that took
 2. `pulled`     its KV is here; how many tokens, in how many seconds
-   `failed`     it did not come: that counts as a slow pull, so a peer that cannot be pulled from is
-                left alone like a slow one
+   `failed`     it did not come: a peer that cannot be pulled from is left alone like a slow one
 3. `is_quicker` seconds to ask and pull this many tokens, against seconds to compute them
 
 `SourceRate` says what is tried although it looks slower. With logs at debug each decision is
@@ -19,8 +18,6 @@ from engine.sched.arrivals.source_rate import PullDecision, SourceRate
 from engine.sched.counters import PrefillRate
 
 _MAX_PEERS = 256
-_FAILED = 2
-"""A pull that failed counts as this many times as slow as computing, if it did not take longer."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +35,14 @@ class PullRates:
         known.ask_s = seconds if not known.ask_s else known.ask_s + (seconds - known.ask_s) / 4
 
     def pulled(self, peer: str, num_tokens: int, seconds: float) -> None:
-        self._of(peer).took(num_tokens, seconds, self._own_seconds(num_tokens))
+        self._of(peer).took(num_tokens, seconds, self._prefill.seconds_for(num_tokens))
         logger.debug(
             "prefix of %d tokens from %s: here after %.1f ms", num_tokens, peer, seconds * 1e3
         )
 
     def failed(self, peer: str, num_tokens: int, seconds: float) -> None:
         """Learns that `num_tokens` did not come, which was known after `seconds`."""
-        own_seconds = self._own_seconds(num_tokens)
-        self._of(peer).took(num_tokens, max(seconds, _FAILED * own_seconds), own_seconds)
-
-    def _own_seconds(self, num_tokens: int) -> float:
-        """Returns how long it takes to compute them here; 0: that is not known."""
-        own = self._prefill.tokens_per_s
-        return num_tokens / own if own else 0.0
+        self._of(peer).failed(num_tokens, seconds, self._prefill.seconds_for(num_tokens))
 
     def is_quicker(self, peer: str, num_tokens: int, *, has_asked: bool = False) -> bool:
         """Returns whether `num_tokens` are sooner here from the peer than computed, as far as is

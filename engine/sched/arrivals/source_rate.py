@@ -2,6 +2,7 @@
 
     1. `verdict`    shall this prefix be taken, or computed?
     2. `took`       it was; this many tokens, this many seconds
+       `failed`     it did not come. That counts as a slow take, however soon it was known
 
 What a take costs is a part that each has (connections, questions, the first copy) and one that
 grows with its tokens. Takes of different sizes tell them apart; those of one size need not.
@@ -35,6 +36,8 @@ _HOPELESS = 8
 """Nothing is taken on trust that looks this many times as slow as computing."""
 _MUCH_QUICKER = 0.75
 _MUCH_MORE = 1.5
+_FAILED = 2
+"""A take that failed counts as this many times as slow as computing, if it did not last longer."""
 _TELLING_SPREAD = 0.05
 """Variance of sizes, in squares of their mean, from which on they tell the two parts apart."""
 
@@ -120,6 +123,10 @@ class SourceRate:
         self.num_takes += 1
         self.num_refusals = 0
         self.most_tokens = max(self.most_tokens, num_tokens)
+
+    def failed(self, num_tokens: int, seconds: float, own_seconds: float) -> None:
+        """Counts tokens that did not come, which was known after `seconds`."""
+        self.took(num_tokens, max(seconds, _FAILED * own_seconds), own_seconds)
 
     @property
     def parts(self) -> tuple[float, float]:

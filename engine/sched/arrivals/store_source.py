@@ -93,7 +93,11 @@ class StoreSource(TierSource[StoreLoad]):
             if self._arrivals.come(load, stop):
                 self.load(load)
         for load, is_right in self.loads.ended(output.host_jobs):
-            self.rate.took(load.num_read, time.monotonic() - load.began_at)
+            seconds = time.monotonic() - load.began_at
+            if is_right:
+                self.rate.took(load.num_read, seconds)
+            else:
+                self.read_failed(load, seconds)
             self.loaded(load, is_right=is_right)
 
     def _end_of(self, load: StoreLoad, has: set[BlockHash]) -> int:

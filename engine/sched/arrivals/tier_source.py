@@ -226,10 +226,15 @@ class TierSource(ABC, Generic[_Arrival]):
         overdue = self.loads.overdue(limit_s, is_limited)
         given_up = [load for load in overdue if self.tier.give_up(load.job)]
         for load in given_up:
-            self.rate.took(load.num_read, load.waited_s)
+            self.read_failed(load, load.waited_s)
             self.loads.take(load)
             self.loaded(load, is_right=False)
         return given_up
+
+    def read_failed(self, load: _Arrival, seconds: float) -> None:
+        """Records that what was to be read did not come, which was known after `seconds`."""
+        own_seconds = self._prefill_rate.seconds_for(load.num_read)
+        self.rate.failed(load.num_read, seconds, own_seconds)
 
     def loaded(self, load: _Arrival, *, is_right: bool) -> None:
         """Goes on after a load that has ended, whatever has become of its request."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 from engine.config import SchedulingPolicy
 from engine.contracts.request import Request
 from engine.contracts.request_spec import IDLE_PRIORITY
+from engine.sched.prompts.prompt_order import Line
+from engine.sched.prompts.prompt_queue import PromptQueue
 from engine.sched.request_queue import RequestQueue
 from tests.engine.sched.factories import make_request
 
@@ -50,6 +54,37 @@ def test_pops_in_order_whatever_happened_before(
         model.sort(key=lambda request: request.sort_key(policy))
         assert queue.pop() is model.pop(0)
     assert not queue
+
+
+def test_requests_that_left_are_not_kept() -> None:
+    """Entries behind the first one are dropped lazily, but not for ever: prompts are long."""
+    queue = RequestQueue("priority")
+    queue.add(request_of(0))
+    left = [request_of(order, priority=9) for order in range(1, 1000)]
+    for request in left:
+        queue.add(request)
+        queue.remove(request)
+    del request
+    assert sum(sys.getrefcount(one) > 3 for one in left) < 200
+    assert queue.pop().arrival_order == 0
+
+
+def test_prompts_that_left_by_one_line_are_not_kept_in_the_other() -> None:
+    def judge(request: Request) -> None:
+        request.prompt_work = request.num_tokens * 1.0
+
+    queue = PromptQueue("fcfs", judge)
+    queue.add(request_of(0, length=1))
+    queue.turn_to(Line.DUE)
+    left = [request_of(order, length=9) for order in range(1, 1000)]
+    for request in left:
+        request.due_at = -1.0
+        queue.add(request)
+        assert queue.pop() is request
+    del request
+    assert sum(sys.getrefcount(one) > 3 for one in left) < 200
+    queue.turn_to(Line.SHORTEST)
+    assert queue.pop().arrival_order == 0
 
 
 def test_the_idle_class_comes_last_whatever_the_policy() -> None:

@@ -157,6 +157,22 @@ def test_a_block_that_goes_after_the_answer_is_computed(store: Store) -> None:
     machine.check_all_done()
 
 
+def test_a_store_that_lacks_what_it_said_it_has_counts_as_slow(store: Store) -> None:
+    machine = machine_with(store)
+    own = machine.scheduler._steps.prefill_rate
+    while not own.tokens_per_s:
+        own.add_step(1000, 1.0)
+    ask(machine, "again")
+    assert machine.host is not None
+    while any(isinstance(job, AskMeta) for _, job in machine.host._jobs):
+        machine.host.advance()
+    machine.poll_connector()
+    store[0].clear()
+    machine.finish()
+    rate = machine.scheduler.remote.store.rate
+    assert rate.seconds_for(NUM_LOADABLE) > 1.5 * own.seconds_for(NUM_LOADABLE)
+
+
 def test_a_store_that_does_not_answer_costs_a_few_prompts_a_moment(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
