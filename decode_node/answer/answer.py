@@ -222,6 +222,8 @@ class Answer:
         self._later.append((choice, output))
         if self._slow is None:
             self._slow = asyncio.create_task(self._take_later())
+        elif self._slow.done():
+            self._slow.result()  # It failed, or it would not be here.
 
     async def _take_later(self) -> None:
         while self._later:

@@ -199,7 +199,7 @@ def asked_model(
         def run(batch: Batch) -> AttentionBackend:
             launches.by_layer, launches.layer = {}, 0
             attention = attention_of(config, NOWHERE, recorded_tokens)
-            _run(config, model, attention, batch, launches, recorded_tokens)
+            _run(config, model, attention, batch, recorded_tokens)
             return attention
 
         yield run
@@ -308,7 +308,6 @@ def _run(
     model: CausalLM,
     attention: AttentionBackend,
     batch: Batch,
-    launches: Launches,
     recorded_tokens: int,
 ) -> None:
     """Passes a batch through the model, as `engine.worker.model_runner` does."""

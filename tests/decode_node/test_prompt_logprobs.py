@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from decode_node.answer.completion_format import CompletionFormat
 from decode_node.answer.logprobs import TokenNames, echoed_logprobs
 from tests.decode_node.http_node import HttpNode, chunks_of, http_node
 
@@ -105,6 +107,25 @@ async def test_a_prefill_node_sends_them_with_the_first_token() -> None:
         remote = response.json()["choices"][0]["logprobs"]["token_logprobs"]
         prompt = len(node.tokenizer.encode("the dog"))
         assert remote[:prompt] == local["choices"][0]["logprobs"]["token_logprobs"][:prompt]
+
+
+async def test_an_answer_whose_text_cannot_be_written_generates_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object) -> list[bytes]:
+        raise ValueError("not to be written")
+
+    monkeypatch.setattr(CompletionFormat, "events", refuse)
+    async with http_node(auto=False) as node:
+        body = {**ECHO, "max_tokens": 50, "stream": True}
+        answer = asyncio.create_task(node.client.post(COMPLETIONS, json=body))
+        fake = await node.engine.added()
+        for _ in range(20):
+            if not fake.finished:
+                node.engine.produce(fake)
+                await asyncio.sleep(0.01)
+        assert fake.finished and fake.state.processor.num_output_tokens < 20
+        assert (await answer).status_code == 500
 
 
 def test_tokens_that_are_not_in_the_text_take_no_room() -> None:

@@ -219,10 +219,12 @@ def estimator() -> TtftEstimator:
 def test_the_estimate_is_queue_and_service() -> None:
     busy = node("a", num_waiting_tokens=3000)
     assert estimator().queue_s(busy, now=0.5) == pytest.approx(3.0)
-    assert estimator().service_s(busy, 500, 500) == pytest.approx(0.5)
+    assert estimator().costs({busy: 500}, 500, 0.5, node("decode")).ttft_s[busy] == pytest.approx(
+        3.5
+    )
     busy.pace.factor, busy.pace.is_known = 2.0, True
     assert estimator().queue_s(busy, now=0.5) == pytest.approx(3.0)
-    assert estimator().service_s(busy, 500, 500) == pytest.approx(1.0)
+    assert estimator().costs({busy: 500}, 500, 0.5, node("decode")).ttft_s[busy] == pytest.approx(4)
 
 
 def test_a_queue_empties_at_the_rate_that_the_node_reports() -> None:

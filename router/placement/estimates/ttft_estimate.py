@@ -55,9 +55,6 @@ class TtftEstimator:
             return 0.0
         return self._s_per_token(node) * waiting * staleness_factor(now - node.reported_at)
 
-    def service_s(self, node: Node, num_new: float, num_prompt: int) -> float:
-        return self.fit.time.seconds(num_new, num_prompt) * self.pace(node)
-
     def costs(
         self, num_new: Mapping[Node, int], num_prompt: int, now: float, decode: Node
     ) -> Costs:

@@ -13,7 +13,8 @@ from bisect import bisect_right
 _LATE_S = 0.05
 """An event loop that has work wakes its tasks that late."""
 _KEPT_S = 600.0
-"""Seconds for which a stall is remembered: as long as any timeout of a silence."""
+"""Seconds for which a stall is remembered: as long as a silence may be. A whole answer may last
+longer; older stalls count as its time."""
 
 
 class EventLoopStalls:
