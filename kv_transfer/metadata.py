@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum, StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,6 +52,13 @@ class KVPeer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (alone, *self.groups)[index]
 
 
+class TransferName(NamedTuple):
+    """Names one attempt of a transfer: what is said of one attempt is never true of the next."""
+
+    transfer_id: str
+    attempt: int
+
+
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The P/D part of one request.
 
@@ -70,6 +78,10 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     peer: KVPeer | None = None
     first_token_only: bool = False
     is_prefix: bool = False
+
+    @property
+    def name(self) -> TransferName:
+        return TransferName(self.transfer_id, self.attempt)
 
 
 class SendMeta(msgspec.Struct, frozen=True, tag="send", array_like=True):
@@ -278,11 +290,11 @@ class KVConnectorMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVConnectorOutput(msgspec.Struct, kw_only=True):
-    """Events merged over all processes and ranks, by transfer id; true of its newest attempt.
+    """Events merged over all processes and ranks, by transfer and attempt.
 
     finished_sending: producer's blocks are copied out everywhere.
     finished_recving: consumer's blocks are complete on every rank.
-    failed: transfer id to (reason, retryable); no writer is left. `failure_codes`: their codes.
+    failed: attempt to (reason, retryable); no writer is left. `failure_codes`: their codes.
     num_tokens_kept: of pulls that failed or were aborted: leading tokens of the prompt whose KV is
         complete, every layer on every rank.
     aborted: no writer is left.
@@ -293,26 +305,17 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     store_found: questions to the store, by job: which of the blocks are there, by their places.
     """
 
-    finished_sending: list[str] = []
-    finished_recving: list[str] = []
-    failed: dict[str, tuple[str, bool]] = {}
-    failure_codes: dict[str, str] = {}
-    num_tokens_kept: dict[str, int] = {}
-    aborted: list[str] = []
-    released: list[str] = []
-    stats: dict[str, TransferStats] = {}
+    finished_sending: list[TransferName] = []
+    finished_recving: list[TransferName] = []
+    failed: dict[TransferName, tuple[str, bool]] = {}
+    failure_codes: dict[TransferName, str] = {}
+    num_tokens_kept: dict[TransferName, int] = {}
+    aborted: list[TransferName] = []
+    released: list[TransferName] = []
+    stats: dict[TransferName, TransferStats] = {}
     host_jobs: dict[int, bool] = {}
     host_begun: list[int] = []
     store_found: dict[int, list[int]] = {}
-
-    def forget_pull(self, transfer_id: str) -> None:
-        """Drops what was not read yet of an attempt to pull: the next one begins, and would be
-        taken for the one that has ended."""
-        for names in (self.finished_recving, self.aborted):
-            if transfer_id in names:
-                names.remove(transfer_id)
-        for table in (self.failed, self.failure_codes, self.num_tokens_kept, self.stats):
-            table.pop(transfer_id, None)
 
 
 def is_transfer_id(text: str) -> bool:

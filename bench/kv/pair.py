@@ -346,9 +346,9 @@ class KVPair:
             if output is not None:
                 if output.failed:
                     raise SystemExit(f"a transfer failed: {output.failed}")
-                for transfer_id in output.finished_recving:
-                    self._received[transfer_id] = output.stats[transfer_id]
-                self._released += output.released
+                for name in output.finished_recving:
+                    self._received[name.transfer_id] = output.stats[name]
+                self._released += [name.transfer_id for name in output.released]
 
 
 def _connector(role: KVRole, caches: Caches, case: Case) -> KVConnectorScheduler:

@@ -91,6 +91,7 @@ class PrefixAnswer(msgspec.Struct, tag="prefix_answer"):
     `kv_transfer_params` name. Without them there is nothing to pull."""
 
     request_id: str
+    number: int
     kv_transfer_params: KVTransferParams | None = None
     num_tokens: int = 0
 
@@ -251,9 +252,10 @@ class KVTransferResult(msgspec.Struct, array_like=True):
 
 class PrefixAsk(msgspec.Struct, array_like=True):
     """Asks the node server to ask a peer how much it holds of the prompt with these hashes. Is
-    answered with a `PrefixAnswer`, always."""
+    answered with the `PrefixAnswer` of this number, always."""
 
     request_id: str
+    number: int
     peer: str
     chains: HashChains
 

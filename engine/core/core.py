@@ -139,8 +139,8 @@ class EngineCore:
                 scheduler.prompt_computed(request_id)
             case RetryRemotePrefill(request_id, params):
                 self._add(scheduler.retry_remote(request_id, params))
-            case PrefixAnswer(request_id, params, num_tokens):
-                scheduler.remote.peers.answered(request_id, params, num_tokens)
+            case PrefixAnswer(request_id, number, params, num_tokens):
+                scheduler.remote.peers.answered(request_id, number, params, num_tokens)
             case PrefillLocally(request_id):
                 self._add(scheduler.prefill_locally(request_id))
 

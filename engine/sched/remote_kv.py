@@ -13,7 +13,6 @@ from engine.contracts.messages import KVTransferResult
 from engine.contracts.prefix_holder import HashChains
 from engine.contracts.request import Request
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.sched.arrivals.arrival import KVArrival
 from engine.sched.arrivals.arrivals import Arrivals
 from engine.sched.arrivals.block_tiers import BlockTiers
 from engine.sched.arrivals.host_source import HostSource
@@ -31,7 +30,12 @@ from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import ChunkLike, KVConnectorScheduler
 from kv_transfer.errors import KV_TRANSFER
-from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, TransferStats
+from kv_transfer.metadata import (
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    TransferName,
+    TransferStats,
+)
 
 _CALLED_OFF = "the peer called the transfer off"
 
@@ -126,27 +130,27 @@ class RemoteKV:
         """Results in the order: arrived, failed, released."""
         self._update_jobs(output)
         results: list[KVTransferResult | None] = []
-        for transfer_id in (
+        for name in (
             *output.finished_sending, *output.finished_recving, *output.failed, *output.aborted,
             *output.released,
         ):  # fmt: skip
-            self.held.release(transfer_id)
-        for transfer_id in (*output.failed, *output.aborted, *output.released):
-            self.offers.ended(transfer_id)
-        for transfer_id in output.finished_recving:
-            arrival = self.arrivals.of_transfer(transfer_id)
+            self.held.release(name)
+        for name in (*output.failed, *output.aborted, *output.released):
+            self.offers.ended(name)
+        for name in output.finished_recving:
+            arrival = self.arrivals.of_transfer(name)
             if arrival is not None:
-                stats = _stats(output, transfer_id)
+                stats = _stats(output, name)
                 results.append(arrival.source.received(arrival, stats))
-        for transfer_id, (reason, is_retryable) in output.failed.items():
-            code = output.failure_codes.get(transfer_id, KV_TRANSFER)
-            results.append(self._failed(output, transfer_id, reason, is_retryable, code))
-            results.append(self.exports.failed(transfer_id, reason, is_retryable))
-        for transfer_id in output.aborted:
-            results.append(self._failed(output, transfer_id, _CALLED_OFF, True, KV_TRANSFER))
-            results.append(self.exports.failed(transfer_id, _CALLED_OFF, True, is_called_off=True))
-        for transfer_id in output.released:
-            results.append(self.exports.released(transfer_id, _stats(output, transfer_id)))
+        for name, (reason, is_retryable) in output.failed.items():
+            code = output.failure_codes.get(name, KV_TRANSFER)
+            results.append(self._failed(output, name, reason, is_retryable, code))
+            results.append(self.exports.failed(name, reason, is_retryable))
+        for name in output.aborted:
+            results.append(self._failed(output, name, _CALLED_OFF, True, KV_TRANSFER))
+            results.append(self.exports.failed(name, _CALLED_OFF, True, is_called_off=True))
+        for name in output.released:
+            results.append(self.exports.released(name, _stats(output, name)))
         return [result for result in results if result is not None]
 
     def _update_jobs(self, output: KVConnectorOutput) -> None:
@@ -165,25 +169,25 @@ class RemoteKV:
     def _failed(
         self,
         output: KVConnectorOutput,
-        transfer_id: str,
+        name: TransferName,
         reason: str,
         is_retryable: bool,
         code: str,
     ) -> KVTransferResult | None:
         """Tells the source of an arrival whose transfer has ended early. Returns a result for
         the node server; None: it needs none."""
-        arrival = self.arrivals.of_transfer(transfer_id)
+        arrival = self.arrivals.of_transfer(name)
         if arrival is None:
             return None
         failure = KVTransferResult(
             arrival.request.request_id,
-            _attempt(arrival),
+            name.attempt,
             False,
             reason=reason,
             retryable=is_retryable,
             code=code,
         )
-        num_tokens_kept = output.num_tokens_kept.get(transfer_id, 0)
+        num_tokens_kept = output.num_tokens_kept.get(name, 0)
         return arrival.source.failed(arrival, num_tokens_kept, failure)
 
     @property
@@ -210,10 +214,5 @@ class RemoteKV:
         return [left for part in parts for left in part.leftovers()]
 
 
-def _stats(output: KVConnectorOutput, transfer_id: str) -> TransferStats:
-    return output.stats.get(transfer_id, TransferStats())
-
-
-def _attempt(arrival: KVArrival) -> int:
-    params = arrival.request.kv_transfer_params
-    return params.attempt if params is not None else 0
+def _stats(output: KVConnectorOutput, name: TransferName) -> TransferStats:
+    return output.stats.get(name, TransferStats())

@@ -289,7 +289,6 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
     ) -> None:
         if params.peer is None:
             raise ValueError(f"transfer {params.transfer_id} names no peer to pull from")
-        self._output.forget_pull(params.transfer_id)
         if first_token >= num_tokens:
             self._transfers.refuse(params.transfer_id, params.attempt)
             self._release(params, complete=True)
@@ -328,7 +327,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         self._broadcast(transfer, command)
 
     def _refuse(self, params: KVTransferParams, reason: str) -> None:
-        self._output.failed[params.transfer_id] = (reason, False)
+        self._output.failed[params.name] = (reason, False)
         self._has_output = True
         self._processes.wake()
 
@@ -381,7 +380,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
     def _conclude(self, transfer: NodeTransfer) -> None:
         params = transfer.params
         if transfer.take_staged():
-            self._output.finished_sending.append(params.transfer_id)
+            self._output.finished_sending.append(params.name)
             self._has_output = True
         outcome = transfer.outcome
         if outcome is None:
@@ -393,20 +392,20 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             self._release(params, complete=outcome is Outcome.DONE)
 
     def _report(self, transfer: NodeTransfer, outcome: Outcome) -> None:
-        transfer_id = transfer.params.transfer_id
+        name = transfer.params.name
         self._has_output = True
-        self._output.stats[transfer_id] = transfer.stats
+        self._output.stats[name] = transfer.stats
         self._totals["bytes"] += transfer.stats.num_bytes
         if not transfer.is_export and outcome is not Outcome.DONE:
-            self._output.num_tokens_kept[transfer_id] = transfer.num_tokens_kept
+            self._output.num_tokens_kept[name] = transfer.num_tokens_kept
         if outcome is Outcome.ABORTED:
             self._totals["aborts"] += 1
-            self._output.aborted.append(transfer_id)
+            self._output.aborted.append(name)
         elif outcome is Outcome.FAILED:
             self._totals["failures"] += 1
-            self._output.failed[transfer_id] = transfer.failure or ("unknown", True)
-            self._output.failure_codes[transfer_id] = transfer.failure_code
+            self._output.failed[name] = transfer.failure or ("unknown", True)
+            self._output.failure_codes[name] = transfer.failure_code
         elif transfer.is_export:
-            self._output.released.append(transfer_id)
+            self._output.released.append(name)
         else:
-            self._output.finished_recving.append(transfer_id)
+            self._output.finished_recving.append(name)

@@ -21,7 +21,7 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from kv_transfer.factory import create_worker_connector
 from kv_transfer.layout import BlockIds, KVLayout
-from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
+from kv_transfer.metadata import KVPeer, KVTransferParams, TransferName, TransferStats
 
 TIMEOUT_S = 60.0
 
@@ -48,11 +48,12 @@ class FakeChunk:
 
 @dataclass(slots=True)
 class Outcomes:
-    """Everything that `get_finished` ever said."""
+    """Everything that `get_finished` ever said, by transfer."""
 
     sent: list[str] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
     failed: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    failed_attempts: list[TransferName] = field(default_factory=list)
     failure_codes: dict[str, str] = field(default_factory=dict)
     num_tokens_kept: dict[str, int] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -102,14 +103,16 @@ class KVNode:
         output = self.connector.get_finished()
         if output is None:
             return
-        self.done.sent += output.finished_sending
-        self.done.received += output.finished_recving
-        self.done.failed.update(output.failed)
-        self.done.failure_codes.update(output.failure_codes)
-        self.done.num_tokens_kept.update(output.num_tokens_kept)
-        self.done.aborted += output.aborted
-        self.done.released += output.released
-        self.done.stats.update(output.stats)
+        done = self.done
+        done.sent += [name.transfer_id for name in output.finished_sending]
+        done.received += [name.transfer_id for name in output.finished_recving]
+        done.failed_attempts += output.failed
+        done.failed |= {name.transfer_id: why for name, why in output.failed.items()}
+        done.failure_codes |= {name.transfer_id: c for name, c in output.failure_codes.items()}
+        done.num_tokens_kept |= {name.transfer_id: n for name, n in output.num_tokens_kept.items()}
+        done.aborted += [name.transfer_id for name in output.aborted]
+        done.released += [name.transfer_id for name in output.released]
+        done.stats |= {name.transfer_id: stats for name, stats in output.stats.items()}
 
     # Producer ---------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ def test_either_end_may_be_grpcio(
     until_empty(prefill, decode)
 
 
-def test_a_refusal_that_was_not_read_is_no_failure_of_the_next_attempt(
+def test_a_refusal_that_is_read_late_names_its_attempt(
     share_node: MakeNode,
 ) -> None:
     prefill, decode = share_node("prefill", layout()), share_node("decode", layout())
@@ -139,7 +139,7 @@ def test_a_refusal_that_was_not_read_is_no_failure_of_the_next_attempt(
     decode.pull(prefill.peer, transfer_id, 64, target)
     assert prefill.prefill(request, 3, source, chunk=40)
     poll_until(lambda: transfer_id in decode.done.received, prefill, decode)
-    assert transfer_id not in decode.done.failed
+    assert decode.done.failed_attempts == [(transfer_id, -1)]
     decode.check(3, range(64), target)
     until_empty(prefill, decode)
 
@@ -542,7 +542,7 @@ def test_an_attempt_that_has_ended_cannot_be_exported_again(share_node: MakeNode
 
 
 def test_an_attempt_older_than_one_that_lives_is_refused(share_node: MakeNode) -> None:
-    """Its failure would be told under the name of both, and free blocks of the newer one."""
+    """Its engine would compute a prompt that is read by no peer."""
     node = share_node("prefill", layout())
     older = node.export(20)
     assert older.kv_transfer_params is not None
@@ -557,11 +557,10 @@ def test_an_attempt_older_than_one_that_lives_is_refused(share_node: MakeNode) -
     until_empty(node)
 
 
-def test_an_end_that_is_not_told_yet_is_true_of_a_newer_attempt(
+def test_attempts_that_end_at_once_are_told_each_by_its_name(
     share_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outside of `get_finished` only a process that is down ends a transfer, and it stays down
-    until then: no attempt can begin meanwhile that lives."""
+    """Outside of `get_finished` a process that is down ends a transfer."""
     node = share_node("prefill", layout())
     with monkeypatch.context() as patch:
         patch.setattr(node.connector._processes, "send", lambda process, command: False)
@@ -572,6 +571,7 @@ def test_an_end_that_is_not_told_yet_is_true_of_a_newer_attempt(
         node.connector.update_state_after_alloc(newer, (), 0)
         assert node.connector.refusal(newer), "it has ended, too"
     poll_until(lambda: older.transfer_id in node.done.failed, node)
+    assert node.done.failed_attempts == [(older.transfer_id, 0), (older.transfer_id, 1)]
     assert node.done.failed[older.transfer_id][1], "another attempt may succeed"
     until_empty(node)
 

@@ -70,4 +70,4 @@ class PrefixCalls:
                 params, num_tokens = await self.ask(ask)
         except Exception:
             logger.exception("request %s: asking %s for a prefix", ask.request_id, ask.peer)
-        self._calls.send(PrefixAnswer(ask.request_id, params, num_tokens))
+        self._calls.send(PrefixAnswer(ask.request_id, ask.number, params, num_tokens))

@@ -42,7 +42,7 @@ from typing import Any, Protocol, TypeVar
 
 from engine.contracts.messages import KVTransferResult
 from engine.contracts.request import Request
-from kv_transfer.metadata import TransferStats
+from kv_transfer.metadata import TransferName, TransferStats
 
 
 class ArrivalState(IntEnum):
@@ -86,8 +86,9 @@ IDLE_WITH_BLOCKS = (_S.HERE, _S.PART, _S.READY)
 WITH_BLOCKS = (_S.ASKED, *IN_MOTION, *IDLE_WITH_BLOCKS)
 """The request has blocks and no row."""
 
-WriterKey = str | int
-"""Names who writes into blocks, or reads them: a transfer's id, or a job of the host tier."""
+WriterKey = TransferName | int
+"""Names who writes into blocks, or reads them: an attempt of a transfer, or a job of the host
+tier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,11 +113,11 @@ class KVArrival:
 
 @dataclass(slots=True, eq=False)
 class TransferArrival(KVArrival):
-    """KV that a transfer of the connector brings: `transfer_id`, the same for all attempts; empty
-    as long as it is not known."""
+    """KV that a transfer of the connector brings. `transfer` names the latest attempt that has
+    begun; None: there is none yet."""
 
     source: TransferSource[Any]
-    transfer_id: str = ""
+    transfer: TransferName | None = None
 
 
 A_contra = TypeVar("A_contra", bound=KVArrival, contravariant=True)

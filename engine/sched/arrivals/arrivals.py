@@ -26,6 +26,7 @@ from engine.sched.arrivals.arrival import (
 from engine.sched.departures.held_blocks import HeldBlocks
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
+from kv_transfer.metadata import TransferName
 
 
 class Arrivals:
@@ -49,7 +50,7 @@ class Arrivals:
         self.ready = RequestQueue(policy)
         """The requests of all arrivals that are READY."""
         self._of_request: dict[str, KVArrival] = {}
-        self._of_transfer: dict[str, TransferArrival] = {}
+        self._of_transfer: dict[TransferName, TransferArrival] = {}
         self._in: dict[ArrivalState, dict[str, KVArrival]] = {state: {} for state in ArrivalState}
         self._num_of: Counter[KVSource[Any]] = Counter()
 
@@ -58,9 +59,9 @@ class Arrivals:
     def get(self, request_id: str) -> KVArrival | None:
         return self._of_request.get(request_id)
 
-    def of_transfer(self, transfer_id: str) -> TransferArrival | None:
-        """Returns the arrival that this transfer brings; None: nothing of it is in motion."""
-        arrival = self._of_transfer.get(transfer_id)
+    def of_transfer(self, name: TransferName) -> TransferArrival | None:
+        """Returns the arrival that this attempt brings; None: nothing of it is in motion."""
+        arrival = self._of_transfer.get(name)
         return arrival if arrival is not None and arrival.state in IN_MOTION else None
 
     def in_state(self, state: ArrivalState) -> list[KVArrival]:
@@ -155,10 +156,15 @@ class Arrivals:
         self.begin(arrival, arrival.num_before, num_coming, ArrivalState.COMING)
         return True
 
-    def name_transfer(self, arrival: TransferArrival, transfer_id: str) -> None:
-        """Names the transfer by which the arrival is found."""
-        arrival.transfer_id = transfer_id
-        self._of_transfer[transfer_id] = arrival
+    def name_transfer(self, arrival: TransferArrival, name: TransferName) -> None:
+        """Names the attempt by which the arrival is found, and by no earlier one any more."""
+        self._forget_transfer(arrival)
+        arrival.transfer = name
+        self._of_transfer[name] = arrival
+
+    def _forget_transfer(self, arrival: TransferArrival) -> None:
+        if arrival.transfer is not None:
+            self._of_transfer.pop(arrival.transfer, None)
 
     def here(self, arrival: KVArrival, num_computed_tokens: int) -> None:
         """Goes on behind KV of a prompt's beginning that is complete, with the next source for
@@ -280,7 +286,7 @@ class Arrivals:
         if state is ArrivalState.ENDED:
             del self._of_request[request_id]
             if isinstance(arrival, TransferArrival):
-                self._of_transfer.pop(arrival.transfer_id, None)
+                self._forget_transfer(arrival)
             return
         self._in[state][request_id] = arrival
         if state is ArrivalState.READY:

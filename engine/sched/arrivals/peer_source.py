@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import count
 
 from engine.contracts.messages import KVTransferResult, PrefixAsk
 from engine.contracts.request import Request
@@ -26,6 +27,8 @@ from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVTransferParams, TransferStats
 
 ASK_LIMIT_S = 2.0
+_ASKS = count(1)
+"""Numbers of asks: a late answer is none to a later request of the same id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +36,7 @@ class PeerArrival(TransferArrival):
     """A prefix, as a connector reads a request: `num_prompt_tokens` of it."""
 
     peer: str = ""
+    ask: int = 0
     num_prompt_tokens: int = 0
     kv_transfer_params: KVTransferParams | None = None
     started_at: float = 0.0
@@ -113,13 +117,13 @@ class PeerSource:
         stop = num_computed_tokens + num_tokens
         chains = self._kv_cache.behind.chains(request, stop)
         peer, request.prefix_peer = request.prefix_peer, ""
-        arrival = PeerArrival(request, self, peer=peer)
+        arrival = PeerArrival(request, self, peer=peer, ask=next(_ASKS))
         self._arrivals.begin(arrival, num_computed_tokens, num_tokens, ArrivalState.ASKED)
-        self._asks.append(PrefixAsk(request.request_id, peer, chains))
+        self._asks.append(PrefixAsk(request.request_id, arrival.ask, peer, chains))
 
     def stop(self, arrival: PeerArrival) -> WriterKey | None:
         is_coming = arrival.state is ArrivalState.COMING
-        return arrival.transfer_id if is_coming and self._connector.abort(arrival) else None
+        return arrival.transfer if is_coming and self._connector.abort(arrival) else None
 
     def received(self, arrival: PeerArrival, stats: TransferStats) -> KVTransferResult | None:
         seconds = time.monotonic() - arrival.started_at
@@ -149,11 +153,17 @@ class PeerSource:
         asks, self._asks = self._asks, []
         return asks
 
-    def answered(self, request_id: str, params: KVTransferParams | None, num_tokens: int) -> None:
-        """Goes on after a peer's answer: it holds `num_tokens` from the prompt's beginning for
-        `params`. None: nothing."""
+    def answered(
+        self, request_id: str, number: int, params: KVTransferParams | None, num_tokens: int
+    ) -> None:
+        """Goes on after a peer's answer to the ask of this number: it holds `num_tokens` from the
+        prompt's beginning for `params`. None: nothing."""
         arrival = self._arrivals.get(request_id)
-        if not isinstance(arrival, PeerArrival) or arrival.state is not ArrivalState.ASKED:
+        if (
+            not isinstance(arrival, PeerArrival)
+            or arrival.ask != number
+            or arrival.state is not ArrivalState.ASKED
+        ):
             self._refuse(request_id, params)
             return
         num_lacking = num_tokens - arrival.num_before
@@ -188,7 +198,7 @@ class PeerSource:
         return params.is_prefix and fits
 
     def _pull(self, arrival: PeerArrival, params: KVTransferParams, num_tokens: int) -> None:
-        self._arrivals.name_transfer(arrival, params.transfer_id)
+        self._arrivals.name_transfer(arrival, params.name)
         arrival.kv_transfer_params = params
         arrival.num_prompt_tokens = num_tokens
         arrival.started_at = time.monotonic()

@@ -85,10 +85,7 @@ class PrefillSource:
 
     def add(self, request: Request) -> None:
         """Adds a pull, before the request is queued."""
-        assert request.kv_transfer_params is not None
-        pull = Pull(request, self)
-        self._arrivals.add(pull)
-        self._arrivals.name_transfer(pull, request.kv_transfer_params.transfer_id)
+        self._arrivals.add(Pull(request, self))
 
     def find(self, request: Request, num_computed_tokens: int) -> int:
         return self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -97,6 +94,7 @@ class PrefillSource:
         pull = self._of(request)
         assert pull is not None
         self._arrivals.begin(pull, num_computed_tokens, num_tokens, ArrivalState.COMING)
+        self._arrivals.name_transfer(pull, _params(request).name)
         request.num_computed_tokens = num_computed_tokens + num_tokens
         has_drafts, before = self._has_drafts(request), request.pulled
         if before is not None and before.first_token < num_computed_tokens:
@@ -133,7 +131,7 @@ class PrefillSource:
     def stop(self, arrival: Pull) -> WriterKey | None:
         # Said even when nothing is in motion: the peer need not keep KV that will not be pulled.
         if arrival.state in BEING_CALLED_OFF or self._connector.abort(arrival.request):
-            return arrival.transfer_id
+            return arrival.transfer
         return None
 
     def received(self, arrival: Pull, stats: TransferStats) -> KVTransferResult | None:

@@ -16,7 +16,7 @@ from engine.kv_cache.block import KVCacheBlock
 from engine.sched.departures.held_blocks import HeldBlocks
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import KVConnectorScheduler
-from kv_transfer.metadata import KVTransferParams, TransferStats
+from kv_transfer.metadata import KVTransferParams, TransferName, TransferStats
 
 
 def is_exported(request: Request) -> bool:
@@ -42,23 +42,25 @@ class Exports:
 
     def add(self, request: Request) -> None:
         """Comes before the request is queued."""
-        self._exports[_params(request).transfer_id] = request
+        name = _params(request).name
+        self._exports[name.transfer_id] = request
+        self._held.pass_on(name)
         self._connector.update_state_after_alloc(request, (), 0)
 
     def request_ended(self, request: Request, blocks: list[KVCacheBlock]) -> None:
         """Takes the request's blocks: free now, or when nothing reads them. Of one that was aborted
         or failed the KV is not complete, so its export is called off."""
-        transfer_id = _params(request).transfer_id
-        newest = self._exports.get(transfer_id)
+        name = _params(request).name
+        newest = self._exports.get(name.transfer_id)
         if newest is not None and newest is not request:
             # Readers for an older attempt were asked to stop before it learnt of the newest one.
-            keeps = True
+            name, keeps = _params(newest).name, True
         elif not request.status.is_complete:
-            keeps = newest is request and self._abort(transfer_id)
+            keeps = newest is request and self._abort(name.transfer_id)
         else:
             keeps = self._connector.request_finished(request)
         if keeps:
-            self._held.hold(transfer_id, blocks)
+            self._held.hold(name, blocks)
         else:
             self._fence.release(blocks)
 
@@ -66,34 +68,41 @@ class Exports:
         """Aborts the export of a request that ended before; its KV is not wanted any more."""
         for transfer_id, request in list(self._exports.items()):
             if request.request_id == request_id and not self._abort(transfer_id):
-                self._held.release(transfer_id)
+                self._held.release(_params(request).name)
 
     def _abort(self, transfer_id: str) -> bool:
         """Aborts and returns whether something may still read the blocks."""
         return self._connector.abort(self._exports.pop(transfer_id))
 
     def failed(
-        self, transfer_id: str, reason: str, retryable: bool, *, is_called_off: bool = False
+        self, name: TransferName, reason: str, retryable: bool, *, is_called_off: bool = False
     ) -> KVTransferResult | None:
         """Returns None when nothing waits for it."""
-        request = self._exports.pop(transfer_id, None)
+        request = self._take(name)
         if request is None:
             return None
-        attempt = _params(request).attempt
         return KVTransferResult(
             request.request_id,
-            attempt,
+            name.attempt,
             False,
             reason=reason,
             retryable=retryable,
             is_called_off=is_called_off,
         )
 
-    def released(self, transfer_id: str, stats: TransferStats) -> KVTransferResult | None:
-        request = self._exports.pop(transfer_id, None)
+    def released(self, name: TransferName, stats: TransferStats) -> KVTransferResult | None:
+        request = self._take(name)
         if request is None:
             return None
-        return KVTransferResult(request.request_id, _params(request).attempt, True, stats)
+        return KVTransferResult(request.request_id, name.attempt, True, stats)
+
+    def _take(self, name: TransferName) -> Request | None:
+        """Returns the request whose export this is, which has ended; None: it was replaced, or
+        aborted."""
+        request = self._exports.get(name.transfer_id)
+        if request is None or _params(request).name != name:
+            return None
+        return self._exports.pop(name.transfer_id)
 
     def leftovers(self) -> list[str]:
         return [f"export {name}" for name in self._exports]

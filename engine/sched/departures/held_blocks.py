@@ -9,31 +9,42 @@ from __future__ import annotations
 
 from engine.kv_cache.block import KVCacheBlock
 from engine.sched.step_fence import StepFence
+from kv_transfer.metadata import TransferName
 
 
 class HeldBlocks:
-    """Keeps them by transfer id, or by job of the host tier. A step may touch them as well, so they
-    leave through the fence."""
+    """Keeps them by attempt of a transfer, or by job of the host tier. A step may touch them as
+    well, so they leave through the fence."""
 
     def __init__(self, fence: StepFence) -> None:
         self._fence = fence
-        self._held: dict[str | int, list[KVCacheBlock]] = {}
+        self._held: dict[TransferName | int, list[KVCacheBlock]] = {}
 
     @property
     def num_transfers(self) -> int:
-        return sum(isinstance(key, str) for key in self._held)
+        return sum(not isinstance(key, int) for key in self._held)
 
-    def hold(self, key: str | int, blocks: list[KVCacheBlock]) -> None:
-        # An older attempt of the same transfer may hold blocks too; they go together.
+    def hold(self, key: TransferName | int, blocks: list[KVCacheBlock]) -> None:
         self._held.setdefault(key, []).extend(blocks)
 
-    def release(self, key: str | int) -> None:
+    def pass_on(self, name: TransferName) -> None:
+        """Holds by this attempt what earlier ones of its transfer hold: it replaces them, so their
+        end is not reported."""
+        earlier = [
+            key
+            for key in self._held
+            if not isinstance(key, int) and key.transfer_id == name.transfer_id
+        ]
+        for key in earlier:
+            self.hold(name, self._held.pop(key))
+
+    def release(self, key: TransferName | int) -> None:
         """Releases what is held by `key`; one that holds nothing is left alone."""
         blocks = self._held.pop(key, None)
         if blocks is not None:
             self._fence.release(blocks)
 
-    def take(self, key: str | int) -> list[KVCacheBlock]:
+    def take(self, key: TransferName | int) -> list[KVCacheBlock]:
         """Returns the blocks, which are the caller's now."""
         return self._held.pop(key)
 
@@ -42,6 +53,6 @@ class HeldBlocks:
 
     def leftovers(self) -> list[str]:
         return [
-            f"blocks held by {'transfer' if isinstance(key, str) else 'job'} {key}"
+            f"blocks held by job {key}" if isinstance(key, int) else f"blocks held by {key}"
             for key in self._held
         ]

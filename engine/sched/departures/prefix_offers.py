@@ -32,7 +32,7 @@ from engine.sched.step_fence import StepFence
 from kv_transfer.base import HostTier, KVConnectorScheduler
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import BlockIds
-from kv_transfer.metadata import KVTransferParams
+from kv_transfer.metadata import KVTransferParams, TransferName
 
 _SHARE_HELD = 8
 
@@ -80,7 +80,7 @@ class _Offer:
     request_id: str
     kv_transfer_params: KVTransferParams | None
     num_prompt_tokens: int
-    transfer_id: str
+    transfer: TransferName
     blocks: list[KVCacheBlock]
     loaded: Sequence[BlockHash] = ()
     """Names of the last blocks, which are being loaded."""
@@ -135,7 +135,7 @@ class PrefixOffers:
         params = KVTransferParams(do_remote_decode=True, transfer_id=secrets.token_hex(16))
         transfer_id, blocks = params.transfer_id, found.held + fresh
         offer = _Offer(
-            f"prefix-{transfer_id}", params, found.num_tokens, transfer_id, blocks, found.lacking
+            f"prefix-{transfer_id}", params, found.num_tokens, params.name, blocks, found.lacking
         )
         self._offers[transfer_id] = offer
         self.num_offered_tokens += offer.num_prompt_tokens
@@ -172,10 +172,10 @@ class PrefixOffers:
         found = self._longest(chains)
         return found.num_tokens if found is not None else 0
 
-    def ended(self, transfer_id: str) -> None:
+    def ended(self, name: TransferName) -> None:
         """Forgets an offer that was taken, given up, or whose lease is over. Blocks that are being
         loaded stay until they are."""
-        offer = self._offers.pop(transfer_id, None)
+        offer = self._offers.pop(name.transfer_id, None)
         if offer is not None:
             offer.has_ended = True
 
@@ -209,7 +209,7 @@ class PrefixOffers:
             size = behind.chain_sizes[0]
             offered = takewhile(lambda name: name in answers, chains[size])
             most = min(most, size * sum(1 for _ in offered))
-        held = {**self._offers, **{o.transfer_id: o for o in self._loading.values()}}
+        held = {**self._offers, **{o.transfer.transfer_id: o for o in self._loading.values()}}
         room = self._kv_cache.num_blocks // _SHARE_HELD - sum(len(o.blocks) for o in held.values())
         return behind.most_seen(max(0, room), most)
 
@@ -246,7 +246,7 @@ class PrefixOffers:
     def _hold(self, offer: _Offer, is_needed: bool) -> None:
         """Keeps the blocks until the connector has done with the transfer, if it needs them."""
         if is_needed:
-            self._held.hold(offer.transfer_id, offer.blocks)
+            self._held.hold(offer.transfer, offer.blocks)
         else:
             self._fence.release(offer.blocks)
 

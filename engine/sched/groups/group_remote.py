@@ -23,11 +23,13 @@ class GroupPeers:
     def take_asks(self) -> list[PrefixAsk]:
         return [ask for group in self._groups for ask in group.peers.take_asks()]
 
-    def answered(self, request_id: str, params: KVTransferParams | None, num_tokens: int) -> None:
+    def answered(
+        self, request_id: str, number: int, params: KVTransferParams | None, num_tokens: int
+    ) -> None:
         """Tells the group that asked. Of a request that has ended, any lets the peer's blocks
         go."""
         group = self._group_of(request_id) or self._groups[0]
-        group.peers.answered(request_id, params, num_tokens)
+        group.peers.answered(request_id, number, params, num_tokens)
 
 
 class GroupRemote:

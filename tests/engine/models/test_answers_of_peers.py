@@ -96,7 +96,7 @@ class MovingConversation:
         params = KVTransferParams(
             do_remote_prefill=True, transfer_id=transfer_id, peer=peer, is_prefix=True
         )
-        self.prefill.core.handle(PrefixAnswer(name, params, count))
+        self.prefill.core.handle(PrefixAnswer(name, ask.number, params, count))
 
 
 @pytest.mark.parametrize("family", ["kimi_linear", "granite_hybrid"])

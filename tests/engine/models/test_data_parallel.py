@@ -285,10 +285,11 @@ def test_prefixes_come_from_the_group_of_a_peer_that_has_them(checkpoints: Path)
         params = KVTransferParams(
             do_remote_prefill=True, transfer_id=transfer_id, peer=peer.group(group)
         )
-        asker.core.handle(PrefixAnswer("asks", params, count))
+        answer = PrefixAnswer("asks", asker.asks[0].number, params, count)
+        asker.core.handle(answer)
         run_until([holder, asker], lambda: "asks" in asker.ended)
         assert asker.tokens["asks"] == holder.tokens["in the second"]
         assert asker.core.stats().prompt_tokens_pulled == count
-        asker.core.handle(PrefixAnswer("asks", params, count))  # Too late: it is let go.
+        asker.core.handle(answer)  # Too late: it is let go.
         nodes = [holder, asker]
         run_until(nodes, lambda: not any(node.core.scheduler.check_empty() for node in nodes))

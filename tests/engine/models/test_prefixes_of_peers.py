@@ -61,7 +61,7 @@ class Conversation:
             peer=told.group(group),
             is_prefix=True,
         )
-        node.core.handle(PrefixAnswer(name, params, count))
+        node.core.handle(PrefixAnswer(name, ask.number, params, count))
         if meanwhile is not None:
             meanwhile()
         return self._answer(place, name)

@@ -141,6 +141,6 @@ def remote_prefill(transfer_id: str, attempt: int = 0) -> KVTransferParams:
     )
 
 
-def remote_decode(transfer_id: str) -> KVTransferParams:
+def remote_decode(transfer_id: str, attempt: int = 0) -> KVTransferParams:
     """Makes parameters for a prefill node: a peer will pull the prompt's KV."""
-    return KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+    return KVTransferParams(do_remote_decode=True, transfer_id=transfer_id, attempt=attempt)

@@ -19,6 +19,7 @@ from kv_transfer.metadata import (
     KVConnectorOutput,
     KVPeer,
     KVTransferParams,
+    TransferName,
     TransferStats,
 )
 from tests.engine.sched.fake_worker import PagedMemory, kv_of
@@ -55,6 +56,7 @@ class ExportJob:
     """A transfer out of blocks, `sent` tokens of which are copied."""
 
     prompt: Sequence[int]
+    attempt: int
     block_ids: BlockIds = ()
     num_cached: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)
@@ -111,13 +113,13 @@ class MemoryConnector(KVConnectorScheduler):
         params = _params(request)
         if params.do_remote_decode and block_ids:
             num_tokens = request.num_prompt_tokens
-            job = ExportJob([], block_ids, num_cached=num_tokens, exists=True)
+            job = ExportJob([], params.attempt, block_ids, num_cached=num_tokens, exists=True)
             self.exports[params.transfer_id] = job
             return
         prompt = self.prompts[request.request_id][: request.num_prompt_tokens]
         if params.do_remote_decode:
             assert params.transfer_id not in self.exports
-            self.exports[params.transfer_id] = ExportJob(prompt)
+            self.exports[params.transfer_id] = ExportJob(prompt, params.attempt)
         else:
             self._pull(params, prompt, block_ids, len(prompt) - num_external_tokens)
 
@@ -135,7 +137,6 @@ class MemoryConnector(KVConnectorScheduler):
         self, params: KVTransferParams, prompt: Sequence[int], block_ids: BlockIds, first: int
     ) -> None:
         assert params.transfer_id not in self.pulls, "an attempt begins while another one writes"
-        self._events.forget_pull(params.transfer_id)
         job = PullJob(prompt, block_ids, first, params.attempt, params.is_prefix)
         self.pulls[params.transfer_id] = job
 
@@ -209,10 +210,10 @@ class MemoryConnector(KVConnectorScheduler):
         known to be complete.
         """
         pull = self.pulls.get(transfer_id)
+        name = self._end(transfer_id)
         if pull is not None and tells_part:
-            self._events.num_tokens_kept[transfer_id] = pull.position
-        self._end(transfer_id)
-        self._events.failed[transfer_id] = ("the test wanted it", True)
+            self._events.num_tokens_kept[name] = pull.position
+        self._events.failed[name] = ("the test wanted it", True)
 
     def finish(self, transfer_id: str) -> None:
         """Moves the transfer to its end. Raises AssertionError for one that waits for others."""
@@ -233,9 +234,9 @@ class MemoryConnector(KVConnectorScheduler):
                     if group.is_state:
                         self.memory.slots[block_id][0] = _GARBAGE
             if self._rng.random() < 0.5:
-                self._end(transfer_id)
-                self._events.aborted.append(transfer_id)
-                self._events.num_tokens_kept[transfer_id] = job.whole_blocks(self.memory)
+                name = self._end(transfer_id)
+                self._events.aborted.append(name)
+                self._events.num_tokens_kept[name] = job.whole_blocks(self.memory)
             return
         states = kv_of(job.prompt)
         stop = min(len(job.prompt), job.position + self._rng.randint(1, 12))
@@ -245,18 +246,16 @@ class MemoryConnector(KVConnectorScheduler):
             )
         job.position = stop
         if job.is_complete:
-            self._end(transfer_id)
-            self._events.finished_recving.append(transfer_id)
-            self._events.stats[transfer_id] = TransferStats(num_bytes=len(job.prompt))
+            name = self._end(transfer_id)
+            self._events.finished_recving.append(name)
+            self._events.stats[name] = TransferStats(num_bytes=len(job.prompt))
 
     def _advance_export(self, transfer_id: str, job: ExportJob) -> None:
         if job.is_staged:
-            self._end(transfer_id)
-            self._events.released.append(transfer_id)
+            self._events.released.append(self._end(transfer_id))
             return
         if job.stopping and self._rng.random() < 0.5:
-            self._end(transfer_id)
-            self._events.aborted.append(transfer_id)
+            self._events.aborted.append(self._end(transfer_id))
             return
         if job.exists:
             if not job.rows:
@@ -264,7 +263,7 @@ class MemoryConnector(KVConnectorScheduler):
             assert self._rows(job) == job.rows
             self.memory.check(job.block_ids, kv_of(job.prompt), len(job.prompt), len(job.prompt))
             job.is_staged = True
-            self._events.finished_sending.append(transfer_id)
+            self._events.finished_sending.append(TransferName(transfer_id, job.attempt))
             return
         ready = max([job.num_cached, *(n for step, n in job.chunks if step <= self.done_step)])
         if ready > 0:
@@ -272,7 +271,7 @@ class MemoryConnector(KVConnectorScheduler):
         job.sent = ready
         if job.sent == len(job.prompt):
             job.is_staged = True
-            self._events.finished_sending.append(transfer_id)
+            self._events.finished_sending.append(TransferName(transfer_id, job.attempt))
 
     def _rows(self, job: ExportJob) -> list[list[tuple[int, int] | None]]:
         """Returns what blocks hold that the token behind a prefix sees."""
@@ -285,9 +284,9 @@ class MemoryConnector(KVConnectorScheduler):
     def _job(self, transfer_id: str) -> PullJob | ExportJob | None:
         return self.pulls.get(transfer_id) or self.exports.get(transfer_id)
 
-    def _end(self, transfer_id: str) -> None:
-        if self.pulls.pop(transfer_id, None) is None:
-            del self.exports[transfer_id]
+    def _end(self, transfer_id: str) -> TransferName:
+        job = self.pulls.pop(transfer_id, None) or self.exports.pop(transfer_id)
+        return TransferName(transfer_id, job.attempt)
 
 
 def _params(request: RequestLike) -> KVTransferParams:

@@ -211,7 +211,7 @@ class StepMachine:
             if params is not None and self.peer_is_like:
                 peer = KVPeer(engine_id="peer", epoch=1, layout=self.config.kv_layout)
                 params = replace(params, peer=peer, is_prefix=True)
-            peers.answered(ask.request_id, params, count)
+            peers.answered(ask.request_id, ask.number, params, count)
         self.check_blocks()
 
     def make_room(self) -> None:
@@ -354,8 +354,8 @@ class StepMachine:
                 queued.add(name)
             else:
                 started[one.source] = started.get(one.source, 0) + 1
-            if isinstance(one, TransferArrival) and one.transfer_id:
-                named.add(one.transfer_id)
+            if isinstance(one, TransferArrival) and one.transfer is not None:
+                named.add(one.transfer)
         assert sum(map(len, in_state.values())) == len(found)
         early = in_state[ArrivalState.EARLY].keys()
         assert queued == in_state[ArrivalState.QUEUED].keys()

@@ -14,7 +14,13 @@ from engine.sched.counters import PrefillRate
 from engine.sched.departures import prefix_offers
 from engine.sched.departures.prefix_offers import OfferedAnswers
 from kv_transfer.config import KVRole, KVTransferConfig
-from tests.engine.sched.factories import BLOCK_SIZE, make_config, make_request, remote_decode
+from tests.engine.sched.factories import (
+    BLOCK_SIZE,
+    make_config,
+    make_request,
+    remote_decode,
+    remote_prefill,
+)
 from tests.engine.sched.step_machine import Client, StepMachine
 
 PROMPT = list(range(1, 22))
@@ -63,6 +69,24 @@ def test_what_a_peer_holds_is_pulled_and_the_rest_computed(num_blocks: int) -> N
     assert client.num_cached_tokens == num_blocks * BLOCK_SIZE
     counters = machine.scheduler.stats().kv_transfer
     assert counters["prefix_pulled_tokens"] == num_blocks * BLOCK_SIZE
+    machine.check_all_done()
+
+
+def test_a_late_answer_is_none_to_a_later_request_of_the_same_id() -> None:
+    """It is about another prompt."""
+    machine = machine_of()
+    begin_to_ask(machine)
+    (late,) = machine.scheduler.remote.peers.take_asks()
+    machine.abort("r")
+    machine.settle()
+    del machine.clients["r"]
+    machine.add(make_request("r", PROMPT[::-1], prefix_peer="peer:1", max_tokens=3))
+    machine.schedule()
+    answer = remote_prefill("late"), NUM_FULL * BLOCK_SIZE
+    machine.scheduler.remote.peers.answered(late.request_id, late.number, *answer)
+    assert not machine.connector.pulls
+    machine.finish()
+    assert machine.num_asked == 1
     machine.check_all_done()
 
 
@@ -121,7 +145,7 @@ def test_without_a_peers_help_the_prompt_is_computed(
         (ask,) = machine.scheduler.remote.peers.take_asks()
         monkeypatch.setattr(peer_source, "ASK_LIMIT_S", 0.0)
         machine.schedule()
-        machine.scheduler.remote.peers.answered(ask.request_id, None, 0)
+        machine.scheduler.remote.peers.answered(ask.request_id, ask.number, None, 0)
     else:
         machine.peer_tokens = lambda ask: 0 if how == "nothing" else 2 * BLOCK_SIZE
     machine.finish()
@@ -548,8 +572,7 @@ def test_an_offer_that_nobody_takes_ends(how: str) -> None:
     if how == "failed":
         machine.connector.fail(transfer_id)
     else:
-        machine.connector._end(transfer_id)
-        machine.connector._events.aborted.append(transfer_id)
+        machine.connector._events.aborted.append(machine.connector._end(transfer_id))
     machine.poll_connector()
     machine.check_all_done()
 

@@ -93,6 +93,18 @@ def test_an_export_that_fails_is_reported_and_frees() -> None:
     finish(machine)
 
 
+def test_a_failure_that_is_read_late_is_none_of_the_next_attempts_export() -> None:
+    machine = StepMachine(make_config(), num_blocks=16)
+    first = machine.add(exported("a"))
+    machine.connector.fail("t-a")
+    again = make_request("b", prompt(10, ord("a")), kv=remote_decode("t-a", 1), max_tokens=1)
+    second = machine.add(again)
+    machine.poll_connector()
+    assert first.kv_results == second.kv_results == []
+    finish(machine)
+    assert [(result.ok, result.attempt) for result in second.kv_results] == [(True, 1)]
+
+
 @pytest.mark.parametrize("when", ["queued", "running"])
 def test_an_export_whose_request_cannot_go_on_is_called_off(when: str) -> None:
     """The rest of its prompt is never computed, so its KV may not count as complete."""
@@ -114,7 +126,7 @@ def test_exports_are_never_preempted(depth: int) -> None:
         policy="priority", long_prefill_token_threshold=1, enable_prefix_caching=False
     )
     machine = StepMachine(config, num_blocks=10, depth=depth)
-    client = machine.add(make_request("a", prompt(28), kv=remote_decode("t-a"), max_tokens=1))
+    client = machine.add(make_request("a", prompt(28), kv=remote_decode("t-a", 1), max_tokens=1))
     machine.step()
     machine.add(make_request("local", prompt(8), max_tokens=20, priority=-1))
     waited = 0
@@ -127,19 +139,33 @@ def test_exports_are_never_preempted(depth: int) -> None:
 
 
 def test_a_newer_attempt_replaces_an_export() -> None:
-    """Its end is reported under the transfer's name only once; both requests' blocks come back."""
+    """The end of the older one is not reported; both requests' blocks come back."""
     machine = StepMachine(make_config(), num_blocks=8)
     machine.add(exported("a"))
     machine.step()
     machine.settle()
     assert machine.scheduler.stats().num_delayed_frees == 1
     del machine.connector.exports["t-a"]
-    again = make_request("a2", prompt(10, ord("a")), kv=remote_decode("t-a"), max_tokens=1)
+    again = make_request("a2", prompt(10, ord("a")), kv=remote_decode("t-a", 1), max_tokens=1)
     machine.add(again)
     machine.abort("a")
     machine.step()
     machine.settle()
     assert "t-a" in machine.connector.exports
+    finish(machine)
+    assert [r.ok for r in machine.clients["a2"].kv_results] == [True]
+
+
+def test_blocks_of_an_export_that_is_replaced_while_it_is_called_off_come_back() -> None:
+    machine = StepMachine(make_config(), num_blocks=8)
+    machine.add(exported("a"))
+    machine.step()
+    machine.abort("a")
+    machine.settle()
+    assert machine.scheduler.stats().num_delayed_frees == 1
+    assert machine.connector.exports.pop("t-a").stopping
+    again = make_request("a2", prompt(10, ord("a")), kv=remote_decode("t-a", 1), max_tokens=1)
+    machine.add(again)
     finish(machine)
     assert [r.ok for r in machine.clients["a2"].kv_results] == [True]
 
@@ -150,7 +176,7 @@ def test_blocks_of_a_replaced_export_are_kept_until_the_newer_one_is_read() -> N
     machine.add(exported("a"))
     machine.step()
     del machine.connector.exports["t-a"]
-    again = make_request("a2", prompt(10, ord("a")), kv=remote_decode("t-a"), max_tokens=1)
+    again = make_request("a2", prompt(10, ord("a")), kv=remote_decode("t-a", 1), max_tokens=1)
     machine.add(again)
     held = set(machine.scheduler._kv_cache.get_block_ids("a")[0])
     machine.abort("a")
