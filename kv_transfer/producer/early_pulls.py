@@ -18,17 +18,18 @@ class EarlyPulls:
 
     @contextmanager
     def waiting(self, transfer_id: str) -> Iterator[asyncio.Event]:
-        """The event is set when the transfer is exported."""
+        """The event is set whenever an attempt of the transfer is exported, which may be another
+        one than this pull's."""
         early = asyncio.Event()
         self._waiting.setdefault(transfer_id, set()).add(early)
         try:
             yield early
         finally:
-            others = self._waiting.get(transfer_id, set())
+            others = self._waiting[transfer_id]
             others.discard(early)
             if not others:
-                self._waiting.pop(transfer_id, None)
+                del self._waiting[transfer_id]
 
     def exported(self, transfer_id: str) -> None:
-        for early in self._waiting.pop(transfer_id, ()):
+        for early in self._waiting.get(transfer_id, ()):
             early.set()

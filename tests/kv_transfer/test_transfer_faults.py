@@ -26,6 +26,7 @@ from kv_transfer.config import PullTransportName
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import ComputedMeta, KVPeer, Reclaim, TransferEventKind
 from kv_transfer.producer import sender as sender_module
+from kv_transfer.producer.early_pulls import EarlyPulls
 from kv_transfer.producer.pull_service import PullService
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.producer.sender import KVSender
@@ -527,6 +528,19 @@ async def test_early_pulls_wait_on_when_the_process_of_their_export_was_held_up(
         consumer.check(1, range(40), block_ids)
         consumer.release(producer.peer, transfer_id)
         await producer.until_all(RELEASED, transfer_id)
+
+
+def test_early_pulls_learn_of_each_export_of_their_transfer() -> None:
+    """The first may be of another attempt than theirs."""
+    pulls = EarlyPulls()
+    with pulls.waiting("a") as exported, pulls.waiting("a") as other:
+        for _ in range(2):
+            pulls.exported("a")
+            assert exported.is_set() and other.is_set()
+            exported.clear()
+            other.clear()
+        assert len(pulls) == 1
+    assert not pulls
 
 
 @pytest.mark.parametrize("is_pulled_first", [True, False])
