@@ -40,6 +40,20 @@ async def answer_to(router: RunningRouter, data: bytes) -> tuple[int, dict]:
         writer.close()
 
 
+async def test_a_client_that_closes_its_sending_side_has_hung_up(cluster: Cluster) -> None:
+    """It looks as one that has gone, as long as nothing is sent to it: its answer would run on."""
+    node = await cluster.decode("d", stream_forever())
+    router = await cluster.router(node)
+    reader, writer = await connect(router)
+    writer.write(post("/v1/completions"))
+    await eventually(lambda: node.num_open == 1)
+    writer.write_eof()
+    await eventually(lambda: (node.num_open, router.num_open) == (0, 0))
+    async with asyncio.timeout(TIMEOUT_S):
+        assert not (await reader.read()).endswith(b"0\r\n\r\n"), "it is cut, not complete"
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("head", "status", "code"),
     [
