@@ -162,6 +162,28 @@ def test_blocks_that_hold_text_are_text() -> None:
     ]  # fmt: skip
 
 
+def test_what_tools_of_another_server_said_is_text_as_far_as_it_can_be_read() -> None:
+    ran = {"type": "code_execution_result", "stdout": "4", "stderr": "", "content": []}
+    hidden = {"type": "encrypted_code_execution_result", "encrypted_stdout": "AAAA"}
+    advice = {"type": "advisor_result", "text": "Look again."}
+    answered = [{"type": "text", "text": "sunny"}, {"type": "text", "text": "and warm"}]
+    turn = assistant(
+        {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+        {"type": "code_execution_tool_result", "tool_use_id": "s", "content": ran},
+        {"type": "bash_code_execution_tool_result", "tool_use_id": "s", "content": hidden},
+        {"type": "mcp_tool_use", "id": "m", "name": "w", "server_name": "s", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "m", "content": answered},
+        {"type": "tool_search_tool_result", "tool_use_id": "t", "content": {"type": "x"}},
+        {"type": "advisor_tool_result", "tool_use_id": "a", "content": advice},
+        {"type": "text", "text": "So it is."},
+    )
+    assert shown(turn) == [("assistant", "4\nsunny\nand warm\nLook again.\nSo it is.")]
+    left_out = request_of(messages=[USER, turn]).unknown_fields()
+    assert left_out == [
+        f"messages.{kind}" for kind in ("fallback", "mcp_tool_use", "tool_search_tool_result")
+    ]
+
+
 def test_a_compaction_stands_for_what_was_before_it() -> None:
     turns = [assistant({"type": "text", "text": "long ago"}), USER]
     summary = {"type": "compaction", "content": "They met."}
@@ -232,6 +254,81 @@ async def test_deferred_tools_are_shown_where_a_result_refers_to_them() -> None:
     server = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
     use = request_of(tools=[server, SEARCH, *DEFERRED]).to_chat().tool_use()
     assert len(use.tools) == len(use.shown) == 4
+
+
+def change(kind: str, **tool: Any) -> dict[str, Any]:
+    return {"type": f"tool_{kind}", "tool": tool}
+
+
+MCP_1 = {"type": "tool_reference", "name": "mcp_1"}
+NEW = {"name": "new", "description": "y", "input_schema": {"type": "object"}}
+
+
+def test_turns_add_and_withdraw_tools() -> None:
+    added = {"role": "system", "content": [
+        change("addition", **MCP_1),
+        change("addition", type="tool_definition", definition=NEW),
+    ]}  # fmt: skip
+    removed = user(change("removal", **MCP_1), {"type": "text", "text": "go on"})
+    tools = [SEARCH, *DEFERRED]
+
+    request = request_of(tools=tools, messages=[USER, added])
+    use = request.to_chat().tool_use()
+    assert [tool.name for tool in use.tools] == ["ToolSearch", "mcp_1", "new"]
+    assert [tool.name for tool in use.shown] == ["ToolSearch"]
+    (_, text), (_, later) = shown(added, removed, tools=tools)
+    assert text.startswith("mcp_1 can be called now: {") and "\nnew can be called now: {" in text
+    assert later.startswith("mcp_1 can be called no more.") and later.endswith("go on")
+
+    use = request_of(tools=tools, messages=[USER, added, removed]).to_chat().tool_use()
+    assert [tool.name for tool in use.tools] == ["ToolSearch", "new"]
+    again = user(change("addition", **MCP_1))
+    use = request_of(tools=tools, messages=[USER, added, removed, again]).to_chat().tool_use()
+    assert [tool.name for tool in use.tools] == ["ToolSearch", "mcp_1", "new"]
+    assert shown(added, removed, again, tools=tools)[-1][1] == "mcp_1 can be called."
+
+
+def test_a_tool_that_is_defined_anew_is_the_newer_one() -> None:
+    newer = {**NEW, "input_schema": {"type": "object", "required": ["a"]}}
+    turn = user(change("addition", type="tool_definition", definition=newer))
+    use = request_of(tools=[NEW], messages=[USER, turn]).to_chat().tool_use()
+    assert [tool.parameters for tool in use.tools] == [newer["input_schema"]]
+    assert not use.shown and '"required"' in shown(turn, tools=[NEW])[0][1]
+
+
+def test_a_tool_that_was_withdrawn_is_neither_called_nor_hidden() -> None:
+    turn = user(change("removal", type="tool_reference", name="new"))
+    messages = [USER, turn]
+    use = request_of(tools=[NEW], messages=messages).to_chat().tool_use()
+    assert (use.mode, use.tools, [tool.name for tool in use.shown]) == ("none", (), ["new"])
+    for choice in ({"type": "any"}, {"type": "tool", "name": "new"}):
+        request = request_of(tools=[NEW], messages=messages, tool_choice=choice)
+        with pytest.raises(BadRequest, match="withdrawn"):
+            request.to_chat().tool_use()
+
+
+@pytest.mark.parametrize(
+    ("block", "place"),
+    [
+        (change("addition", type="tool_reference", name="x"), "tool_addition.tool.name"),
+        (change("removal", type="tool_reference", name="mcp_9"), "tool_removal.tool.name"),
+        (change("addition", type="mcp_toolset_reference", server_name="s"), "tool_addition.tool"),
+        (change("removal", type="tool_definition", definition=NEW), "tool_removal.tool"),
+        (
+            change("addition", type="tool_definition", definition={"name": 3}),
+            "tool_addition.tool.definition.name",
+        ),
+        (
+            change("addition", type="tool_definition", definition={**NEW, "input_schema": 3}),
+            "tool_addition.tool.definition.input_schema",
+        ),
+        ({"type": "tool_addition"}, "tool_addition.tool"),
+    ],
+)
+def test_a_change_of_no_tool_is_refused_at_its_place(block: dict[str, Any], place: str) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        request_of(tools=[SEARCH, *DEFERRED], messages=[USER, user(block)]).to_chat()
+    assert refusal.value.param == f"messages.1.content.0.{place}"
 
 
 def test_the_older_name_of_the_form_is_known() -> None:

@@ -15,6 +15,7 @@ from decode_node.protocol.responses.responses import ResponsesRequest
 from edge.http import headers as names
 from edge.http.answers.kept_response import KeptResponse
 from edge.http.errors import BadRequest
+from engine.models.config.sampling_defaults import NO_DEFAULTS
 from tests.decode_node.chat_clients import groups, thinking_tokenizer
 from tests.decode_node.http_node import HttpNode, http_node, live
 from tests.decode_node.test_journal import ask, data_of
@@ -204,6 +205,26 @@ def test_what_vllm_adds_is_as_in_chats() -> None:
     chat = chat_of({"input": "a", **added})
     assert {name: getattr(chat, name) for name in added} == added
     assert chat.salt == "a/b"
+
+
+def test_items_change_how_answers_are_made_from_there_on() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    high = {"type": "configuration_update", "reasoning": {"effort": "high"}}
+    formed = {"type": "configuration_update", "id": "c", "text": {"format": form}}
+    user = {"role": "user", "content": "a"}
+    body = {"input": [user, high, formed, user], "reasoning": {"effort": "low"}}
+    chat = chat_of(body)
+    assert chat.reasoning_effort == "high"
+    assert chat.response_format.model_dump(exclude_none=True)["type"] == "json_schema"
+    assert [m.content for m in chat.messages] == ["a", "a"]
+    plain = {"type": "configuration_update", "text": {"format": {"type": "text"}}}
+    assert chat_of({"input": [formed, plain, user]}).response_format.type == "text"
+    request = parse_body(json.dumps(body).encode(), ResponsesRequest)
+    echoed = request.echoed_fields(NO_DEFAULTS)
+    assert (echoed["reasoning"]["effort"], echoed["text"]["format"]) == ("high", form)
+    with pytest.raises(BadRequest) as refusal:
+        chat_of({"input": [user, {**high, "reasoning": {"effort": 3}}]})
+    assert refusal.value.param == "input.1.reasoning.effort"
 
 
 def test_a_stored_prompt_is_led_to_its_text() -> None:

@@ -26,6 +26,8 @@ class ChatOfAnother(ChatCompletionRequest):
     _drops_turns: bool = PrivateAttr(False)
     _hidden_tools: frozenset[str] = PrivateAttr(frozenset())
     """Functions that the turns introduce, so that the template need not show them."""
+    _removed_tools: frozenset[str] = PrivateAttr(frozenset())
+    """Functions that the turns have withdrawn."""
 
     @classmethod
     def of(cls, fields: Json) -> Self:
@@ -40,7 +42,7 @@ class ChatOfAnother(ChatCompletionRequest):
         return self._drops_turns
 
     def tool_use(self) -> ToolUse:
-        return super().tool_use().hiding(self._hidden_tools)
+        return super().tool_use().hiding(self._hidden_tools).without(self._removed_tools)
 
     @property
     def image_params(self) -> tuple[str, ...]:

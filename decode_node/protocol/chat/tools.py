@@ -70,6 +70,15 @@ class ToolUse:
         """Returns the same without tools of these `names` in what the template shows."""
         return replace(self, shown=tuple(tool for tool in self.shown if tool.name not in names))
 
+    def without(self, names: Collection[str]) -> ToolUse:
+        """Returns the same without calls of tools of these `names`, which are still shown. Raises
+        `BadRequest` where one of them must be called."""
+        left = tuple(tool for tool in self.tools if tool.name not in names)
+        if self.name in names or (self.must_call and not left):
+            message = "tool_choice wants a tool that the turns have withdrawn"
+            raise BadRequest(message, param="tool_choice")
+        return replace(self, tools=left, mode=self.mode if left else "none")
+
     def without_lax_schemas(self) -> ToolUse:
         """Returns the same with any arguments for tools that are not strict."""
         return replace(

@@ -4,27 +4,37 @@
     search_result         below its title and its source
     web_search_tool_result, web_fetch_tool_result
                           what another server found: titles and addresses
-    tool_reference        the definition of a tool that was not shown before
+    code_execution_tool_result, mcp_tool_result, advisor_tool_result and kin
+                          what tools of another server said, as far as it is text
+    tool_reference, tool_addition, tool_removal
+                          which tools there are from then on (`tool_changes.py`)
 
 Whatever is encrypted for another server means nothing elsewhere, and is left out.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from decode_node.protocol.messages.tool_changes import ADDITION, REFERENCE, REMOVAL, said
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
 
-_ENCRYPTED = ("redacted_thinking", "server_tool_use")
+_ENCRYPTED = (
+    "redacted_thinking", "server_tool_use", "mcp_tool_use", "tool_search_tool_result", "fallback",
+)  # fmt: skip
+_RAN_THERE = (
+    "code_execution_tool_result", "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result", "mcp_tool_result", "advisor_tool_result",
+)  # fmt: skip
+"""Results of tools that ran on another server."""
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 _KINDS = (
-    "text, image, document, search_result, tool_use, tool_result, tool_reference and thinking, in "
-    "turns that have them"
+    "text, image, document, search_result, tool_use, tool_result, tool_reference, tool_addition, "
+    "tool_removal and thinking, in turns that have them"
 )
 
 
@@ -51,16 +61,12 @@ def text_of(block: Json, place: str, deferred: Mapping[str, Json]) -> str:
         case "search_result":
             body = _joined(block.get("content"), f"{place}.content")
             return _lines(block.get("title"), block.get("source"), body)
-        case "tool_reference":
-            name = string(block, "tool_name", place)
-            function = deferred.get(name, {}).get("function")
-            return (
-                f"{name} can be called now: {json.dumps(function, ensure_ascii=False)}"
-                if (function)
-                else f"{name} can be called."
-            )
+        case _ if kind in (REFERENCE, ADDITION, REMOVAL):
+            return said(block, place, deferred)[0]
         case "web_search_tool_result" | "web_fetch_tool_result":
             return _found(block.get("content"))
+        case _ if kind in _RAN_THERE:
+            return _printed(block.get("content"))
         case _:
             raise BadRequest(
                 f"{place}.type: blocks can be {_KINDS}; nothing else is supported",
@@ -113,6 +119,16 @@ def _found(content: Any) -> str:
     results = content if isinstance(content, list) else [content]
     return "\n".join(
         _lines(result.get("title"), result.get("url"))
+        for result in results
+        if isinstance(result, dict)
+    )
+
+
+def _printed(content: Any) -> str:
+    """Returns what a tool said: parts of it may be encrypted, or files that are kept elsewhere."""
+    results = content if isinstance(content, list) else [content]
+    return "\n".join(
+        _lines(*(result.get(name) for name in ("text", "stdout", "stderr", "content")))
         for result in results
         if isinstance(result, dict)
     )

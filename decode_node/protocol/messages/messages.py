@@ -66,7 +66,7 @@ class CountTokensRequest(StrictBody):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """Tools that the client runs: `name`, `description`, `input_schema`; or of the types `bash`,
     `text_editor` and `memory`. Those that a server would run are ignored where there are others.
-    With `defer_loading` one is shown when a result refers to it."""
+    With `defer_loading` one is shown when a result refers to it, or a `tool_addition` of a turn."""
     tool_choice: AnthropicToolChoice | None = None
     """How the model may choose among the tools."""
     thinking: Thinking | None = None
@@ -138,6 +138,7 @@ class CountTokensRequest(StrictBody):
         self.check_supported()
         chat = ChatOfMessages.of(self._chat_fields())
         chat._hidden_tools = frozenset(self.read_tools.deferred)
+        chat._removed_tools = frozenset(self.read_tools.removed)
         return chat
 
     def _chat_fields(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from decode_node.protocol.messages.message_texts import (
     text_of,
     without_billing,
 )
+from decode_node.protocol.messages.tool_changes import ADDITION, REFERENCE, REMOVAL, said
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -153,7 +154,9 @@ class _Turns:
             elif kind == "thinking":
                 thoughts.append(string(block, "thinking", where))
             elif not is_unreadable(block):
-                pieces.add(block, self._text(block, where))
+                text = self._text(block, where)
+                if text or kind == "text":
+                    pieces.add(block, text)
         found = pieces.all()
         message: Json = {"role": "assistant", "content": content_of(found) if found else None}
         if thoughts:
@@ -163,10 +166,12 @@ class _Turns:
         return message
 
     def _text(self, block: Json, place: str) -> str:
-        """Returns what a block says. The first reference to a function has its definition."""
-        text = text_of(block, place, self._deferred)
-        if block.get("type") == "tool_reference":
-            self._deferred.pop(block["tool_name"], None)
+        """Returns what a block says. The first that names a function has its definition."""
+        if block.get("type") not in (REFERENCE, ADDITION, REMOVAL):
+            return text_of(block, place, self._deferred)
+        text, name = said(block, place, self._deferred)
+        if block["type"] != REMOVAL:
+            self._deferred.pop(name, None)
         return text
 
     def _piece(self, block: Json, place: str) -> str | Json:

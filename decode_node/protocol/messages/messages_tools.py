@@ -6,14 +6,17 @@
 
 Tools with `defer_loading` are not shown at first. The client's own search of tools answers with
 references to some, and then the turns show them (`messages_input.py`), so that the prompt before
-stays as it was. Where the search is the server's, which has none, all are shown.
+stays as it was. Where the search is the server's, which has none, all are shown. Turns may also add
+and withdraw tools (`tool_changes.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from decode_node.protocol.messages.tool_changes import check_known, tool_changes
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -99,16 +102,18 @@ class MessageTools:
         deferred: Functions that only references show, by name.
         left_out: Types of tools that are not here.
         places: Where the client wrote each function.
+        removed: Names of functions that may not be called any more.
     """
 
     functions: list[Json] = field(default_factory=list)
     deferred: dict[str, Json] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    removed: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, tools: list[Json], turns: list[Json]) -> MessageTools:
-        """Reads the field `tools`. `turns` may refer to deferred ones. Raises `BadRequest` for a
+        """Reads the field `tools`. `turns` may change what there is. Raises `BadRequest` for a
         kind that nothing knows, and where nothing is left."""
         found = cls()
         for i, tool in enumerate(tools):
@@ -121,15 +126,32 @@ class MessageTools:
             )
         if any(kind.startswith("tool_search_tool_") for kind in found.left_out):
             found.deferred = {}
-        hidden = found.deferred.keys() - _referred(turns)
+        found._change(turns)
+        return found
+
+    def _change(self, turns: list[Json]) -> None:
+        """Applies what the turns say, and leaves out deferred tools that none of them names."""
+        loaded = set()
+        for change in tool_changes(turns):
+            if change.definition is not None:
+                self._drop({change.name})
+                self._add({**change.definition, "defer_loading": True}, change.place)
+            check_known(change, {_name(one) for one in self.functions})
+            if change.is_there:
+                loaded.add(change.name)
+                self.removed.discard(change.name)
+            else:
+                self.removed.add(change.name)
+        self._drop(self.deferred.keys() - loaded)
+
+    def _drop(self, names: Set[str]) -> None:
         kept = [
             (one, place)
-            for one, place in zip(found.functions, found.places, strict=True)
-            if not hidden.intersection(_names(one))
+            for one, place in zip(self.functions, self.places, strict=True)
+            if _name(one) not in names
         ]
-        found.functions = [one for one, _ in kept]
-        found.places = [place for _, place in kept]
-        return found
+        self.functions = [one for one, _ in kept]
+        self.places = [place for _, place in kept]
 
     def _add(self, tool: Json, place: str) -> None:
         kind = tool.get("type")
@@ -156,22 +178,7 @@ class MessageTools:
         self.places.append(place)
 
 
-def _names(tool: Json) -> list[str]:
+def _name(tool: Json) -> str | None:
     """Returns the name of a function, if it has one: what is no text is refused later."""
     name = tool["function"].get("name")
-    return [name] if isinstance(name, str) else []
-
-
-def _referred(turns: list[Json]) -> set[str]:
-    """Returns the names of tools that results in the turns refer to."""
-    return {
-        str(one.get("tool_name"))
-        for turn in turns
-        for block in _dicts(turn.get("content"))
-        for one in _dicts(block.get("content"))
-        if one.get("type") == "tool_reference"
-    }
-
-
-def _dicts(content: Any) -> list[Json]:
-    return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+    return name if isinstance(name, str) else None

@@ -14,10 +14,15 @@ from pydantic import Field
 
 from decode_node.protocol.bodies.body import Ignored, Int, Name, StrictBody
 from decode_node.protocol.bodies.generation_body import first_given
+from decode_node.protocol.bodies.parse_body import validate
 from decode_node.protocol.chat.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
 from decode_node.protocol.responses.client_tools import CLIENT_TOOLS
-from decode_node.protocol.responses.responses_input import chat_messages, left_out_items
+from decode_node.protocol.responses.responses_input import (
+    SETTINGS,
+    chat_messages,
+    left_out_items,
+)
 from decode_node.protocol.responses.responses_tools import ResponseTools, flat_name
 from decode_node.protocol.responses.tool_search import TOOL
 from edge.http.errors import BadRequest
@@ -59,6 +64,15 @@ class ResponseText(StrictBody):
     """Goes to the chat template as its variable `verbosity`."""
 
 
+class Settings(StrictBody):
+    """How answers are made: what a request says, or an item of its input from there on."""
+
+    reasoning: ReasoningOptions | None = None
+    """How much the model thinks."""
+    text: ResponseText | None = None
+    """The form of the answer's text."""
+
+
 class ChatOfResponses(ChatOfAnother):
     """A request as the chat that it amounts to."""
 
@@ -73,7 +87,7 @@ class ChatOfResponses(ChatOfAnother):
     }
 
 
-class ResponsesRequest(StrictBody):
+class ResponsesRequest(Settings):
     """The body of POST /v1/responses."""
 
     form_advice = "it is called text.format here"
@@ -82,7 +96,8 @@ class ResponsesRequest(StrictBody):
     """A name that this server gives its model; any of them, or none."""
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     """A text of the user, or items: messages, calls of all kinds of tools, their outputs,
-    reasoning, and `additional_tools`, which add to `tools`."""
+    reasoning, `additional_tools`, which add to `tools`, and `configuration_update`, whose effort
+    and form of the text count from then on."""
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: Int | None = None
@@ -102,10 +117,6 @@ class ResponsesRequest(StrictBody):
     `{"type": "allowed_tools", "mode": "auto", "tools": [...]}`."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may hold several calls; on unless it is false."""
-    text: ResponseText | None = None
-    """The form of the answer's text."""
-    reasoning: ReasoningOptions | None = None
-    """How much the model thinks."""
     store: bool | None = None
     """A router that keeps responses keeps this one unless it is false. Elsewhere true is
     ignored."""
@@ -237,12 +248,12 @@ class ResponsesRequest(StrictBody):
             "presence_penalty": self.presence_penalty or 0.0,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "reasoning": {"effort": self._effort, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": first_given(self.temperature, defaults.temperature, 1.0),
             "text": {
-                "format": (self.text and self.text.format) or {"type": "text"},
+                "format": self._format or {"type": "text"},
                 "verbosity": (self.text and self.text.verbosity) or "medium",
             },
             "tool_choice": self.tool_choice or ("auto" if self.read_tools.functions else "none"),
@@ -261,8 +272,8 @@ class ResponsesRequest(StrictBody):
             "max_completion_tokens": self.max_output_tokens,
             "tools": self.read_tools.functions or self.tools,
             "tool_choice": _chat_choice(self.tool_choice),
-            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "response_format": _chat_format(self.text.format if self.text else None),
+            "reasoning_effort": self._effort,
+            "response_format": _chat_format(self._format),
             "verbosity": self.text.verbosity if self.text else None,
             "logprobs": True if self._wants_logprobs else None,
             "top_logprobs": self.top_logprobs or None,
@@ -273,6 +284,28 @@ class ResponsesRequest(StrictBody):
         chat._drops_turns = self.truncation == "auto"
         chat._hidden_tools = self.read_tools.hidden
         return chat
+
+    @cached_property
+    def _settings(self) -> list[Settings]:
+        """What the request says of itself, and then its items, in their order. Raises
+        `BadRequest`."""
+        found: list[Settings] = [self]
+        for i, item in enumerate([] if isinstance(self.input, str) else self.input):
+            if item.get("type") == SETTINGS:
+                places = {name: f"input.{i}.{name}" for name in Settings.model_fields}
+                with named_fields(places):
+                    found.append(validate(item, Settings))
+        return found
+
+    @property
+    def _effort(self) -> str | None:
+        given = (one.reasoning.effort for one in self._settings if one.reasoning)
+        return next((effort for effort in reversed(list(given)) if effort is not None), None)
+
+    @property
+    def _format(self) -> dict[str, Any] | None:
+        given = (one.text.format for one in self._settings if one.text)
+        return next((form for form in reversed(list(given)) if form is not None), None)
 
     @property
     def _wants_logprobs(self) -> bool:

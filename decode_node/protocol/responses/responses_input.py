@@ -24,8 +24,10 @@ Content = str | list[Json]
 _OF_SERVERS = frozenset({
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
     "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
-    "tool_search_call", "tool_search_output",
+    "tool_search_call", "tool_search_output", "program", "program_output",
 })  # fmt: skip
+SETTINGS = "configuration_update"
+"""The type of an item that changes how the answers from there on are made."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -91,12 +93,12 @@ class _Messages:
             take = self._take_search
         if isinstance(item.get("id"), str) and kind != "item_reference":
             self._known.setdefault(item["id"], str(item.get("call_id")))
-        if kind == ADDITIONAL or (take is None and kind in _OF_SERVERS):
+        if kind in (ADDITIONAL, SETTINGS) or (take is None and kind in _OF_SERVERS):
             return
         if take is None:
+            kinds = ", ".join((*self._takes, ADDITIONAL, SETTINGS))
             raise BadRequest(
-                f"{place}: items can be {', '.join((*self._takes, ADDITIONAL))}; nothing else is "
-                "kept or run here",
+                f"{place}: items can be {kinds}; nothing else is kept or run here",
                 param=f"{place}.type",
             )
         take(item, place)
