@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import xxhash
+
 from decode_node.chat_templates.probe import ARGUMENTS, PARAMETERS, TOOL_NAME, Probe, probe
 from decode_node.config import DecodeNodeSettings
 from decode_node.images.image_reader import ImageReader
@@ -21,6 +23,7 @@ from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.prompts.image_prompts import ImagePrompts
 from decode_node.serving.prompts.prompts import Prompts
 from decode_node.serving.served_model import ServedModel
+from edge.installed_version import installed_version
 from engine.config import ModelConfig
 from engine.contracts.request_spec import AdapterRef
 from engine.frontend.templates.chat_template import ChatTemplateError
@@ -164,7 +167,14 @@ def create_served_model(
         ),
         limits=AskLimits(settings.max_choices, settings.max_logprobs, settings.max_answer_logprobs),
         defaults=text.defaults,
+        fingerprint=system_fingerprint(model),
     )
+
+
+def system_fingerprint(model: ModelConfig) -> str:
+    """Returns what answers say of the release and the model that computed them."""
+    computed = xxhash.xxh3_64_hexdigest(f"{model.model_hash} {model.dtype}".encode())
+    return f"tandem-{installed_version()}-{computed[:8]}"
 
 
 def _unless_none(name: str) -> str:

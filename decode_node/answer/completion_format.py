@@ -127,6 +127,7 @@ class CompletionFormat(ResponseFormat):
                 created=self.created,
                 model=self.model,
                 choices=choices,
+                system_fingerprint=self.fingerprint,
                 usage=usage,
                 timeline=timeline,
                 metrics=self.metrics,

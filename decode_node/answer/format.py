@@ -35,6 +35,8 @@ class FormatOptions:
     """Log probabilities name tokens by their ids."""
     has_named_logprobs: bool = False
     """Log probabilities are reported for tokens that the client named."""
+    fingerprint: str | None = None
+    """Names what computes the answer (`ServedModel.fingerprint`)."""
 
 
 class ResponseFormat(ABC):
@@ -65,6 +67,7 @@ class ResponseFormat(ABC):
         own.
         """
         self._tokenizer = TokenNames(tokenizer, by_id=options.tokens_as_ids)
+        self.fingerprint = options.fingerprint
         self.num_events = 0
         """The events that were sent, where they are numbered."""
         self._options = options

@@ -153,6 +153,7 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
+    system_fingerprint: str | None = None
     usage: Usage | UnsetType | None = UNSET
     timeline: Timeline | UnsetType = UNSET
     metrics: RequestMetrics | UnsetType = UNSET

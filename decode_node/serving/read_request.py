@@ -132,5 +132,6 @@ class RequestReader:
             return_prompt_logprobs=body.prompt_logprobs is not None,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             has_named_logprobs=bool(body.logprob_token_ids),
+            fingerprint=model.served.fingerprint,
         )
         return body.given_name or context.request_id, model.name, model.served.tokenizer, options

@@ -30,6 +30,8 @@ class ServedModel:
         prompts: Renders and tokenises, with the model's chat template.
         reading: How answers to chats are read.
         defaults: The sampling of requests that do not say.
+        fingerprint: Equal for nodes whose answers to the same seed are: the release, and a digest
+            of the weights and their type.
     """
 
     config: ModelConfig
@@ -40,6 +42,7 @@ class ServedModel:
     reading: ChatReading
     limits: AskLimits
     defaults: SamplingDefaults
+    fingerprint: str
 
     def check(self, name: str | None, meant: str = "") -> AdapterRef | None:
         """Returns the adapter of that name; None: the model itself, which a request without a name

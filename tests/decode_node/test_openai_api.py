@@ -7,15 +7,18 @@ import importlib.metadata
 import json
 import re
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from decode_node.http import routes
+from decode_node.served_text import system_fingerprint
 from edge.http.event_loop import long_work
 from engine.frontend import input_processor
 from tests.decode_node.decode_fakes import token_at
 from tests.decode_node.http_node import CONTEXT, MODEL, HttpNode, chunks_of, http_node
+from tests.engine.core.tiny_engine import tiny_config
 
 CHAT = {"messages": [{"role": "user", "content": "the dog"}], "max_tokens": 8, "seed": 4}
 TEXT = {"prompt": "the dog", "max_tokens": 8, "seed": 4}
@@ -113,6 +116,27 @@ async def test_streamed_and_whole_answers_are_the_same(url: str) -> None:
         assert not any("usage" in chunk for chunk in chunks)
         if "messages" in URLS[url]:
             assert [c["choices"][0]["delta"].get("role") for c in chunks][:2] == ["assistant", None]
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_whole_answers_and_chunks_name_what_computed_them(url: str) -> None:
+    async with http_node() as node, http_node() as same:
+        name = (await post(node, url, URLS[url]))["system_fingerprint"]
+        assert re.fullmatch(r"tandem-\S+-[0-9a-f]{8}", name)
+        options = {"stream_options": {"include_usage": True}, "seed": 5}
+        chunks = await stream(same, url, {**URLS[url], **options})
+        assert len(chunks) > 3
+        assert {chunk["system_fingerprint"] for chunk in chunks} == {name}
+
+
+def test_other_weights_and_types_have_other_names() -> None:
+    model = tiny_config().model
+    models = [
+        model, replace(model, model_hash="other"), replace(model, dtype="bfloat16"),
+        replace(model, path="elsewhere", served_model_name="renamed"),
+    ]  # fmt: skip
+    first, weights, kind, place = map(system_fingerprint, models)
+    assert len({first, weights, kind}) == 3 and place == first
 
 
 @pytest.mark.parametrize("url", URLS)

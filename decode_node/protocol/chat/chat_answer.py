@@ -92,6 +92,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    system_fingerprint: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     timeline: Timeline | UnsetType = UNSET
@@ -114,8 +115,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: None = None
-    """Clients look for it."""
+    system_fingerprint: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
     timeline: Timeline | UnsetType = UNSET
