@@ -287,7 +287,7 @@ class ResponsesRequest(Settings):
 
     @cached_property
     def _settings(self) -> list[Settings]:
-        """What the request says of itself, and then its items, in their order. Raises
+        """Holds what the request says of itself, then its items, in their order. Raises
         `BadRequest`."""
         found: list[Settings] = [self]
         for i, item in enumerate([] if isinstance(self.input, str) else self.input):
