@@ -148,8 +148,9 @@ class RandomTraffic:
         return prompt
 
 
-_NUM_LAYERS = {"qwen3.5-35b-a3b": 4, "qwen3-next-80b-a3b": 4}
-"""As many as every kind of layer needs to be there; others: 2."""
+_NUM_LAYERS = {"qwen3.5-35b-a3b": 4, "qwen3-next-80b-a3b": 4, "gpt-oss-20b": 4}
+"""As many as every kind of layer needs to be there, and not only as the last, which attends to few
+rows; others: 2."""
 _MAX_MODEL_LEN = 24_576
 _DRAFTS = 3
 _KV_BYTES = 4 << 30

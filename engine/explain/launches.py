@@ -117,12 +117,12 @@ class Launches:
 
     @contextmanager
     def recording(self, *, has_flash: bool) -> Iterator[None]:
-        """Records what is asked for inside. `has_flash`: FlashAttention 3 counts as installed."""
+        """Records what is asked for inside. `has_flash`: FlashAttention 3 counts as installed,
+        wherever this runs; else it does not."""
         with ExitStack() as stack:
             stack.enter_context(ops.standing_in(self._stand_in))
             stack.enter_context(_Library(self))
-            if has_flash:
-                stack.enter_context(flash_attention.standing_in(self._flash))
+            stack.enter_context(flash_attention.standing_in(self._flash if has_flash else None))
             yield
 
     def _stand_in(self, op: ops.Op[..., Any]) -> Callable[..., Any]:

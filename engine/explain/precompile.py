@@ -162,7 +162,7 @@ def main() -> None:
         count, num_failed = compile_ahead(
             config.engine,
             _facts(config.engine.device.first_gpu),
-            has_flash=flash_attention.is_installed(),
+            has_flash=flash_attention.attends_prompts(),
             num_processes=min(_MAX_PROCESSES, len(os.sched_getaffinity(0))),
         )
     except Exception:

@@ -28,11 +28,9 @@ def log_choices(config: EngineConfig, device: torch.device) -> None:
         return
     decodes = [Batch(n) for n in _DECODES if n <= config.scheduler.max_num_seqs]
     longest = min(_PROMPT, config.model.max_model_len, config.scheduler.max_num_batched_tokens)
-    packages = (flash_attention.PACKAGE, flash_attention.PREFILL_PACKAGE)
-    has_flash = any(flash_attention.is_installed(package) for package in packages)
     batches = [*decodes, Batch(prompts=(longest,))]
     try:
-        found = explain(config, gpu, batches, has_flash=has_flash)
+        found = explain(config, gpu, batches, has_flash=flash_attention.attends_prompts())
         if config.model.vision is not None and config.images.has_encoder:
             found.append(explain_tower(config, _IMAGE))
         logger.info("GEMMs and attention take tables of tunings of %s", ", ".join(tables_of(found)))

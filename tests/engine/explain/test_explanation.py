@@ -19,6 +19,7 @@ from engine.explain.__main__ import main
 from engine.explain.explanation import Batch, Explanation, KernelChoice, explain, is_telling
 from engine.explain.reasons import OF_STATES, RULES
 from engine.explain.report import report, summary, tables_of
+from engine.layers.attention.whole_prompts import flash_attention
 from engine.layers.gemm_policy import GemmPolicy
 from engine.models.base import ForwardInputs
 from engine.models.checkpoint import load_model_config
@@ -302,6 +303,21 @@ def test_without_flash_attention_cudnn_attends_long_prompts(tmp_path: Path) -> N
     )
     assert the_row(with_flash, 0, "attention").operation == "FlashAttention 3"
     assert the_row(without, 0, "attention").operation == "cuDNN"
+
+
+@pytest.mark.parametrize("package", ["fa3_fwd_interface", "flash_attn_interface"])
+def test_what_is_installed_here_says_nothing_of_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """Kernels of the package could not run on tensors without memory."""
+    assert not flash_attention.attends_prompts()
+    (tmp_path / f"{package}.py").write_text("raise AssertionError('loaded')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert flash_attention.attends_prompts()
+    config = config_of(tmp_path, "llama-3.1-8b")
+    for has_flash, operation in ((True, "FlashAttention 3"), (False, "cuDNN")):
+        (found,) = explain(config, H200, [Batch(prompts=(4096,))], has_flash=has_flash)
+        assert the_row(found, 0, "attention").operation == operation
 
 
 def test_deterministic_mode_has_one_kernel_for_all(tmp_path: Path) -> None:

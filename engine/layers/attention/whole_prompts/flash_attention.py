@@ -39,24 +39,30 @@ _UNLIKE_SIZES = {(192, 128)}
 
 
 ForwardKernel = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-_stand_in: ForwardKernel | None = None
+_stand_ins: list[ForwardKernel | None] = []
+"""Kernels that count in place of those that are installed; the last of them does."""
 
 
 @contextmanager
-def standing_in(forward: ForwardKernel) -> Iterator[None]:
-    """Inside the context the ready wheel counts as installed, and `forward` is its kernel."""
-    global _stand_in
-    before, _stand_in = _stand_in, forward
+def standing_in(forward: ForwardKernel | None) -> Iterator[None]:
+    """Inside the context the ready wheel counts as installed, and `forward` is its kernel. None:
+    no package counts as installed."""
+    _stand_ins.append(forward)
     try:
         yield
     finally:
-        _stand_in = before
+        _stand_ins.pop()
 
 
 def is_installed(package: str = PACKAGE) -> bool:
-    if _stand_in is not None:
-        return package == PREFILL_PACKAGE
+    if _stand_ins:
+        return package == PREFILL_PACKAGE and _stand_ins[-1] is not None
     return importlib.util.find_spec(package) is not None
+
+
+def attends_prompts() -> bool:
+    """Returns whether a package is installed that attends to uncached prompts: either does."""
+    return is_installed(PACKAGE) or is_installed(PREFILL_PACKAGE)
 
 
 def is_available(
@@ -111,8 +117,8 @@ def forward_kernel(package: str) -> ForwardKernel:
     Raises:
         ImportError or OSError: The package does not load, or registers no such operator.
     """
-    if _stand_in is not None:
-        return _stand_in
+    if _stand_ins and (stand_in := _stand_ins[-1]) is not None:
+        return stand_in
     importlib.import_module(package)
     try:
         operator = getattr(torch.ops, _OPERATORS[package]).fwd.default
