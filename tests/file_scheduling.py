@@ -26,6 +26,7 @@ TOGETHER = {
 }
 """A file to the one whose piece of work it belongs to."""
 LONG = [
+    "tests/kernels/test_kernels_compile.py",
     "tests/kernels/test_triton_without_gpu.py",
     "tests/engine/models/test_greedy_parity.py",
     "tests/engine/models/test_hybrid_node.py",

@@ -11,9 +11,12 @@ only what has changed since is compiled.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
+import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from host.termination import die_with_parent
 from tandem_kernels.attention import (
     attended_rows,
     attention_sink,
@@ -188,6 +192,9 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 STACK_BYTES = 1536
 """Memory of a thread beside its registers. The walk of the delta rule once had 18 kB, and took 20
 times as long as it does without."""
+LONGEST_S = 200
+"""A case that takes longer hangs. Alone, the longest takes ten seconds."""
+TURN_BYTES = 2
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HEAD_SIZES = {
     80: ((64, 64), (128, 128)),
@@ -2353,8 +2360,8 @@ def small_memory_cases(capability: int) -> Iterator[Case]:
     yield from (replace(case, most_shared=gpu.shared_bytes) for case in cases)
 
 
-def compile_all(capability: int) -> None:
-    cases = [
+def cases_of(capability: int) -> Iterator[Case]:
+    makers = [
         elementwise_cases,
         small_m_cases,
         few_row_cases,
@@ -2395,23 +2402,48 @@ def compile_all(capability: int) -> None:
         collective_cases,
         small_memory_cases,
     ]
-    for case in itertools.chain.from_iterable(make(capability) for make in cases):
-        target = GPUTarget("cuda", capability, 32)
-        compiled = triton.compile(case.source(), target=target, options=case.options)
-        assert compiled.asm["cubin"]
-        shared = compiled.metadata.shared
-        assert shared <= (case.most_shared or SHARED_BYTES[capability]), (case.label, shared)
-        check_order(case, compiled.asm["ptx"])
-        check_registers(case, compiled.asm["ptx"], compiled.asm["cubin"])
-        check_spills(case, compiled.asm["cubin"])
-        print(capability, "|", case.kernel.__name__, case.label, "|", shared, flush=True)
+    return itertools.chain.from_iterable(make(capability) for make in makers)
 
 
-def main(capabilities: list[int]) -> None:
-    gc.disable()  # A twentieth of the time: it looks at torch again and again, and frees little.
-    for capability in capabilities:
-        compile_all(capability)
+def compile_one(capability: int, case: Case) -> None:
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(case.source(), target=target, options=case.options)
+    assert compiled.asm["cubin"]
+    shared = compiled.metadata.shared
+    assert shared <= (case.most_shared or SHARED_BYTES[capability]), (case.label, shared)
+    check_order(case, compiled.asm["ptx"])
+    check_registers(case, compiled.asm["ptx"], compiled.asm["cubin"])
+    check_spills(case, compiled.asm["cubin"])
+    print(capability, "|", case.kernel.__name__, case.label, "|", shared, flush=True)
+
+
+def compile_next(cases: list[tuple[int, Case]], turns: int) -> None:
+    """Compiles cases until the pipe `turns` gives no more places in their list."""
+    while turn := os.read(turns, TURN_BYTES):
+        faulthandler.dump_traceback_later(LONGEST_S, exit=True)
+        compile_one(*cases[int.from_bytes(turn)])
+
+
+def main(capabilities: list[int]) -> int:
+    """Returns 1 if a case has failed. Processes, one a processor, take one case after the other."""
+    cases = [(capability, case) for capability in capabilities for case in cases_of(capability)]
+    gc.freeze()  # It would look at torch again and again: a twentieth of the time.
+    turns, given = os.pipe()
+    os.write(given, b"".join(place.to_bytes(TURN_BYTES) for place in range(len(cases))))
+    os.close(given)
+    parent, children = os.getpid(), []
+    for _ in os.sched_getaffinity(0):
+        children.append(os.fork())
+        if children[-1] == 0:
+            die_with_parent(parent)
+            try:
+                compile_next(cases, turns)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+    return int(any(os.waitpid(child, 0)[1] for child in children))
 
 
 if __name__ == "__main__":
-    main([int(capability) for capability in sys.argv[1:]])
+    sys.exit(main([int(capability) for capability in sys.argv[1:]]))

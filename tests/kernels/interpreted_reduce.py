@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from interpreted_fixtures import remembering
 from torch import Tensor
 from triton.runtime import interpreter
 
+from host.termination import die_with_parent
 from tandem_kernels.collectives.peer_exchange import (
     gathers,
     peer_gather,
@@ -219,19 +221,28 @@ def main() -> int:
 
 
 def play(num_ranks: int, part: Callable[[int, RankMemories], bool], quiet_calls: int = 0) -> int:
-    """Returns the greatest exit code of so many ranks, each of which plays its part."""
+    """Returns the greatest exit code of so many ranks, each of which plays its part. They end with
+    this process, and when one has failed: it may be what the others wait for."""
     memories = [mmap.mmap(-1, memory_bytes(MAX_BYTES)) for _ in range(num_ranks)]
     for memory in memories:
         count_from(CALLS_BEFORE, memory, quiet_calls)
-    children = []
+    children, parent = set[int](), os.getpid()
     for rank in range(num_ranks):
         child = os.fork()
         if child == 0:
+            die_with_parent(parent)
             places = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in memories]
             memory_of_ranks = RankMemories(torch.tensor(places), rank, MAX_BYTES)
             os._exit(0 if part(rank, memory_of_ranks) else 1)
-        children.append(child)
-    return max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
+        children.add(child)
+    codes = []
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        codes.append(abs(os.waitstatus_to_exitcode(status)))
+        for other in children if codes[-1] else ():
+            os.kill(other, signal.SIGKILL)
+    return max(codes)
 
 
 if __name__ == "__main__":

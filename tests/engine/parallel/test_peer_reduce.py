@@ -17,6 +17,7 @@ from engine.parallel import mapped_memory, peer_reducer
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.mapped_memory import MAX_BYTES, MappedMemory, RankMemory, check_reach
 from engine.parallel.peer_reducer import PeerReducer, ReduceLimits, ReduceTimes, limits_of, room_for
+from host.termination import bound
 from kv_transfer.errors import KVTransferError
 from tests.engine.parallel.collective_scenes import play
 
@@ -30,7 +31,7 @@ def test_ranks_add_in_order() -> None:
     script = ROOT / "tests" / "kernels" / "interpreted_reduce.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(script)],
+        bound([sys.executable, str(script)]),
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=380,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
