@@ -216,6 +216,10 @@ class Case:
     most_shared: int = 0
     """Bytes of shared memory; 0: as many as the capability's data centre GPU has."""
 
+    def __post_init__(self) -> None:
+        # Who made them may change them for the next case.
+        self.types, self.constants = dict(self.types), dict(self.constants)
+
     def source(self) -> ASTSource:
         signature = {}
         for name in self.kernel.arg_names:
@@ -2414,7 +2418,9 @@ def compile_one(capability: int, case: Case) -> None:
     check_order(case, compiled.asm["ptx"])
     check_registers(case, compiled.asm["ptx"], compiled.asm["cubin"])
     check_spills(case, compiled.asm["cubin"])
-    print(capability, "|", case.kernel.__name__, case.label, "|", shared, flush=True)
+    # One piece, since others write, too.
+    sys.stdout.write(f"{capability} | {case.kernel.__name__} {case.label} | {shared}\n")
+    sys.stdout.flush()
 
 
 def compile_next(cases: list[tuple[int, Case]], turns: int) -> None:
