@@ -243,10 +243,10 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
 - `strict` changes nothing in `response_format`: the answer follows the schema with and without it,
   and what is not in `required` may be left out (OpenAI refuses such schemas).
 - `/inference/v1/generate` names the tokens of log probabilities by `token_id`, as vLLM does since
-  0.33, and by `token`, as it did before: clients of both read it. Images, experts and sampling
-  masks are not there; `derender` wants `chat_request` or `completion_request`, and gives no stream.
-  Weights that a trainer makes come as adapters (`/v1/load_lora_adapter` with `load_inplace`);
-  nothing replaces the model's own.
+  0.33, and by `token`, as it did before: clients of both read it. Images come as `content_parts`,
+  which the nodes prepare; experts and sampling masks are not there. `derender` wants `chat_request`
+  or `completion_request`, and gives no stream. Weights that a trainer makes come as adapters
+  (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the model's own.
 - `/abort_request` and `/abort_requests` of a router end answers at all decode nodes, and those that
   wait in it or are on their way to a node; in other routers too, which learn it from the nodes, a
   little later. Its reply comes when those at nodes have ended, or after some 2 s, and counts by

@@ -149,10 +149,22 @@ async def test_nothing_is_drawn_by_the_models_own_defaults() -> None:
         ),
         ({"sampling_params": {"logit_bias": {str(i): 0 for i in range(3000)}}}, None, "2048 keys"),
         ({"output_mode": "derender"}, "output_mode", "/v1/chat/completions/derender"),
-        ({"features": {"mm_hashes": {}}}, "features", "/v1/chat/completions"),
+        ({"features": {"mm_hashes": {}}}, "features", "send images as content_parts"),
+        (
+            {"content_parts": [{"type": "image_url", "url": "data:image/png;base64,AAAA"}]},
+            "content_parts.0",
+            "takes no images here",
+        ),
+        ({"content_parts": [{"type": "image_url"}]}, "content_parts.0.url", "must be a string"),
+        (
+            {"content_parts": [{"type": "audio_url", "url": "x"}]},
+            "content_parts.0.type",
+            "must be image_url",
+        ),
+        ({"content_parts": ["x"]}, "content_parts.0", "must be an object"),
         ({"model": "other"}, "model", "does not exist"),
     ],
-    ids=range(18),
+    ids=range(22),
 )
 async def test_refusals_name_the_field_as_the_client_wrote_it(
     fields: dict[str, Any], param: str | None, words: str

@@ -235,6 +235,35 @@ async def test_tokens_with_placeholders_get_their_images_as_in_sglang(
 
 
 @pytest.mark.e2e
+async def test_tokens_with_placeholders_get_their_images_as_in_vllm(
+    cluster: Cluster, questions: list[Question]
+) -> None:
+    path = "/inference/v1/generate"
+    for asked in questions:
+        urls = [part["image_url"]["url"] for part in asked.content if part["type"] != "text"]
+        ids = [5, 6, 7]
+        for index in range(len(urls)):
+            ids += [START, IMAGE, END, 20 + index, 21 + index]
+        sampling = {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True}
+        parts = [{"type": "image_url", "url": url} for url in urls]
+        body = {"token_ids": ids, "sampling_params": sampling, "return_token_ids": True}
+        status, answer = await ask(cluster.url, {**body, "content_parts": parts}, path)
+        assert status == 200, answer
+        assert answer["choices"][0]["token_ids"] == asked.answer
+        prompt = answer["prompt_token_ids"]
+        assert len(prompt) == asked.num_prompt_tokens
+        images = answer["mm_placeholders"]["image"] if urls else []
+        assert len(images) == prompt.count(START) == len(urls)
+        for one in images:
+            begin, end = one["offset"], one["offset"] + one["length"]
+            assert set(prompt[begin:end]) == {IMAGE}
+            assert (prompt[begin - 1], prompt[end]) == (START, END)
+        assert ("mm_placeholders" in answer) is bool(urls)
+    status, answer = await ask(cluster.url, {**body, "content_parts": parts[:1]}, path)
+    assert (status, answer["error"]["param"]) == (400, "content_parts")
+
+
+@pytest.mark.e2e
 async def test_a_wrong_image_is_told_by_its_part(
     cluster: Cluster, questions: list[Question]
 ) -> None:

@@ -11,7 +11,12 @@ from decode_node.answer.event import event
 from decode_node.answer.format import FormatOptions, ResponseFormat
 from decode_node.answer.logprobs import TokenTexts, generate_logprobs
 from decode_node.observe.timeline import Timeline
-from decode_node.protocol.tokens.generate import GenerateChoice, GenerateLogprobs, Generation
+from decode_node.protocol.tokens.generate import (
+    GenerateChoice,
+    GenerateLogprobs,
+    Generation,
+    Placeholder,
+)
 from decode_node.protocol.usage import PromptLogprobList, Usage
 from engine.contracts.outputs import TokenLogprobs
 from engine.frontend.output_processor import RequestOutput
@@ -48,9 +53,9 @@ class GenerateFormat(ResponseFormat):
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
         )
-        prompt = UNSET if self._has_begun else self._prompt_ids(choice)
+        of = None if self._has_begun else choice
         self._has_begun = True
-        return [event(self._encode([item], self._chunk_usage(choice), timeline, prompt))]
+        return [event(self._encode([item], self._chunk_usage(choice), timeline, of))]
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
         self._has_begun = True
@@ -73,8 +78,8 @@ class GenerateFormat(ResponseFormat):
             )
             for result in results
         ]
-        prompt, of_prompt = self._prompt_ids(first.choice), self._prompt_logprobs(first)
-        return self._encode(items, usage, timeline, prompt, of_prompt)
+        told = self._prompt_logprobs(first)
+        return self._encode(items, usage, timeline, first.choice, told)
 
     def _logprobs(self, logprobs: list[TokenLogprobs] | None) -> GenerateLogprobs | None:
         if not logprobs:
@@ -82,14 +87,21 @@ class GenerateFormat(ResponseFormat):
         are_named, has_text = self._options.has_named_logprobs, self._has_text
         return generate_logprobs(self._tokenizer, logprobs, are_named=are_named, has_text=has_text)
 
+    def _placeholders(self, choice: Choice) -> dict[str, list[Placeholder]] | UnsetType:
+        images = choice.request.spec.images
+        if not images or not self._options.return_token_ids:
+            return UNSET
+        return {"image": [Placeholder(offset=one.offset, length=one.num_tokens) for one in images]}
+
     def _encode(
         self,
         choices: list[GenerateChoice],
         usage: Usage | UnsetType | None,
         timeline: Timeline | UnsetType,
-        prompt: list[int] | UnsetType = UNSET,
+        prompt_of: Choice | None = None,
         prompt_logprobs: PromptLogprobList | UnsetType = UNSET,
     ) -> bytes:
+        """Returns a body, or a chunk. `prompt_of`: it tells the prompt of this choice."""
         return self._encoder.encode(
             Generation(
                 request_id=self.id,
@@ -98,7 +110,8 @@ class GenerateFormat(ResponseFormat):
                 output_mode="text" if self._has_text else "tokens",
                 choices=choices,
                 usage=usage,
-                prompt_token_ids=prompt,
+                prompt_token_ids=UNSET if prompt_of is None else self._prompt_ids(prompt_of),
+                mm_placeholders=UNSET if prompt_of is None else self._placeholders(prompt_of),
                 prompt_logprobs=prompt_logprobs,
                 timeline=timeline,
             )

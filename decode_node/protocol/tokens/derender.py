@@ -101,6 +101,8 @@ class GivenAnswer(StrictBody):
     """`prompt_tokens` and the tokens tell it."""
     prompt_token_ids: Ignored = None
     """`prompt_tokens` tells how many they are."""
+    mm_placeholders: Ignored = None
+    """They tell of the prompt."""
     prompt_logprobs: Ignored = None
     """They stay in the answer that has them."""
     timeline: Ignored = None

@@ -6,6 +6,7 @@ In answers, fields set to UNSET are left out; None is written as null, where the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal, Self
 
@@ -77,10 +78,12 @@ class GenerateRequest(StrictBody):
     request_id: Name | None = None
     """The name of the answer, in place of the X-Request-Id header."""
 
+    content_parts: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """The images of the prompt, one for each placeholder in it: `{"type": "image_url", "url": ...}`
+    with a `data:` URL or one of a host that the operator allows. With `return_token_ids` the answer
+    has the prompt with room for them, and `mm_placeholders`."""
     features: Any = None
-    """Only empty: send images to /v1/chat/completions."""
-    content_parts: Any = None
-    """Only empty: send images to /v1/chat/completions."""
+    """Only empty: send images as `content_parts`; the nodes prepare them."""
 
     kv_transfer_params: Ignored = None
     """The nodes move KV by themselves."""
@@ -110,18 +113,32 @@ class GenerateRequest(StrictBody):
                 "output_mode derender is not built; send tokens to /v1/chat/completions/derender"
             )
             raise BadRequest(message, param="output_mode", code="unsupported_parameter")
-        for name in ("features", "content_parts"):
-            if getattr(self, name):
-                message = f"{name} is not supported: send images to /v1/chat/completions"
-                raise BadRequest(message, param=name, code="unsupported_parameter")
+        if self.features:
+            message = "features is not supported: send images as content_parts"
+            raise BadRequest(message, param="features", code="unsupported_parameter")
         sampling = {name: getattr(self.sampling_params, name) for name in _SAMPLING}
         shared = {name: getattr(self, name) for name in _SHARED}
-        return CompletionOfAnother.model_construct(prompt=self.token_ids, **shared, **sampling)
+        images = tuple(self._image_urls())
+        return CompletionOfAnother.with_images(images, prompt=self.token_ids, **shared, **sampling)
+
+    def _image_urls(self) -> Iterator[tuple[str, str]]:
+        """Yields the images with their places in the body. Raises `BadRequest`."""
+        for index, part in enumerate(self.content_parts or ()):
+            param = f"content_parts.{index}"
+            if part.get("type") != "image_url":
+                message = f"{param}.type must be image_url; send other media to chats"
+                raise BadRequest(message, param=f"{param}.type", code="unsupported_parameter")
+            if not isinstance(url := part.get("url"), str):
+                param = f"{param}.url"
+                raise BadRequest(f"{param} must be a string", param=param, code="invalid_type")
+            yield param, url
 
 
 _SHARED = GenerateRequest.model_fields.keys() & CompletionRequest.model_fields.keys()
 _SAMPLING = GenerateSampling.model_fields.keys() & CompletionRequest.model_fields.keys()
-_NAMES = {"prompt": "token_ids"} | {name: f"sampling_params.{name}" for name in _SAMPLING}
+_NAMES = {"prompt": "token_ids", "messages": "content_parts"} | {
+    name: f"sampling_params.{name}" for name in _SAMPLING
+}
 
 
 class GenerateLogprob(msgspec.Struct, kw_only=True):
@@ -162,6 +179,13 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
 
 
+class Placeholder(msgspec.Struct, kw_only=True):
+    """Tells where a prompt has the tokens of an image."""
+
+    offset: int
+    length: int
+
+
 class Generation(msgspec.Struct, kw_only=True):
     """The body of a whole answer, or of one chunk of it."""
 
@@ -172,5 +196,6 @@ class Generation(msgspec.Struct, kw_only=True):
     choices: list[GenerateChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    mm_placeholders: dict[str, list[Placeholder]] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
     timeline: Timeline | UnsetType = UNSET

@@ -56,11 +56,15 @@ class ImagePrompts:
             name = "truncate_prompt_tokens"
             raise BadRequest("a prompt with images or videos cannot be truncated", param=name)
         assert self._vision is not None
-        is_chat = isinstance(body, ChatCompletionRequest)
-        param = "messages" if is_chat else "image_data"
+        param = "messages" if isinstance(body, ChatCompletionRequest) else _field_of(body)
         token_ids, spans = expanded(token_ids, images, self._vision, self._encode, param)
         pixels: dict[bytes, ImagePixels] = {}
         for image in images:
             parts = image.pairs if isinstance(image, VideoPixels) else (image,)
             pixels |= {part.digest: part for part in parts}
         return ImagePrompt(token_ids, spans, tuple(pixels.values()))
+
+
+def _field_of(body: CompletionRequest) -> str:
+    """Returns the field that has the images of a prompt."""
+    return body.image_urls[0][0].partition(".")[0]
