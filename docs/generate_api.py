@@ -248,10 +248,11 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
   or `completion_request`, and gives no stream. Weights that a trainer makes come as adapters
   (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the model's own.
 - `/abort_request` and `/abort_requests` of a router end answers at all decode nodes, and those that
-  wait in it or are on their way to a node; in other routers too, which learn it from the nodes, a
-  little later. Its reply comes when those at nodes have ended, or after some 2 s, and counts by
-  node and, as `router`, what no node had yet. What was generated is answered, with the finish
-  reason `abort` (`/v1/messages`: `max_tokens`, `/v1/responses`: `incomplete`).
+  are being read, wait in it or are on their way to a node; in other routers too, which learn it
+  from the nodes, a little later. Its reply comes when those at nodes have ended, or after some 2 s,
+  and counts by node and, as `router`, what no node had yet. What was generated is answered, with
+  the finish reason `abort` (`/v1/messages`: `max_tokens`, `/v1/responses`: `incomplete`); of a beam
+  search nothing is.
 - Log probabilities are the model's own (vLLM's `raw_logprobs`), whatever temperature, `top_p` and
   penalties are. A trainer that wants those of the tokens as they were drawn leaves all of these
   neutral, or computes them itself.

@@ -95,7 +95,7 @@ class Api:
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
         """Reads the body and the headers of a request. Raises `HttpError`."""
-        received_at = time.monotonic()
+        received_at, early = time.monotonic(), self.state.answers.expect()
         await long_work.pause()
         self.state.check_accepting()
         headers = request_headers(request.scope)
@@ -128,6 +128,7 @@ class Api:
             load_format=headers.get(names.LOAD_FORMAT, ""),
             kept=KeptResponse.of_header(headers.get(names.RESPONSE, "")),
             is_aborted=headers.get(names.ABORTED) == "1",
+            early=early,
         )
         self.ignored.note(unknown)
         await long_work.pause()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_node.answer.journal import Resume
+from decode_node.answer.running.aborts import EarlyAborts
 from edge.http.answers.kept_response import KeptResponse
 from edge.tracing.context import TraceContext
 
@@ -52,6 +53,8 @@ class RequestContext:
     """Says what a router tells of a response that it keeps."""
     is_aborted: bool = False
     """Its end was wanted before it came here."""
+    early: EarlyAborts = field(default_factory=EarlyAborts)
+    """Learns of it while the request is read."""
 
     def place_of(self, prompt: int) -> PromptPlace:
         """Returns where the prompt of this number goes. What the place says of a beginning is of

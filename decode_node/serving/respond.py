@@ -57,7 +57,8 @@ class Responder:
             wants_metrics=bool(body.include_metrics),
         )
         known_as = {body.given_name or form.id, context.request_id, form.id}
-        runs = AbortableRuns(self._proxy, known_as, is_aborted=context.is_aborted)
+        early, is_aborted = context.early, context.is_aborted
+        runs = AbortableRuns(self._proxy, known_as, early, is_aborted=is_aborted)
         answer = Answer(runs, self._answers, choices, form, self._metrics, journal, options)
 
         def headers() -> dict[str, str]:

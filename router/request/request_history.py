@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from edge.http.answers.answer_times import AnswerTimes
@@ -43,6 +43,7 @@ class RequestHistory:
         at: Unix seconds of the beginning.
         names: By which clients know the answer.
         is_aborted: Its end is wanted.
+        early_aborts: Names of answers whose end was wanted while its body was being read.
         is_sent: It went to a decode node before its end was wanted.
         ended: Is set with its end.
         on_gap: Is called with the seconds between two pieces of a stream, from the second on.
@@ -62,6 +63,7 @@ class RequestHistory:
     generates: bool = True
     names: frozenset[str] = frozenset()
     is_aborted: bool = False
+    early_aborts: list[Collection[str]] = field(default_factory=list)
     is_sent: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     model: str = ""
@@ -90,6 +92,7 @@ class RequestHistory:
     def read(self, info: RequestInfo) -> None:
         self.generates = info.generates
         self.names = frozenset((info.given_name or info.request_id, info.request_id))
+        self.is_aborted |= any(not self.names.isdisjoint(names) for names in self.early_aborts)
         self.model = info.model
         self.session = info.session_key
         self.session_source = info.session_source

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -60,6 +62,29 @@ async def test_several_are_named_or_all_are_meant() -> None:
         assert await abort(node, "/abort_requests", request_ids=[]) == 1
         choices = (await texts).json()["choices"]
         assert [one["finish_reason"] for one in choices] == ["abort"] * 2
+
+
+@pytest.mark.parametrize("named", [{"rid": "mine"}, {"abort_all": True}], ids=["named", "all"])
+async def test_one_that_is_still_read_ends_when_it_is(named: dict[str, Any]) -> None:
+    """A later one of its name goes on."""
+    raw, read, may_end = json.dumps(TOKENS).encode(), asyncio.Event(), asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield raw[:9]
+        read.set()
+        await may_end.wait()
+        yield raw[9:]
+
+    async with http_node() as node:
+        path, kind = "/inference/v1/generate", {"content-type": "application/json"}
+        asked = asyncio.create_task(node.client.post(path, content=body(), headers=kind))
+        await read.wait()
+        assert [await abort(node, **one) for one in ({"rid": "other"}, named)] == [0, 0]
+        later = await begun(node, path, TOKENS)
+        may_end.set()
+        found = [answer.json()["choices"][0] for answer in (await asked, later)]
+        assert [one["finish_reason"] for one in found] == ["abort", "length"]
+        assert len(node.engine.requests) == 1
 
 
 async def test_one_that_waits_for_a_prefill_node_waits_no_longer(

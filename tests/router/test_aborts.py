@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +73,45 @@ async def test_what_waits_in_the_line_goes_to_a_node_as_aborted(cluster: Cluster
     sent = {b"mine" in body: headers.get("x-tandem-aborted") for headers, body in node.requests[1:]}
     assert sent == {True: "1", False: None}
     assert "x-tandem-aborted" not in node.requests[0][0]
+
+
+@pytest.mark.parametrize("body", [{"abort_all": True}, {"rid": "mine"}], ids=["all", "named"])
+async def test_what_is_still_read_goes_to_a_node_as_aborted(
+    cluster: Cluster, body: dict[str, Any]
+) -> None:
+    """Also where another router ends it. A later one of its name goes on."""
+    node = await cluster.decode("d", stream_tokens(1))
+    near, far = await cluster.router(node), await cluster.router(node)
+    raw, may_end = json.dumps({**BODY, "rid": "mine"}).encode(), asyncio.Event()
+    was_read = [asyncio.Event() for _ in range(2)]
+
+    async def send(read: asyncio.Event) -> AsyncIterator[bytes]:
+        yield raw[:9]
+        read.set()
+        await may_end.wait()
+        yield raw[9:]
+
+    kind = {"content-type": "application/json"}
+    asked = [
+        asyncio.create_task(
+            router.client.post(router.url + "/v1/completions", data=send(read), headers=kind)
+        )
+        for router, read in zip((near, far), was_read, strict=True)
+    ]
+    await asyncio.gather(*(read.wait() for read in was_read))
+    await eventually(lambda: near.num_open == far.num_open == 1)
+    async with near.post({"rid": "other"}, path="/abort_request") as response:
+        assert response.status == 200
+    async with near.post(body, path="/abort_request") as response:
+        assert response.status == 200
+    (waiting,) = far.services.aborts.open_requests()
+    await eventually(lambda: waiting.is_aborted or len(waiting.early_aborts) == 2)
+    await near.text({**BODY, "rid": "mine"})
+    may_end.set()
+    for task in asked:
+        async with await task as response:
+            assert "[DONE]" in await response.text()
+    assert [headers.get("x-tandem-aborted") for headers, _ in node.requests] == [None, "1", "1"]
 
 
 @pytest.mark.parametrize("body", [{"abort_all": True}, {"rid": "mine"}], ids=["all", "named"])

@@ -3,6 +3,7 @@
 at a node            the node ends them, whichever router has sent them
 on its way to one    the node is asked again, until they have ended or `_PAUSES_S` are over
 waits in this router goes to a node when its turn comes, which answers without a token
+is being read here   likewise, if it turns out to have one of the names
 waits in another one likewise: the nodes tell it in their next reports
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,19 +61,24 @@ class Aborts:
         """Ends here what other routers have ended, as a node tells of it: what waits, and what is
         on its way. What began after the call goes on."""
         for call, called_at in self._told.learn(teller, calls):
-            found = self._open(None if call.all else frozenset(call.names))
-            meant = [
-                one for one in found if one.trace.started_at <= called_at and not one.is_aborted
-            ]
-            if sent := _mark(meant):
+            found = self._open(None if call.all else frozenset(call.names), called_at)
+            if sent := _mark([one for one in found if not one.is_aborted]):
                 task = asyncio.create_task(self._ask_nodes(None, sent))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    def _open(self, names: Collection[str] | None) -> list[RequestHistory]:
-        """Returns the open requests of these names, or all."""
-        records = self.open_requests()
-        return [one for one in records if names is None or not one.names.isdisjoint(names)]
+    def _open(
+        self, names: Collection[str] | None, latest: float = math.inf
+    ) -> list[RequestHistory]:
+        """Returns the open requests of these names, or all, that had begun at `latest`. Those that
+        are being read learn of the names."""
+        records = [one for one in self.open_requests() if one.trace.started_at <= latest]
+        if names is None:
+            return records
+        for record in records:
+            if not record.names:
+                record.early_aborts.append(names)
+        return [one for one in records if not one.names.isdisjoint(names)]
 
     async def _ask_nodes(
         self, first: AbortAnswersRequest | None, sent: Sequence[RequestHistory]
