@@ -19,6 +19,9 @@
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "objects would be called %s-..., but Services need small letters, digits and dashes, and a letter first: set fullnameOverride" $name)) -}}
 {{- end -}}
+{{- if and (hasKey .Values "enabled") (not .Values.enabled) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "enabled is false, and the chart is rendered: only a parent chart reads it, by `condition`") -}}
+{{- end -}}
 {{- include "tandem.mistakes.models" $scope -}}
 {{- include "tandem.mistakes.router" $scope -}}
 {{- include "tandem.mistakes.labels" (dict "found" $found "name" "commonLabels" "labels" .Values.commonLabels) -}}
