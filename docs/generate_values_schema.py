@@ -69,6 +69,10 @@ SERVICES: dict[str, tuple[type[BaseSettings], set[str]]] = {
 }
 
 
+JSON_TEXTS = {"speculative_config", "eplb_config", "override_generation_config"}
+"""Settings that are JSON, which values may write as YAML."""
+
+
 def offered(service: str) -> dict[str, str]:
     """Value below `settings` to the name of the setting."""
     settings, excluded = SERVICES[service]
@@ -87,7 +91,8 @@ def property_of(settings: type[BaseSettings], name: str) -> dict[str, Any]:
         found.pop("type", None)
         found["enum"] = [*found["enum"], None]
     else:
-        found["type"] = [found["type"], "null"]
+        kinds = [found["type"], *(["object"] if name in JSON_TEXTS else ())]
+        found["type"] = [*kinds, "null"]
     return found
 
 

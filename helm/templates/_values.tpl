@@ -43,7 +43,7 @@
 {{- end -}}
 
 {{/* Settings as flags, one a line: maxNumSeqs: 8 is --max-num-seqs=8, true is --name, false is
-  --no-name, a list is joined by commas; null and an empty list say nothing. */}}
+  --no-name, a list is joined by commas, a map is JSON; null and an empty list say nothing. */}}
 {{- define "tandem.flags" -}}
 {{- range $name, $value := . }}
 {{- $flag := kebabcase $name }}
@@ -55,6 +55,8 @@
 {{- with $parts }}
 - {{ printf "--%s=%s" $flag (join "," .) | quote }}
 {{- end }}
+{{- else if kindIs "map" $value }}
+- {{ printf "--%s=%s" $flag (toJson $value) | quote }}
 {{- else if not (kindIs "invalid" $value) }}
 - {{ printf "--%s=%s" $flag (include "tandem.scalar" $value) | quote }}
 {{- end }}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -14,7 +16,7 @@ from pydantic_settings import BaseSettings
 
 from docs.generate_values_schema import NOT_OFFERED, SERVICES, offered
 from edge.tracing.export.resource import KUBERNETES_VARIABLES
-from tests.helm.helm_engine import HelmSdk
+from tests.helm.helm_engine import HelmCli, HelmSdk
 from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
 from tests.helm.service_settings import (
     PREFIXES,
@@ -44,6 +46,23 @@ LIBRARY_VARIABLES = CACHES | POD_VARIABLES | RAY_VARIABLES | NCCL_VARIABLES | {
 """Besides our own settings: what libraries read, command lines refer to, and spans tell. TZ is a
 scenario's."""
 MINIMAL = {"model": {"name": "org/model"}}
+
+
+@pytest.mark.parametrize("helm", [HelmSdk.shared, HelmCli])
+def test_what_is_json_may_be_written_as_yaml(helm: Callable[[], HelmSdk | HelmCli]) -> None:
+    given = {
+        "speculativeConfig": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True},
+        "overrideGenerationConfig": {"temperature": 0.6, "max_new_tokens": 1_000_000},
+    }
+    shared = {"speculativeConfig": {"method": "ngram", "num_speculative_tokens": 5}}
+    values = {"tierDefaults": {"settings": shared}, "decode": {"settings": given}}
+    found = helm().render(overlay(MINIMAL, values))
+    taken = check("decode", containers(found)["decode"])
+    for name, setting in (("speculativeConfig", "speculative_config"),
+                          ("overrideGenerationConfig", "override_generation_config")):  # fmt: skip
+        assert json.loads(taken[setting]) == given[name]
+    of_prefill = check("prefill", containers(found)["prefill"])
+    assert json.loads(of_prefill["speculative_config"]) == shared["speculativeConfig"]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
