@@ -167,7 +167,8 @@ class Report:
     def _recommendation(self) -> str:
         best, limits = self.plan.best, self.objectives
         text = (
-            f"Recommended: {best.nodes.prefill} prefill and {best.nodes.decode} decode nodes: TTFT "
+            f"Recommended: {_counted(best.nodes.prefill, 'prefill node')} and "
+            f"{_counted(best.nodes.decode, 'decode node')}: TTFT "
             f"{limits.tail} {1e3 * best.ttft_tail_s:.0f} ms (objective {1e3 * limits.ttft_s:.0f}), "
             f"ITL {limits.tail} {1e3 * best.itl_tail_s:.1f} ms (objective {1e3 * limits.itl_s:g})"
         )
@@ -198,7 +199,7 @@ class Report:
         plan, tail = self.plan, self.objectives.tail
         total, fewest, same = plan.best.nodes.total, plan.fewest_undivided, plan.same_undivided
         text = (
-            f"{total} undivided nodes would have a TTFT {tail} of "
+            f"{_counted(total, 'undivided node')} would have a TTFT {tail} of "
             f"{1e3 * same.ttft_tail_s:.0f} ms and an ITL {tail} of {1e3 * same.itl_tail_s:.1f} ms"
         )
         if fewest is None:
@@ -212,6 +213,10 @@ class Report:
         if count == total:
             return f"{text}, which meets both objectives as well: dividing saves no node here."
         return f"{text}; it takes {count} of them to meet both."
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _difference(best: Nodes, other: Nodes) -> str:

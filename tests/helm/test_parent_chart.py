@@ -39,7 +39,7 @@ def parent(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["production", "roles"])
 def test_it_makes_the_same_objects(name: str, parent: Path, tmp_path: Path) -> None:
-    values = values_of(name)
+    values = dict(values_of(name))
     shared = {"storageClass": "the parent's own", **values.pop("global", {})}
     given = {"tandem": {"enabled": True, **values}, "global": shared}
     alone = {**values, "global": shared}

@@ -264,7 +264,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{said['prefill']}P + {said['decode']}D" in "".join(drawn.itertext())
     assert main([*ASKED, "--price", "3"]) == 0
     table = capsys.readouterr().out
-    assert "Recommended: " in table and "undivided" in table and "bottleneck" in table
+    counts = [said["prefill"], said["decode"]]
+    nodes = [
+        f"{count} {tier} node{'s' * (count > 1)}"
+        for count, tier in zip(counts, ("prefill", "decode"), strict=True)
+    ]
+    assert f"Recommended: {' and '.join(nodes)}: TTFT" in " ".join(table.split())
+    assert "undivided" in table and "bottleneck" in table
     assert "✓" in table and "1M out" in table, "all columns are there at 80 columns"
 
 
