@@ -36,7 +36,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.attention_sink import with_sink
+from tandem_kernels.attention.attention_sink import sink_of, with_sink
 from tandem_kernels.attention.decode_ahead import ask_ahead, attend_ahead
 from tandem_kernels.attention.decode_line import find, line, skipped
 from tandem_kernels.attention.decode_merge import FEW_UNITS, merge_kernel, merge_shape
@@ -242,7 +242,7 @@ def decode_attention_kernel(
             acc = acc * tl.load(v_scale + head)
         if (first_tile == 0) & (last_tile == tiles):
             if HAS_SINKS:
-                total = with_sink(total, peak, sinks, head * GROUP + row, row < GROUP)
+                total = with_sink(total, peak, sink_of(sinks, head * GROUP + row, row < GROUP))
             to = (r * NUM_KV_HEADS * GROUP + query_head) * VALUE_DIM + value_dim[None, :]
             tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
         else:

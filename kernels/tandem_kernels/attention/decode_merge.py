@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.attention.attention_sink import with_sink
+from tandem_kernels.attention.attention_sink import sink_of, with_sink
 from tandem_kernels.attention.decode_line import aligned_run, find, line, skipped
 
 FEW_UNITS = 16
@@ -114,6 +114,9 @@ def merge_kernel(
     if (begin + tiles <= (program + 1) * run) | (head * GROUP + g >= ROWS):
         return
     last = (begin + tiles - 1) // run
+    query_head = head * GROUP + g
+    if HAS_SINKS:
+        sink = sink_of(sinks, query_head, g < GROUP)
     peak = -3.0e38
     total = 0.0
     acc = tl.zeros([BLOCK_VALUE], tl.float32)
@@ -133,8 +136,7 @@ def merge_kernel(
         total = total * shrink + tl.sum(part_total * part_shrink, axis=0)
         acc = acc * shrink + tl.sum(parts * part_shrink[:, None], axis=0)
         peak = higher
-    query_head = head * GROUP + g
     if HAS_SINKS:
-        total = with_sink(total, peak, sinks, query_head, g < GROUP)
+        total = with_sink(total, peak, sink)
     to = (r * ROWS + query_head) * VALUE_DIM + dim
     tl.store(out + to, (acc / total).to(kind), mask=dim < VALUE_DIM)

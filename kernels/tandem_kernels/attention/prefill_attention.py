@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.attention_sink import with_sink
+from tandem_kernels.attention.attention_sink import sink_of, with_sink
 from tandem_kernels.attention.described_tiles import described_tiles
 from tandem_kernels.attention.fp8_cache import in_half
 from tandem_kernels.attention.head_planes import planes_of_head
@@ -281,7 +281,7 @@ def prefill_attention_kernel(
         if not is_last:
             return
     if HAS_SINKS:
-        total = with_sink(total, peak, sinks, head * GROUP + row % GROUP, row >= 0)
+        total = with_sink(total, peak, sink_of(sinks, head * GROUP + row % GROUP, row >= 0))
     if FP8:
         acc = acc * tl.load(v_scale + head)
     # Requests without a context may come this way as decodes: theirs is zero.

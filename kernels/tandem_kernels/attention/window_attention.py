@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.attention_sink import with_sink
+from tandem_kernels.attention.attention_sink import sink_of, with_sink
 from tandem_kernels.attention.decode_ahead import attend_ahead
 from tandem_kernels.attention.head_planes import planes_of_head
 from tandem_kernels.attention.kv_pages import PagedKV, first_of, sizes_of
@@ -97,12 +97,14 @@ def window_attention_kernel(
     inside = older[:, None] & (value_dim < VALUE_DIM)[None, :]
     values = tl.load(values_at + place[:, None] + value_dim[None, :], mask=inside, other=0.0)
     own_block = tl.load(table + newest // BLOCK_SIZE, mask=newest >= 0, other=0).to(tl.int64)
+    query_head = head * GROUP + row
+    if HAS_SINKS:
+        sink = sink_of(sinks, query_head, row < GROUP)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     own = keys_at + own_block * block_stride + newest % BLOCK_SIZE * HEAD_DIM + dim
     own_value = values_at + own_block * block_stride + newest % BLOCK_SIZE * VALUE_DIM + value_dim
-    query_head = head * GROUP + row
     real = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     at = r * q_stride + query_head[:, None] * HEAD_DIM + dim[None, :]
     query = tl.load(q + at, mask=real, other=0.0)
@@ -112,7 +114,7 @@ def window_attention_kernel(
         HEAD_DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, CAPPED, PRECISION, 0.0,
     )  # fmt: skip
     if HAS_SINKS:
-        total = with_sink(total, peak, sinks, query_head, row < GROUP)
+        total = with_sink(total, peak, sink)
     to = (r * NUM_KV_HEADS * GROUP + query_head[:, None]) * VALUE_DIM + value_dim[None, :]
     kept = (row < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
     tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)

@@ -176,6 +176,8 @@ def few_row_gemm_kernel(
     row = tl.arange(0, ROWS)
     real_col = (col < num_outputs)[:, None]
     real_row = (row < num_rows)[:, None]
+    to = out + row.to(tl.int64)[None, :] * out_stride + col[:, None]
+    written = real_col & (row < num_rows)[None, :]
     if OVERLAP:
         gdc_launch_dependents()
     if IN_REGISTERS:
@@ -183,28 +185,30 @@ def few_row_gemm_kernel(
         places = word_places(weight, tl.minimum(col, num_outputs - 1), INNER, lane)
         inputs = word_places(x, tl.minimum(row, num_rows - 1), x_stride, lane)
         ahead = load_words(places, lane, 0, DEPTH // 2, INNER)
+    added = 0.0
+    if HAS_BIAS:
+        added = tl.load(bias + col, mask=col < num_outputs, other=0.0).to(tl.float32)[:, None]
+    if OVERLAP:
+        gdc_wait()
+    carried = 0.0
+    if ADDS:
+        carried = tl.load(to, mask=written, other=0.0).to(tl.float32)
+    if IN_REGISTERS:
         acc, _ = products_in_registers(
             ahead, places, inputs, None, lane, COLS, ROWS, DEPTH // 2, INNER,
-            weight.dtype.element_ty, False, OVERLAP,
+            weight.dtype.element_ty, False, False,
         )  # fmt: skip
     else:
         lane = tl.arange(0, DEPTH)
         places = weight + col.to(tl.int64)[:, None] * INNER + lane[None, :]
         inputs = x + row.to(tl.int64)[:, None] * x_stride + lane[None, :]
-        if OVERLAP:
-            gdc_wait()
         acc = tl.zeros([COLS, ROWS], tl.float32)
         for start in range(0, INNER, DEPTH):
             inside = (start + lane < INNER)[None, :]
             given = tl.load(inputs + start, mask=real_row & inside, other=0.0)
             by = tl.load(places + start, mask=real_col & inside, other=0.0)
             acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
-    if HAS_BIAS:
-        acc += tl.load(bias + col, mask=col < num_outputs, other=0.0).to(tl.float32)[:, None]
-    to = out + row.to(tl.int64)[None, :] * out_stride + col[:, None]
-    written = real_col & (row < num_rows)[None, :]
-    if ADDS:
-        acc += tl.load(to, mask=written, other=0.0).to(tl.float32)
+    acc = acc + added + carried
     tl.store(to, acc.to(out.dtype.element_ty), mask=written)
 
 
