@@ -102,7 +102,7 @@ class GemmPolicy:
             few_rows=rows.few_rows if few_rows else 0,
             adds_few_rows=few_rows and tp_size == 1,
             few_row_heads=rows.register_rows if heads else 0,
-            fused_router_rows=rows.routed_rows if fused_router and tp_size == 1 else 0,
+            fused_router_rows=rows.normed_rows if fused_router and tp_size == 1 else 0,
             int8=int8 and _multiplies_bytes(device, dtype),
             int8_rows=_INT8_ROWS if int8 else 0,
             fp8=config.allows("fp8-gemm") and _multiplies_bytes(device, dtype),

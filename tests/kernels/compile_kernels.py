@@ -101,6 +101,7 @@ from tandem_kernels.experts import (
     normed_router,
     one_row_experts,
     route_tokens,
+    router_shapes,
 )
 from tandem_kernels.experts.fp4 import even_runs, expert_tiles, experts_ahead
 from tandem_kernels.experts.fp4 import experts as fp4_experts
@@ -1424,7 +1425,8 @@ def normed_router_cases(capability: int) -> Iterator[Case]:
         **named("*fp32", "bias", "logits"),
         "eps": "fp32",
     }
-    for rows in (1, 4) if capability >= 90 else ():
+    for rows in (1, 4, 8) if capability >= 90 else ():
+        lanes = normed_router.TUNING.lanes // (1 if rows <= router_shapes.FEW else 2)
         yield Case(
             normed_router.normed_router_kernel,
             f"rows={rows}",
@@ -1438,7 +1440,7 @@ def normed_router_cases(capability: int) -> Iterator[Case]:
                 "HAS_BIAS": True,
                 "OVERLAP": True,
             },
-            {"num_warps": 4096 // (32 * normed_router.TUNING.lanes)},
+            {"num_warps": 4096 // (32 * lanes)},
         )
 
 

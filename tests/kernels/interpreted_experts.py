@@ -164,6 +164,7 @@ def test_a_table_may_ask_for_pairs_by_themselves(monkeypatch: pytest.MonkeyPatch
         ((4, 24, 320), torch.float16, {"has_bias": False}),
         ((3, 5, 64), torch.float16, {"norm_dtype": torch.float32}),
         ((2, 9, 2048), torch.float32, {}),
+        ((7, 9, 96), torch.float16, {}),
     ],
 )
 def test_a_router_normalises_its_rows(

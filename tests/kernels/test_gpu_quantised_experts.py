@@ -130,7 +130,10 @@ def test_fp4_experts_by_even_runs(form: Form, sizes: check.Sizes, runs: int) -> 
         check.fp4_even_runs(own, sizes, torch.bfloat16, "cuda", form=form)
 
 
-@pytest.mark.parametrize("sizes", [(1, 128, 2880), (2, 128, 2880), (4, 60, 2048), (3, 9, 8192)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 128, 2880), (2, 128, 2880), (4, 60, 2048), (3, 9, 8192), (5, 32, 2880), (8, 128, 4096)],
+)
 @pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_router_normalises_its_rows(sizes: tuple[int, int, int], norm_dtype: torch.dtype) -> None:
     kind = torch.bfloat16

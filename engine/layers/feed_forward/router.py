@@ -20,7 +20,7 @@ from engine.layers.float32_sums import float32_sums
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
-from tandem_kernels.experts.router_shapes import takes_router
+from tandem_kernels.experts.router_shapes import norms_rows, takes_router
 
 _WHOLE_NUMBERS = frozenset({"I32", "I64"})
 
@@ -128,8 +128,13 @@ class Router(nn.Module):
             table=self.table,
         )
 
-    def takes_rows(self, x: Tensor) -> bool:
+    def norms_rows(self, x: Tensor) -> bool:
         """Returns whether `normed_logits` takes rows [T, H], by which `choose_by` then chooses."""
+        may_fuse = self.norm is None and not self.gemms.deterministic
+        return may_fuse and norms_rows(x, self.weight)
+
+    def takes_rows(self, x: Tensor) -> bool:
+        """Returns whether it takes rows [T, H] beside a shared expert, too."""
         return self.norm is None and takes_router(x, self.weight)
 
     def leaves_choice(self, x: Tensor) -> bool:

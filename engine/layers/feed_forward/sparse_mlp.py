@@ -261,16 +261,23 @@ class SparseMLP(nn.Module):
         return True
 
     def _adds_itself(self, stream: ResidualStream, norm: RMSNorm, slot_mapping: Tensor) -> bool:
-        """Computes the block in three launches, if kernels for that take the rows of this step.
-        Returns whether it has done so: that depends on their number alone, as graphs are recorded.
-        """
+        """Computes the block with the norm in its router, and in three launches if experts choose
+        for themselves. Returns whether it has done so: that depends on the number of rows alone, as
+        graphs are recorded."""
         rows, router = stream.settled() if self.is_alone else None, self.router
-        if rows is None or len(rows) > self.fused_rows or not router.leaves_choice(rows):
+        if rows is None or len(rows) > self.fused_rows or self.input_norm is not None:
             return False
-        if not self.experts.method.takes_logits(self.experts, len(rows), router.options.top_k):
+        if not router.norms_rows(rows):
             return False
+        experts, options = self.experts, router.options
         logits, normed = router.normed_logits(rows, norm)
-        self.experts.add_routed(normed, logits, slot_mapping, rows, router.options)
+        if router.leaves_choice(rows) and experts.method.takes_logits(
+            experts, len(rows), options.top_k
+        ):
+            experts.add_routed(normed, logits, slot_mapping, rows, options)
+            return True
+        pairs = experts.unsummed(normed, *router.choose_by(logits, slot_mapping))
+        stream.add(pairs.parts if pairs.experts is None else pairs)
         return True
 
     def _add(self, x: Tensor, stream: ResidualStream, slot_mapping: Tensor) -> None:

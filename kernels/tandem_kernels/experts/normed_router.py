@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
+from tandem_kernels.experts.router_shapes import FEW
 from tandem_kernels.gemm.few_row_shapes import VECTOR
 
 _COLUMN_MULTIPLE = 16
@@ -32,7 +33,7 @@ class RouterTuning:
 
     Attributes:
         cols: Experts of a program.
-        lanes: Numbers of a row that a thread holds.
+        lanes: Numbers of a row that a thread holds; of more than `FEW` rows half as many.
     """
 
     cols: int = 2
@@ -74,6 +75,9 @@ def normed_router_kernel(
     places = weight + col.to(tl.int64)[:, None] * inner + lane[None, :]
     by = tl.load(places, mask=real_col[:, None] & inside[None, :], other=0.0)
     scale = tl.load(norm_weight + lane, mask=inside, other=0.0).to(tl.float32)
+    added = 0.0
+    if HAS_BIAS:
+        added = tl.load(bias + col, mask=real_col, other=0.0)[:, None]
     if OVERLAP:
         gdc_wait()
     offsets = row.to(tl.int64)[:, None] * inner + lane[None, :]
@@ -82,9 +86,7 @@ def normed_router_kernel(
     products = by.to(tl.float32).reshape(COLS, 1, DEPTH // VECTOR, VECTOR) * given
     acc = tl.sum(tl.sum(products, axis=3), axis=2)
     factor = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=1) / inner + eps)
-    acc *= factor[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias + col, mask=real_col, other=0.0)[:, None]
+    acc = acc * factor[None, :] + added
     to = logits + row.to(tl.int64)[None, :] * num_outputs + col[:, None]
     tl.store(to, acc, mask=real_col[:, None] & real_row[None, :])
     if OVERLAP:
@@ -97,7 +99,7 @@ def normed_router_kernel(
 def normed_router(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.experts.normed_router`; only for what `router_shapes.takes_router` says."""
+    """See `reference.experts.normed_router`; only for what `router_shapes.norms_rows` says."""
     logits = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
     normed = torch.empty_like(x)
     run_normed_router(x, norm_weight, eps, weight, bias, logits, normed, TUNING)
@@ -119,6 +121,7 @@ def run_normed_router(
     depth = triton.next_power_of_2(inner)
     programs = triton.cdiv(len(weight), tuning.cols)
     share = triton.cdiv(triton.cdiv(inner, programs), _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+    lanes = tuning.lanes if num_rows <= FEW else tuning.lanes // 2
     overlap = uses_pdl(x.device, num_rows)
     normed_router_kernel[(programs,)](
         x,
@@ -138,6 +141,6 @@ def run_normed_router(
         VECTOR=VECTOR,
         HAS_BIAS=bias is not None,
         OVERLAP=overlap,
-        num_warps=min(max(depth // (32 * tuning.lanes), 1), 16),
+        num_warps=min(max(depth // (32 * lanes), 1), 16),
         **({"launch_pdl": True} if overlap else {}),
     )

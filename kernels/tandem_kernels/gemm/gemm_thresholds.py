@@ -26,8 +26,9 @@ class GemmThresholds:
             products take more time than the weights' bytes.
         many_outputs, rows_of_many: The most rows of layers with more outputs than `many_outputs`:
             with more rows, these keep the library busy.
-        routed_rows: The most whose norm a router computes, and whose experts those choose that
-            multiply: with more, matrix units, and a launch for the choice, cost less.
+        routed_rows: The most whose experts those choose that multiply: with more, a launch for the
+            choice costs less.
+        normed_rows: The most whose norm a router computes: with more, matrix units cost less.
     """
 
     small_m_rows: int
@@ -42,6 +43,7 @@ class GemmThresholds:
     many_outputs: int
     rows_of_many: int
     routed_rows: int
+    normed_rows: int
 
 
 _TABLE = plain_table("gemm_thresholds", GemmThresholds, ())

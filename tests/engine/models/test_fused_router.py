@@ -170,23 +170,50 @@ OTHER_ROUTERS = {
     "sigmoid": replace(SPEC, sigmoid=True),
     "bias for choosing": replace(SPEC, choice_bias=True),
     "groups": replace(SPEC, num_groups=4, top_groups=2),
-    "shared expert": replace(SPEC, shared_size=64, names=SHARED_EXPERTS),
     "few experts": replace(SPEC, count=8),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_ROUTERS)
 @torch.inference_mode()
-def test_other_blocks_stay_as_they_are(name: str, launched: list[str]) -> None:
-    added(*made(OTHER_ROUTERS[name]), *rows_of(2))
-    assert launched == ["route_tokens"]
+def test_norms_alone_are_in_the_router_of_other_blocks(name: str, launched: list[str]) -> None:
+    """Their experts do not choose for themselves."""
+    spec, (x, slots) = OTHER_ROUTERS[name], rows_of(2)
+    expected = added(*made(spec, GemmPolicy()), x, slots)
+    launched.clear()
+    found = added(*made(spec), x, slots)
+    assert launched == ["normed_router", "route_tokens"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [ROWS + 1, 2 * ROWS])
+@torch.inference_mode()
+def test_norms_are_in_the_router_of_more_rows_than_experts_choose_for(
+    rows: int, launched: list[str]
+) -> None:
+    x, slots = rows_of(rows)
+    expected = added(*made(policy=GemmPolicy()), x, slots)
+    launched.clear()
+    found = added(*made(policy=changed(FUSED, fused_router_rows=2 * ROWS)), x, slots)
+    assert launched == ["normed_router", "route_tokens"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@torch.inference_mode()
+def test_counted_tokens_are_chosen_for_in_a_launch_of_their_own(launched: list[str]) -> None:
+    block, norm = made()
+    block.router.loads = torch.zeros(SPEC.count, dtype=torch.int64)
+    added(block, norm, *rows_of(2))
+    assert launched == ["normed_router", "route_tokens"]
+    assert block.router.loads.sum() == 2 * SPEC.top_k
 
 
 @torch.inference_mode()
 def test_other_steps_and_ranks_stay_as_they_are(launched: list[str]) -> None:
-    """More rows, rows of float32, a stream to which something waits to be added, no norm, tokens
-    that somebody counts, ranks that have slices, and ranks that bring their tokens together."""
+    """More rows, rows of float32, a stream to which something waits to be added, no norm, a shared
+    expert, ranks that have slices, and ranks that bring their tokens together."""
     added(*made(), *rows_of(ROWS + 1))
+    added(*made(replace(SPEC, shared_size=64, names=SHARED_EXPERTS)), *rows_of(2))
     added(*made(dtype=torch.float32), *rows_of(2, torch.float32))
     block, norm = made()
     x, slots = rows_of(2)
@@ -194,8 +221,6 @@ def test_other_steps_and_ranks_stay_as_they_are(launched: list[str]) -> None:
     stream.add(torch.ones_like(x))
     block(stream, norm, slots)
     block(ResidualStream(x), None, slots)
-    block.router.loads = torch.zeros(SPEC.count, dtype=torch.int64)
-    block(ResidualStream(x), norm, slots)
     exact = made(policy=changed(FUSED, deterministic=True))
     added(*exact, x, slots)
     ranks = ParallelPlace(range(1), exchange=Replicated())

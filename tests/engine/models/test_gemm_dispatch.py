@@ -107,7 +107,7 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
     fp8 = capability[0] == 9
     assert choose() == GemmPolicy(
         False, small_m, gate_up, 1024, 256, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0,
-        few_row_heads=4 if small_m else 0, fused_router_rows=4 if small_m else 0,
+        few_row_heads=4 if small_m else 0, fused_router_rows=8 if small_m else 0,
         fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64, fp4_rows=256,
     )  # fmt: skip
     four = GemmPolicy(
