@@ -42,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "check_architecture",
     "check_parallel",
+    "is_here",
     "load_model_config",
     "resolve_draft",
     "resolve_model",
@@ -120,6 +121,13 @@ def resolve_draft(name_or_path: str) -> Path:
 
         folder = download(name_or_path, folder, "safetensors")
     return folder.resolve()
+
+
+def is_here(name: str) -> bool:
+    """Returns whether a model can be read without a download or a conversion. Raises
+    `CheckpointError` for a folder with several files in the GGUF format."""
+    folder = Path(name).expanduser()
+    return folder.is_dir() and _gguf_file(name, folder) is None
 
 
 def check_architecture(folder: Path | str) -> None:

@@ -46,6 +46,7 @@ from engine.kv_cache.capacity import check_given_size
 from engine.layers.attention.whole_prompts.flash_limits import check_wanted
 from engine.models.checkpoint import (
     check_parallel,
+    is_here,
     load_model_config,
     resolve_model,
 )
@@ -318,7 +319,7 @@ class EngineSettings(
             check_eplb(parallel, deterministic=self.deterministic)
             self.check_tiers(self.enable_prefix_caching)
             self.check_trace_file()
-            if Path(self.model).expanduser().is_dir():
+            if is_here(self.model):
                 config = self.to_engine_config(kv_role, is_check=True)
                 if check_model is not None:
                     check_model(config)
@@ -347,9 +348,11 @@ class EngineSettings(
         )
         check_parallel(model, self._parallel_config())
         transfer = self._kv_transfer_config(kv_role, is_check=is_check) if kv_role else None
-        return self._engine_config(model, transfer)
+        return self._engine_config(model, transfer, is_check=is_check)
 
-    def _engine_config(self, model: ModelConfig, transfer: KVTransferConfig | None) -> EngineConfig:
+    def _engine_config(
+        self, model: ModelConfig, transfer: KVTransferConfig | None, *, is_check: bool
+    ) -> EngineConfig:
         kv_role = transfer.kv_role if transfer else None
         device = self._device_config()
         config = EngineConfig(
@@ -375,7 +378,7 @@ class EngineSettings(
             inspection=self.inspection_config(),
             images=self.image_config(model, kv_role),
         )
-        config = self.with_drafts(config)
+        config = self.with_drafts(config, is_check=is_check)
         self.check_tiers(config.cache.enable_prefix_caching)
         self.check_host_tier(config)
         check_stages(config)
@@ -391,13 +394,10 @@ class EngineSettings(
         return {name: getattr(self, name) for name in names}
 
     def _kv_transfer_config(self, kv_role: KVRole, *, is_check: bool) -> KVTransferConfig:
+        num_ranks = self._parallel_config().num_ranks
         return self.kv_transfer_config(
-            kv_role, self.host, self._num_ranks, self.frozen_after_s, is_check=is_check
+            kv_role, self.host, num_ranks, self.frozen_after_s, is_check=is_check
         )
-
-    @property
-    def _num_ranks(self) -> int:
-        return self._parallel_config().num_ranks
 
     def _parallel_config(self) -> ParallelConfig:
         if self.distributed_executor_backend == "ray" and self.first_gpu:

@@ -20,7 +20,7 @@ from pydantic_settings import BaseSettings
 
 from edge.command_line import SettingsError
 from engine.config import DrafterName, EngineConfig, SpeculativeConfig
-from engine.models.checkpoint import resolve_draft
+from engine.models.checkpoint import is_here, resolve_draft
 from engine.models.draft_checkpoint import read_draft
 
 logger = logging.getLogger(__name__)
@@ -128,8 +128,9 @@ class SpeculativeSettings(BaseSettings):
         "prompts. Default: off.",
     )
 
-    def with_drafts(self, config: EngineConfig) -> EngineConfig:
-        """Returns `config` with what the setting asks for.
+    def with_drafts(self, config: EngineConfig, *, is_check: bool = False) -> EngineConfig:
+        """Returns `config` with what the setting asks for. `is_check`: nothing is downloaded, so a
+        drafter that is not here is not judged.
 
         Raises:
             SettingsError: A step has no room for the drafts, or there are fewer heads.
@@ -139,6 +140,8 @@ class SpeculativeSettings(BaseSettings):
             return config
         parsed = parse_setting(self.speculative_config)
         speculative, model = parsed.config, config.model
+        if is_check and parsed.model and not is_here(parsed.model):
+            return config
         if speculative.method != "ngram":
             folder = resolve_draft(parsed.model) if parsed.model else model.path
             draft = read_draft(

@@ -260,6 +260,18 @@ def test_a_check_says_what_the_node_would_refuse(
         settings.to_engine_config("kv_consumer")
 
 
+def test_a_check_downloads_and_converts_nothing(
+    demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.models.files.hub.snapshot_download", None)
+    monkeypatch.setattr("engine.models.gguf.convert.converted", None)
+    drafter = '{"method": "eagle3", "model": "org/drafter", "num_speculative_tokens": 3}'
+    (tmp_path / "model.gguf").touch()
+    for given in ({"speculative_config": drafter}, {"model": str(tmp_path)}):
+        settings = DecodeNodeSettings(**{"model": str(demo_checkpoint), "device": "cpu", **given})
+        assert settings.print_checked("kv_consumer") == 0
+
+
 @pytest.mark.parametrize("model", ["m", "checkpoint"])
 def test_a_check_of_the_trace_file_makes_none(
     model: str, demo_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
