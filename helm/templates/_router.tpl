@@ -179,3 +179,16 @@ k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 {{- toYaml . | nindent 0 }}
 {{- end }}
 {{- end -}}
+
+{{/* The largest body that a router takes, as nginx writes it: of a request, or of a file for batches, which
+  has a form around it. */}}
+{{- define "tandem.largestBody" -}}
+{{- $router := .Values.router -}}
+{{- $most := divf (default 8388608 $router.settings.maxBodyBytes) 1048576 | ceil | int -}}
+{{- with $router.batchStore -}}
+{{- if or .existingSecret .existingClaim .size -}}
+{{- $most = max $most (add1 (int (default 512 $router.settings.batchMaxFileMib))) -}}
+{{- end -}}
+{{- end -}}
+{{- printf "%dm" (int $most) -}}
+{{- end -}}
