@@ -147,7 +147,8 @@ class ChildProcess:
 def describe_exit(name: str, code: int) -> str:
     """Returns `worker 0 was killed by SIGKILL` or `worker 0 ended with exit code 1`."""
     if code < 0:
-        return f"{name} was killed by {signal.Signals(-code).name}"
+        named = {one.value: one.name for one in signal.Signals}
+        return f"{name} was killed by {named.get(-code, f'signal {-code}')}"
     return f"{name} ended with exit code {code}"
 
 

@@ -21,7 +21,7 @@ from kv_transfer.layer_times import LayerTime
 
 _OUTCOMES = (
     "done", "cancelled", "given_up", "kv_transfer", "cannot_follow", "ended", "engine_dead",
-    "unavailable", "failed_precondition", "invalid_argument", "resource_exhausted", "unimplemented",
+    "unavailable", "failed_precondition", "invalid_argument", "resource_exhausted", "not_found",
 )  # fmt: skip
 
 

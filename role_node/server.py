@@ -8,9 +8,9 @@
          ▲                                                                                │
          └────────── services of the other role, a new epoch, ready again ◀───────────────┘
 
--  SIGTERM, at any moment: as on a node of one role; exit code 0 -  the engine dies, also while it
-switches: exit code 1. A supervisor that starts the node again gets it in
-   the role that `--role` names
+-  SIGTERM, at any moment: as on a node of one role; exit code 0
+-  the engine dies, also while it switches: exit code 1. A supervisor that starts the node again
+   gets it in the role that `--role` names
 -  a switch that is refused changes nothing (`RoleSwitch`, `refuse_what_has_one_role`,
    `certificate_obstacle`)
 

@@ -162,12 +162,13 @@ def _filled(
 ) -> tuple[PixelSpec, VideoSpec | None]:
     if pixels.fit != "fill":
         raise option.refused("images of this model are no larger for being given tokens")
+    most = None
     if _IMAGES in option.kinds:
         most = option.whole(pixels.most_tokens)
         pixels = msgspec.structs.replace(pixels, most_tokens=most)
     if video is not None and _VIDEOS in option.kinds:
-        only = option.kinds == (_VIDEOS,)
-        most = option.whole(video.frame_tokens) if only else min(option.value, video.frame_tokens)
+        of_frames = video.frame_tokens
+        most = option.whole(of_frames) if most is None else min(most, of_frames)
         video = msgspec.structs.replace(video, frame_tokens=most)
     return pixels, video
 

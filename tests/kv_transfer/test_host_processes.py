@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from host.child_process import ChildProcess, ipc_address, stop_all
+from host.child_process import ChildProcess, describe_exit, ipc_address, stop_all
 from host.futex import FutexWord
 from host.memory_file import MemoryFile
 from host.sockets.local_socket import bind_socket, connect_socket
@@ -57,6 +57,10 @@ def test_killed_child_is_described() -> None:
         os.kill(child.pid, signal.SIGKILL)
         assert is_readable(child.sentinel)
         assert child.describe_exit() == "the child was killed by SIGKILL"
+
+
+def test_signals_without_a_name_have_their_number() -> None:
+    assert describe_exit("worker 0", -signal.SIGRTMIN - 1).endswith(f"signal {signal.SIGRTMIN + 1}")
 
 
 def test_stop_is_gentle_first_and_firm_then() -> None:

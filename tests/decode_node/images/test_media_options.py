@@ -90,6 +90,12 @@ def test_soft_tokens_are_those_of_gemma() -> None:
     assert video_of(GEMMA, videos_kwargs={"max_soft_tokens": 35}).frame_tokens == 35
 
 
+def test_whole_numbers_may_be_written_with_a_point() -> None:
+    """Decoders are given whole ones, and end with others."""
+    found = prepared(GEMMA, MediaOptions({"max_soft_tokens": 35.0}, {}))
+    assert msgspec.convert(msgspec.to_builtins(found), Prepared) == found
+
+
 @pytest.mark.parametrize(
     ("usual", "processor", "io", "param"),
     [
