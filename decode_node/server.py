@@ -46,6 +46,7 @@ from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.address import join_address
 from edge.command_line import SettingsError
 from edge.http.connection.guarded_protocol import guarded_protocol
+from edge.http.event_loop.lasting_task import start_lasting
 from edge.http.tls_http import TlsConfig
 from edge.security.config import Role
 from edge.security.credentials import Credentials
@@ -153,7 +154,7 @@ class DecodeNode:
         if self._ports.probes is not None:
             self._ports.probes.start(self._status, self._metrics.registry)
         serving = asyncio.create_task(self._http.serve(sockets=[self._ports.http]))
-        watching = asyncio.create_task(self._watch())
+        watching = start_lasting(self._watch(), "the watch over the decode node")
         try:
             self._emit_ready()
             with self._metrics.lateness.watch():

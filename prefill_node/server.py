@@ -15,6 +15,7 @@ import logging
 from dataclasses import dataclass
 
 from edge.address import join_address
+from edge.http.event_loop.lasting_task import start_lasting
 from edge.logs.request_log import RequestLog
 from edge.security.config import Role
 from edge.security.credentials import Credentials
@@ -97,7 +98,9 @@ class PrefillNode:
             self._servicer.abort_all,
             self._settings.drain_timeout_s,
         )
-        watching = asyncio.create_task(_fail_frozen_calls(self._status, self._servicer))
+        watching = start_lasting(
+            _fail_frozen_calls(self._status, self._servicer), "the watch over prefill calls"
+        )
         try:
             with self._metrics.lateness.watch():
                 return await lifetime.run(stop)

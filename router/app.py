@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from edge.http.error_forms import ErrorForms
+from edge.http.event_loop.lasting_task import start_lasting
 from edge.http.outer_edge import OuterEdge
 from edge.http.request_head import READY_PATHS
 from edge.http.service_routes import service_routes
@@ -186,16 +187,17 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await services.transport.open()
         stack.push_async_callback(services.transport.close)
         stack.push_async_callback(services.monitor.close)
-        for work in (
-            services.discovery.run(),
-            services.silence.run(),
-            services.forwarder.clients.run(),
-            services.keys.watch(),
-            services.models.rules.watch(),
-            services.sources.run(),
-            services.adapters.run(),
-        ):
-            stack.push_async_callback(_stop, asyncio.create_task(work))
+        works = {
+            "the search for nodes": services.discovery.run(),
+            "the watch over answers": services.silence.run(),
+            "the pulse of answers": services.forwarder.clients.run(),
+            "the watch over API keys": services.keys.watch(),
+            "the watch over model rules": services.models.rules.watch(),
+            "the status page": services.sources.run(),
+            "the watch over adapters": services.adapters.run(),
+        }
+        for name, work in works.items():
+            stack.push_async_callback(_stop, start_lasting(work, name))
         for kept in (getattr(app.state, name, None) for name in ("kept", "batches")):
             if kept is not None:
                 await stack.enter_async_context(kept.running())

@@ -10,7 +10,6 @@ prefill node its own service besides.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Collection, Mapping
 
@@ -18,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from edge.address import join_address
+from edge.http.event_loop.lasting_task import start_lasting
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from engine.node.services.services_server import ServicesServer
@@ -72,14 +72,13 @@ class NodeGrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         await self._report_health(status)
         await self.server.start(self._listener)
-        self._health_task = asyncio.create_task(self._watch_health(status))
+        self._health_task = start_lasting(self._watch_health(status), "the watch over the engine")
 
     async def stop(self) -> None:
         """Stops; open calls are cancelled. Idempotent."""
         if self._health_task is not None:
             self._health_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._health_task
+            await asyncio.gather(self._health_task, return_exceptions=True)
             self._health_task = None
         await self.server.stop()
         self._listener.close()

@@ -17,12 +17,15 @@ wrong is an event: until then it is an HTTP error (`Head`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 
 from starlette.types import Message, Send
+
+logger = logging.getLogger(__name__)
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {
@@ -155,7 +158,11 @@ class Heartbeats:
         now = time.monotonic()
         for pulse in tuple(self._pulses):
             if pulse in self._pulses and pulse.is_due(now):
-                await pulse.beat()
+                try:
+                    await pulse.beat()
+                except Exception:
+                    # Without signs of life a router takes all other answers for hung.
+                    logger.exception("a comment on an answer cannot be sent")
 
     async def run(self, pause_s: float) -> None:
         """Beats until cancelled, for a service that is well as long as it runs."""
