@@ -80,7 +80,7 @@ class Node:
 
     async def ask(self, count: int = 3, size: int = 16) -> tuple[object, int]:
         chains = {size: [b"%032d" % i for i in range(count)]}
-        return await self.client.ask(PrefixAsk("r", self.address, chains))
+        return await self.client.ask(PrefixAsk("r", 1, self.address, chains))
 
 
 @pytest_asyncio.fixture
@@ -143,7 +143,7 @@ async def test_a_peer_of_bytes_that_are_no_message_is_left_alone(
 ) -> None:
     client = PrefixClient(lambda: US, Credentials(SecurityConfig()))
     async with garbled_server() as address:
-        ask = PrefixAsk("r", f"prefill/{address}", {16: [b"%032d" % 0]})
+        ask = PrefixAsk("r", 1, f"prefill/{address}", {16: [b"%032d" % 0]})
         assert await client.ask(ask) == (None, 0)
         told = only_warning(caplog)
         assert f"prefill/{address} gives no prefixes" in told and "no message; see that" in told
@@ -192,7 +192,7 @@ async def test_a_holder_whose_engine_died_gives_nothing(node: Node) -> None:
 async def test_every_ask_is_answered() -> None:
     sent: list[object] = []
     calls = PrefixCalls(EngineCalls(sent.append))
-    ask = PrefixAsk("r", "prefill/a:1", {})
+    ask = PrefixAsk("r", 7, "prefill/a:1", {})
 
     async def fail(ask: PrefixAsk) -> tuple[None, int]:
         raise RuntimeError("the test wanted it")
@@ -202,7 +202,7 @@ async def test_every_ask_is_answered() -> None:
         calls.on_asks([ask])
         while len(calls._asking):
             await asyncio.sleep(0)
-    assert sent == [PrefixAnswer("r"), PrefixAnswer("r")]
+    assert sent == [PrefixAnswer("r", 7), PrefixAnswer("r", 7)]
 
 
 @pytest.mark.asyncio
