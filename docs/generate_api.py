@@ -207,6 +207,8 @@ BODIES: dict[str, type[BaseModel]] = {
 BODIES_OF_OTHERS = {
     "/v1/chat/completions/render": ChatCompletionRequest,
     "/v1/completions/render": CompletionRequest,
+    "/v1/messages/render": MessagesRequest,
+    "/v1/responses/render": ResponsesRequest,
 }
 NO_BODY = {
     "/abort_request",

@@ -132,6 +132,19 @@ _POSTS = (
         answer="A list of bodies of /inference/v1/generate.",
     ),
     _Post(
+        path="/v1/messages/render",
+        name="renderMessages",
+        body=MessagesRequest,
+        answer=Rendered,
+        error=AnthropicErrorBody,
+    ),
+    _Post(
+        path="/v1/responses/render",
+        name="renderResponse",
+        body=ResponsesRequest,
+        answer=Rendered,
+    ),
+    _Post(
         path="/v1/chat/completions/derender",
         name="derenderChat",
         body=DerenderChatRequest,

@@ -63,6 +63,14 @@ class OpenAIServing:
         (found,) = rendered(read)
         return found
 
+    async def rendered_other(
+        self, body: MessagesRequest | ResponsesRequest, context: RequestContext
+    ) -> Rendered:
+        """Returns the same of a chat in the shape of another API. Raises `HttpError`."""
+        with body.named_fields():
+            chat = await long_work.run(context.is_long, body.to_chat)
+            return await self.rendered_chat(chat, context)
+
     async def rendered_completions(
         self, body: CompletionRequest, context: RequestContext
     ) -> list[Rendered]:

@@ -75,6 +75,8 @@ _ALL = (
     ProxiedPath(path="/v1/messages/count_tokens", generates=False),
     ProxiedPath(path="/v1/chat/completions/render", generates=False),
     ProxiedPath(path="/v1/completions/render", generates=False),
+    ProxiedPath(path="/v1/messages/render", generates=False),
+    ProxiedPath(path="/v1/responses/render", generates=False),
     ProxiedPath(path="/v1/chat/completions/derender", generates=False),
     ProxiedPath(path="/v1/completions/derender", generates=False),
     ProxiedPath(path="/tokenize", generates=False),

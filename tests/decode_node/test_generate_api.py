@@ -291,6 +291,29 @@ async def test_a_chat_by_its_tokens_is_the_chat_itself(fields: dict[str, Any]) -
         assert len(node.engine.requests) == num_asked, "nothing is computed"
 
 
+async def test_a_chat_is_rendered_in_the_shape_of_each_api() -> None:
+    turns = [{"role": "user", "content": "the dog"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": turns, "max_tokens": 4, "stop": ["x"]},
+        "/v1/messages": {"messages": turns, "max_tokens": 4, "stop_sequences": ["x"]},
+        "/v1/responses": {"input": "the dog", "max_output_tokens": 4, "stop": ["x"]},
+    }
+    async with http_node() as node:
+        found = []
+        for path, body in bodies.items():
+            told = (await node.client.post(f"{path}/render", json=body)).json()
+            assert told.pop("request_id")
+            found.append(told)
+        assert not node.engine.requests, "nothing is computed"
+        assert found[0] == found[1] == found[2] and found[0]["sampling_params"]["stop"] == ["x"]
+        body = {**bodies["/v1/messages"], "stop_sequences": [""]}
+        refused = (await node.client.post("/v1/messages/render", json=body)).json()
+        assert refused["type"] == "error" and "stop_sequences" in refused["error"]["message"]
+        body = {**bodies["/v1/responses"], "previous_response_id": "resp_1"}
+        refused = (await node.client.post("/v1/responses/render", json=body)).json()
+        assert refused["error"]["param"] == "previous_response_id"
+
+
 @pytest.mark.parametrize("is_long", [False, True])
 async def test_texts_by_their_tokens_are_the_texts(
     monkeypatch: pytest.MonkeyPatch, is_long: bool

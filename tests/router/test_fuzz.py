@@ -35,6 +35,8 @@ TAKEN: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/completions/render": {"prompt": "a"},
+    "/v1/messages/render": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/responses/render": {"input": "a"},
     "/v1/chat/completions/derender": {
         "generate_response": {"choices": [{"token_ids": [7]}]},
         "chat_request": {"messages": [{"role": "user", "content": "a"}]},
