@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.attention_sink import sink_of, with_sink
 from tandem_kernels.attention.decode_line import aligned_run, find, line, skipped
+from tandem_kernels.late_wait import wait_behind
 
 FEW_UNITS = 16
 """Heads of requests that have many parts each: then a program is for some columns of one."""
@@ -76,16 +77,20 @@ def merge_kernel(
         own_len = tl.sum(tl.where(request == r, seq_len, 0), axis=0)
         tiles = tl.cdiv(own_len, TILE) - skipped(own_len, TILE, WINDOW)
         begin = tl.sum(tl.where(request == r, ends, 0), axis=0) - (NUM_KV_HEADS - head) * tiles
-        program = begin // tl.maximum(run, 1)
+        run = tl.maximum(run, 1)
+        program = begin // run
+        last = (begin + tiles - 1) // run
     else:
         program = tl.program_id(0)
 
     if OVERLAP:
         # Before any store, since kernels in front may still read this memory; and even where
         # nothing is to be merged, since the next kernel may wait for this one only.
-        gdc_wait()
         if BY_HEAD:
+            wait_behind(program + last + own_len)
             gdc_launch_dependents()
+        else:
+            gdc_wait()
     if BY_HEAD:
         if own_len == 0:
             if head * GROUP + g < ROWS:
@@ -111,9 +116,9 @@ def merge_kernel(
         begin += head * tiles
         if begin < end - run:
             return
-    if (begin + tiles <= (program + 1) * run) | (head * GROUP + g >= ROWS):
+        last = (begin + tiles - 1) // run
+    if (last == program) | (head * GROUP + g >= ROWS):
         return
-    last = (begin + tiles - 1) // run
     query_head = head * GROUP + g
     if HAS_SINKS:
         sink = sink_of(sinks, query_head, g < GROUP)

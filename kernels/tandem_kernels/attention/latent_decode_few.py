@@ -33,6 +33,7 @@ from tandem_kernels.attention.latent_decode_ahead import BOX_DIMS, box_of, copy_
 from tandem_kernels.attention.latent_line import own_run, stretch
 from tandem_kernels.attention.latent_tiles import tile_memory
 from tandem_kernels.attention.latent_widen import widen
+from tandem_kernels.late_wait import wait_behind
 
 STAGES = gl.constexpr(2)
 _TAIL_PIECES = gl.constexpr(4)
@@ -136,18 +137,18 @@ def _attend(
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, scale = sizes[3:]
     TAIL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     kind: gl.constexpr = query.dtype
+    ends, here, end = own_run(seq_lens, num_reqs, ROW_TILES, TILE, REQS, 4)
+    r, seq_len, tiles, row_tile, first, last = stretch(ends, here, end, seq_lens, TILE)
     if OVERLAP:
-        gdc_wait()
+        wait_behind(ends + (r + seq_len + tiles + row_tile + first + last))
     if FP8:
         own_scale = gl.load(kv_scale)
         scale = scale * own_scale
     lane = gl.arange(0, TILE, gl.SliceLayout(1, PRODUCTS))
     none = gl.zeros([TILE, ROWS], gl.float32, PRODUCTS)
     program = gl.program_id(0)
-    ends, here, end = own_run(seq_lens, num_reqs, ROW_TILES, TILE, REQS, 4)
     count = here * 0
     while here < end:
-        r, seq_len, tiles, row_tile, first, last = stretch(ends, here, end, seq_lens, TILE)
         row = row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LATENTS))
         token, head = row // NUM_HEADS, row % NUM_HEADS
         at = (r * QUERY_LEN + token).to(gl.int64) * latent_token_stride + head * latent_head_stride
@@ -205,6 +206,8 @@ def _attend(
             line = (slot * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, WRITTEN))) * LATENT
             _write(partial_acc, line, real, acc, WRITTEN)
         here += last - first
+        if here < end:
+            r, seq_len, tiles, row_tile, first, last = stretch(ends, here, end, seq_lens, TILE)
 
 
 @gluon.jit(do_not_specialize=["num_reqs"])

@@ -40,11 +40,12 @@ def stretch(
     ends: gl.tensor, here: gl.tensor, end: gl.tensor, seq_lens: gl.tensor, TILE: gl.constexpr
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Returns of what lies at `here` the request, its length, its tiles, its tile of rows, and the
-    first tile and the last one that are walked before `end`."""
+    first tile and the last one that are walked before `end`; at `end` itself numbers that mean
+    nothing."""
     before = ends <= here
     r = gl.sum(before.to(gl.int32), axis=0)
     begin = gl.max(gl.where(before, ends, 0), axis=0)
-    seq_len = gl.load(seq_lens + r)
+    seq_len = gl.load(seq_lens + r, mask=here < end, other=1)
     tiles = gl.cdiv(seq_len, TILE)
     first = (here - begin) % tiles
     return r, seq_len, tiles, (here - begin) // tiles, first, gl.minimum(tiles, first + end - here)
