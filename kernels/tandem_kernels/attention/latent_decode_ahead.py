@@ -9,6 +9,9 @@ values. There is memory for one tile, so it is cut across: a piece has a quarter
 all rows, and is free once its part of the values has been multiplied. Weights lie where the tile
 had rotated keys. What is walked is the line of tiles of `latent_decode`, and parts are joined
 alike.
+
+All but the newest tokens were written in earlier steps: tiles of theirs are asked for before the
+kernels in front have ended (PDL).
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.latent_line import own_run, stretch
 from tandem_kernels.attention.latent_tiles import folded, row_weights
-from tandem_kernels.small_launches import take_turn
+from tandem_kernels.late_wait import wait_behind
 
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Has another name from Triton 3.9 on."""
@@ -69,8 +73,8 @@ def _bring(rows: gl.tensor, size: gl.tensor) -> None:
 @gluon.jit
 def _copy(
     given: gl.tuple, memory: gl.tuple, sizes: gl.tuple, cache: gl.tuple,
-    ROW: gl.constexpr, ROW_TILES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BOX_TOKENS: gl.constexpr, TILE: gl.constexpr, REQS: gl.constexpr,
+    QUERY_LEN: gl.constexpr, ROW: gl.constexpr, ROW_TILES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BOX_TOKENS: gl.constexpr, TILE: gl.constexpr, REQS: gl.constexpr, OVERLAP: gl.constexpr,
 ) -> None:  # fmt: skip
     """Asks for all tiles of this program's run, and has the next one brought nearer meanwhile."""
     kv_cache, block_tables, seq_lens = given[:3]
@@ -88,6 +92,9 @@ def _copy(
         for tile in range(first, last):
             free = count & 1 ^ 1
             start = tile * TILE
+            if OVERLAP:  # noqa: SIM102
+                if start + TILE > seq_len - QUERY_LEN:
+                    gdc_wait()
             mbarrier.wait(empty.index(PIECES), free)
             ready = full.index(PIECES)
             mbarrier.expect(ready, TILE * 128)
@@ -173,7 +180,7 @@ def _write(
 def _attend(
     given: gl.tuple, memory: gl.tuple, sizes: gl.tuple,
     QUERY_LEN: gl.constexpr, NUM_HEADS: gl.constexpr, ROWS: gl.constexpr, ROW_TILES: gl.constexpr,
-    LATENT: gl.constexpr, TILE: gl.constexpr, REQS: gl.constexpr,
+    LATENT: gl.constexpr, TILE: gl.constexpr, REQS: gl.constexpr, OVERLAP: gl.constexpr,
 ) -> None:  # fmt: skip
     """Attends to all tiles of this program's run."""
     WIDTH: gl.constexpr = LATENT // PIECES
@@ -191,9 +198,11 @@ def _attend(
     none = gl.zeros([ROWS, TILE], gl.float32, PRODUCTS)
     program = gl.program_id(0)
     ends, here, end = own_run(seq_lens, num_reqs, ROW_TILES, TILE, REQS, 8)
+    r, seq_len, tiles, row_tile, first, last = stretch(ends, here, end, seq_lens, TILE)
+    if OVERLAP:
+        wait_behind(ends + (r + seq_len + tiles + row_tile + first + last))
     count = here * 0
     while here < end:
-        r, seq_len, tiles, row_tile, first, last = stretch(ends, here, end, seq_lens, TILE)
         row = row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_16))
         token, head = row // NUM_HEADS, row % NUM_HEADS
         at = (r * QUERY_LEN + token).to(gl.int64) * latent_token_stride + head * latent_head_stride
@@ -263,6 +272,8 @@ def _attend(
             _write(partial_acc, line, real, sums_2, 2 * WIDTH)
             _write(partial_acc, line, real, sums_3, 3 * WIDTH)
         here += last - first
+        if here < end:
+            r, seq_len, tiles, row_tile, first, last = stretch(ends, here, end, seq_lens, TILE)
 
 
 @gluon.jit(do_not_specialize=["num_reqs"])
@@ -290,7 +301,8 @@ def latent_decode_ahead_kernel(
 ) -> None:  # fmt: skip
     """Walks one run of the line in each program. `numbers`: also of the cache, to bring them into
     L2. Writes what `latent_decode_kernel` does."""
-    take_turn(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
     WIDTH: gl.constexpr = LATENT // PIECES
     kind: gl.constexpr = q_latent.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], kind)
@@ -325,13 +337,16 @@ def latent_decode_ahead_kernel(
         [
             (
                 _attend,
-                (given, memory, sizes, QUERY_LEN, NUM_HEADS, ROWS, ROW_TILES, LATENT, TILE, REQS),
+                (
+                    given, memory, sizes, QUERY_LEN, NUM_HEADS, ROWS, ROW_TILES, LATENT, TILE, REQS,
+                    OVERLAP,
+                ),
             ),
             (
                 _copy,
                 (
-                    given, memory, sizes, (numbers, block_stride), LATENT + ROPE, ROW_TILES,
-                    BLOCK_SIZE, BOX_TOKENS, TILE, REQS,
+                    given, memory, sizes, (numbers, block_stride), QUERY_LEN, LATENT + ROPE,
+                    ROW_TILES, BLOCK_SIZE, BOX_TOKENS, TILE, REQS, OVERLAP,
                 ),
             ),
         ],
