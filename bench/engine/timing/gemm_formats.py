@@ -29,7 +29,13 @@ from tandem_kernels.gemm.int4_packing import padded_inputs
 from tandem_kernels.gemm.int4_tuning import Int4Tuning, int4_tuning
 from tandem_kernels.gemm.int8_gemm import Int8Tuning, int8_tiles
 from tandem_kernels.gemm.int8_weights import MAX_ROWS, int8_weight_gate_up, int8_weight_gemm
-from tandem_kernels.gemm.small_m_gemm import small_m_gate_up, small_m_gemm
+from tandem_kernels.gemm.small_m_gemm import (
+    SmallMTuning,
+    run_small_m,
+    small_m_gate_up,
+    small_m_gemm,
+    small_m_tuning,
+)
 from tandem_kernels.reference import fp8 as reference
 
 BF16 = torch.bfloat16
@@ -60,12 +66,17 @@ SHAPES = {
     "gate_up": Shape(14336, 4096, gated=True),
     "down": Shape(4096, 14336),
     "head": Shape(128256, 4096, is_wide=True),
+    "70b-qkv": Shape(2560, 8192),
+    "70b-o": Shape(8192, 2048),
+    "70b-gate_up": Shape(7168, 8192, gated=True),
+    "70b-down": Shape(8192, 7168),
+    "70b-head": Shape(32064, 8192, is_wide=True),
     "oss-qkv": Shape(5120, 2880),
     "oss-o": Shape(2880, 4096),
     "oss-router": Shape(128, 2880, is_wide=True),
     "oss-head": Shape(201088, 2880, is_wide=True),
 }
-"""Llama-3.1-8B's, and gpt-oss-120b's."""
+"""Llama-3.1-8B's, those of a rank of four of its 70B, and gpt-oss-120b's."""
 
 
 class Weights(ABC):
@@ -117,6 +128,19 @@ class Bf16(Weights):
             small = small_m_gate_up if self.shape.gated else small_m_gemm
             found["chosen"] = lambda index: small(self.x, self.weights[index])
         return found
+
+
+class SmallM(Bf16):
+    """Our own GEMM of whole tiles, whatever the number of rows from which the library is faster."""
+
+    def tiled(self, tuning: SmallMTuning, index: int) -> None:
+        run_small_m(self.x, self.weights[index], None, self.out, tuning, gated=self.shape.gated)
+
+    def tunings(self) -> Iterator[SmallMTuning]:
+        yield small_m_tuning(self.x.device, self.shape.gated)
+        for cols, depth in itertools.product((16, 32, 64), (128, 256)):
+            for warps, stages in ((4, 3), (4, 4), (4, 5), (8, 3), (8, 4)):
+                yield SmallMTuning(cols, depth, warps, stages)
 
 
 class FewRows(Bf16):
@@ -326,6 +350,7 @@ def library(given: Weights, weight: Tensor) -> Tensor:
 FORMATS: Mapping[str, type[Weights]] = {
     "bf16": Bf16,
     "few-rows": FewRows,
+    "small-m": SmallM,
     "int4": Int4,
     "int8": Int8,
     "nvfp4": Nvfp4,

@@ -97,20 +97,28 @@ def small_m_gemm_kernel(
 def small_m_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `reference.gemm.small_m_gemm`; only for what `small_m_shapes.takes` says."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, out, gated=False)
+    run_small_m(x, weight, bias, out, small_m_tuning(x.device, False), gated=False)
     return out
 
 
 def small_m_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """See `reference.gemm.small_m_gate_up`; only for what `small_m_shapes.takes` says."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, out, gated=True)
+    run_small_m(x, weight, None, out, small_m_tuning(x.device, True), gated=True)
     return out
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gated: bool) -> None:
+def run_small_m(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tuning: SmallMTuning,
+    *,
+    gated: bool,
+) -> None:
+    """Computes one GEMM into `out` [T, N]."""
     num_rows, num_outputs = out.shape
-    tuning = small_m_tuning(x.device, gated)
     overlap = supports_pdl(x.device)
     small_m_gemm_kernel[(num_outputs // tuning.cols,)](
         x,
