@@ -24,6 +24,11 @@ def reason(launch: Launch, policy: GemmPolicy) -> str:
     if rule is None:
         return ""
     text, field = rule
+    if field == "small_m_rows" and launch.num_rows > policy.small_m_rows:
+        text, field = (
+            "rows {rows} <= small_m_wide_rows {limit}, tiles for all SMs",
+            "small_m_wide_rows",
+        )
     limit = getattr(policy, field) if field else None
     return text.format(rows=launch.num_rows, limit=limit)
 

@@ -175,8 +175,11 @@ def _small_m(gated: bool) -> Callable[..., tuple[str, str]]:
     def of(*arguments: Any) -> tuple[str, str]:
         from tandem_kernels.gemm.small_m_gemm import small_m_tuning
 
-        fields = "cols", "depth", "num_warps", "num_stages"
-        return "small_m_gemm_kernel", fields_of(small_m_tuning(arguments[0].device, gated), *fields)
+        x, weight = arguments[:2]
+        outputs = len(weight) // (1 + gated)
+        tuning = small_m_tuning(x.device, gated, len(x), outputs, weight.shape[1])
+        fields = "cols", "depth", "splits", "num_warps", "num_stages"
+        return "small_m_gemm_kernel", fields_of(tuning, *fields)
 
     return of
 

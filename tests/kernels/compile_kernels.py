@@ -343,16 +343,25 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
 
 
 def small_m_cases(capability: int) -> Iterator[Case]:
-    for gated in (False, True):
-        tuning = small_m_gemm.small_m_tuning(CPU, gated)
+    shapes = itertools.product((False, True), (16, 64), (2560, 8192))
+    for gated, rows, outputs in (
+        shapes if capability >= 90 else ((True, 16, 8192), (False, 64, 4096))
+    ):
+        tuning = small_m_gemm.small_m_tuning(CPU, gated, rows, outputs, 8192)
+        in_parts = tuning.splits > 1
         yield Case(
             small_m_gemm.small_m_gemm_kernel,
-            f"gated={gated}",
-            named("*bf16", "x", "weight", "bias", "out"),
+            f"gated={gated} rows={rows} outputs={outputs}",
             {
-                "ROWS": 16,
+                **named("*bf16", "x", "weight", "bias", "out"),
+                **({"parts": "*fp32", "tickets": "*i32"} if in_parts else {}),
+            },
+            {
+                "ROWS": rows,
                 "COLS": tuning.cols,
                 "DEPTH": tuning.depth,
+                "SPLITS": tuning.splits,
+                **({} if in_parts else {"parts": None, "tickets": None}),
                 "GATED": gated,
                 "HAS_BIAS": not gated,
                 "OVERLAP": capability >= 90,
@@ -2358,12 +2367,13 @@ def block_sparse_cases(capability: int) -> Iterator[Case]:
 
 
 def small_memory_cases(capability: int) -> Iterator[Case]:
-    """Yields cases of attention as GPUs choose whose programs can have 99 KiB."""
+    """Yields cases as GPUs choose whose programs can have 99 KiB."""
     if capability >= 90:
         return
     gpu = GpuFacts("NVIDIA_L40S", (8, 9), 142, 99 * 1024)
     with as_on(gpu):
         cases = [*attention_cases(capability), *latent_cases(capability), *ragged_cases(capability)]
+        cases += small_m_cases(capability)
     yield from (replace(case, most_shared=gpu.shared_bytes) for case in cases)
 
 

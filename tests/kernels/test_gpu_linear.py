@@ -37,7 +37,9 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None
 
 @halves
 @pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])
-@pytest.mark.parametrize("shape", [(6144, 4096), (128, 256), (4096, 14336), (4608, 3584)])
+@pytest.mark.parametrize(
+    "shape", [(6144, 4096), (128, 256), (4096, 14336), (4608, 3584), (2560, 8192), (8192, 2048)]
+)
 def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
     columns = ops.small_m_gemm, ops.small_m_gate_up
     check.small_m_gemm(*columns, (rows, *shape), dtype, "cuda")

@@ -203,11 +203,13 @@ def test_programs_with_little_shared_memory_have_tables_of_their_own() -> None:
         latent_decode_tuning(CPU, 128, 2, 1, turns=False)
         prefill_tuning(CPU, 8192, 1 << 20, 8192, 128, torch.bfloat16, 128)
         decode_tuning(CPU, 8, 128, torch.bfloat16)
+        small_m_tuning(CPU, False, 16, 8192, 8192)
     assert [choice.table for choice in asked] == [
         "shared_99k/latent_attention",
         "shared_99k/latent_decode",
         "shared_99k/prefill_attention",
         f"{GENERAL}/decode_attention",
+        "shared_99k/small_m",
     ]
     assert all(choice.tuning.rows <= 16 for choice in asked[:2]) and asked[2].tuning.tile == 64
 

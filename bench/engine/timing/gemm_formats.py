@@ -137,10 +137,12 @@ class SmallM(Bf16):
         run_small_m(self.x, self.weights[index], None, self.out, tuning, gated=self.shape.gated)
 
     def tunings(self) -> Iterator[SmallMTuning]:
-        yield small_m_tuning(self.x.device, self.shape.gated)
-        for cols, depth in itertools.product((16, 32, 64), (128, 256)):
-            for warps, stages in ((4, 3), (4, 4), (4, 5), (8, 3), (8, 4)):
-                yield SmallMTuning(cols, depth, warps, stages)
+        shape = self.shape
+        yield small_m_tuning(self.x.device, shape.gated, self.rows, shape.outputs, shape.inputs)
+        sizes = (32, 64), (128, 256), (3, 4, 5), (1,) if shape.gated else (1, 2, 3, 4)
+        for cols, depth, stages, splits in itertools.product(*sizes):
+            if shape.outputs * splits <= 320 * cols or splits == 1:
+                yield SmallMTuning(cols, depth, 4, stages, splits)
 
 
 class FewRows(Bf16):

@@ -41,7 +41,7 @@ def gate_up_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare
 
 def row_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) -> LinearMethod:
     """Returns the method of row layers."""
-    method = _few_rows(_library(policy), policy)
+    method = _small_m(_few_rows(_library(policy), policy), policy, is_row=True)
     if policy.residual_rows > 0:
         method = ResidualGemm(method, policy.residual_rows)
     return quantised_linear(scheme, method, share, policy)
@@ -61,5 +61,7 @@ def _few_rows(method: LinearMethod, policy: GemmPolicy) -> LinearMethod:
     return FewRows(method, policy.few_rows, adds=policy.adds_few_rows)
 
 
-def _small_m(method: LinearMethod, policy: GemmPolicy) -> LinearMethod:
-    return SmallM(method, policy.small_m_rows) if policy.small_m_rows > 0 else method
+def _small_m(method: LinearMethod, policy: GemmPolicy, *, is_row: bool = False) -> LinearMethod:
+    if policy.small_m_rows == 0:
+        return method
+    return SmallM(method, 0 if is_row else policy.small_m_rows, policy.small_m_wide_rows)

@@ -16,6 +16,8 @@ from engine.config import DeviceConfig, EngineConfig
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.feed_forward.router import Router, RouterOptions
 from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from engine.layers.methods.base import ColumnPart, LinearLayer
 from engine.layers.shard import Shard
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.models.decoder.decoder import Decoder
@@ -23,7 +25,7 @@ from engine.models.registry import spec_of
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.device import GpuFacts, as_on
+from tandem_kernels.device import KNOWN_GPUS, GpuFacts, as_on
 from tests.engine.tiny_model import tiny_model
 
 CPU = torch.device("cpu")
@@ -109,11 +111,12 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
         False, small_m, gate_up, 1024, 256, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0,
         few_row_heads=4 if small_m else 0, fused_router_rows=8 if small_m else 0,
         fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64, fp4_rows=256,
+        small_m_wide_rows=4 * small_m,
     )  # fmt: skip
     four = GemmPolicy(
         False, small_m, gate_up, 0, 256, fp8, 512, few_rows=small_m,
         few_row_heads=4 if small_m else 0, fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64,
-        fp4_rows=256,
+        fp4_rows=256, small_m_wide_rows=4 * small_m,
     )  # fmt: skip
     assert choose(tp_size=4) == four
     two = replace(four, shared_residual_rows=1024)
@@ -123,6 +126,7 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
     assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=256, fp4_rows=256)
     for path, field in (
         ("small-m-gemm", "small_m_rows"),
+        ("small-m-gemm", "small_m_wide_rows"),
         ("few-row-gemm", "few_rows"),
         ("few-row-qkv", "few_row_heads"),
         ("fused-router", "fused_router_rows"),
@@ -140,6 +144,30 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
     assert GemmPolicy.choose(DeviceConfig(), CPU, 1) == GemmPolicy()
     exact = choose(dtype=torch.float32)
     assert exact.int4_rows == exact.fp4_rows == exact.int8_rows == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("outputs", "is_row", "most"),
+    [(6656, False, 16), (6656, True, 0), (8192, False, 64), (8192, True, 64), (8576, True, 0)],
+)
+def test_layers_whose_tiles_fill_the_sms_keep_their_kernel_for_more_rows(
+    outputs: int, is_row: bool, most: int
+) -> None:
+    """Row layers have it there alone: with fewer tiles, some SMs would have nothing to read."""
+    policy = replace(OWN, small_m_wide_rows=64)
+    shard = Shard(ParallelPlace(range(1)), torch.bfloat16, CPU, policy)
+    layer: LinearLayer
+    if is_row:
+        layer = RowParallelLinear(256, outputs, shard)
+    else:
+        part = ColumnPart(0, outputs, outputs)
+        layer = MergedColumnParallelLinear(256, (part,), shard)
+    layer.weight.zero_()
+    for rows in filter(None, (most, most + 1)):
+        with _recorded() as seen, as_on(KNOWN_GPUS["h200"]):
+            layer(torch.zeros(rows, 256, dtype=torch.bfloat16))
+        assert seen == ["small_m_gemm" if rows <= most else "linear"]
 
 
 @torch.inference_mode()
