@@ -288,6 +288,19 @@ def test_turns_add_and_withdraw_tools() -> None:
     assert shown(added, removed, again, tools=tools)[-1][1] == "mcp_1 can be called."
 
 
+def test_many_changes_take_time_in_proportion() -> None:
+    """Each looked through all tools."""
+    tools = [{**NEW, "name": f"t{i}"} for i in range(4000)]
+    blocks = [change("removal", type="tool_reference", name="t0")] * 2000
+    for i in range(2000):
+        definition = {**NEW, "name": f"d{i}"}
+        blocks.append(change("addition", type="tool_definition", definition=definition))
+    request = request_of(tools=tools, messages=[USER, user(*blocks)])
+    begun = time.process_time()
+    assert len(request.read_tools.functions) == 6000
+    assert time.process_time() - begun < 0.3
+
+
 def test_a_tool_that_is_defined_anew_is_the_newer_one() -> None:
     newer = {**NEW, "input_schema": {"type": "object", "required": ["a"]}}
     turn = user(change("addition", type="tool_definition", definition=newer))

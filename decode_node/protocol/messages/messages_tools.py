@@ -132,16 +132,21 @@ class MessageTools:
     def _change(self, turns: list[Json]) -> None:
         """Applies what the turns say, and leaves out deferred tools that none of them names."""
         loaded = set()
+        names = {_name(one) for one in self.functions}
+        defined: dict[str, tuple[Json, str]] = {}
         for change in tool_changes(turns):
             if change.definition is not None:
-                self._drop({change.name})
-                self._add({**change.definition, "defer_loading": True}, change.place)
-            check_known(change, {_name(one) for one in self.functions})
+                defined[change.name] = change.definition, change.place
+                names.add(change.name)
+            check_known(change, names)
             if change.is_there:
                 loaded.add(change.name)
                 self.removed.discard(change.name)
             else:
                 self.removed.add(change.name)
+        self._drop(defined.keys())
+        for definition, place in defined.values():
+            self._add({**definition, "defer_loading": True}, place)
         self._drop(self.deferred.keys() - loaded)
 
     def _drop(self, names: Set[str]) -> None:
