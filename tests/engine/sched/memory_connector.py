@@ -68,6 +68,8 @@ class ExportJob:
     """Its KV is no prompt's that is computed now; what is known of the prompt is checked."""
     rows: list[list[tuple[int, int] | None]] = field(default_factory=list)
     """Holds the rows of blocks that existed before, as they were when they were said to."""
+    replaced: list[ExportJob] = field(default_factory=list)
+    """Earlier attempts, whose readers may go on until this one is read."""
 
 
 class MemoryConnector(KVConnectorScheduler):
@@ -118,8 +120,12 @@ class MemoryConnector(KVConnectorScheduler):
             return
         prompt = self.prompts[request.request_id][: request.num_prompt_tokens]
         if params.do_remote_decode:
-            assert params.transfer_id not in self.exports
-            self.exports[params.transfer_id] = ExportJob(prompt, params.attempt)
+            job = ExportJob(prompt, params.attempt)
+            if (earlier := self.exports.get(params.transfer_id)) is not None:
+                assert earlier.attempt < params.attempt
+                if not earlier.is_staged:
+                    job.replaced = [*earlier.replaced, earlier]
+            self.exports[params.transfer_id] = job
         else:
             self._pull(params, prompt, block_ids, len(prompt) - num_external_tokens)
 
@@ -149,7 +155,7 @@ class MemoryConnector(KVConnectorScheduler):
         self, step_id: int, chunks: list[ChunkLike]
     ) -> KVConnectorMetadata | None:
         for chunk in chunks:
-            export = self.exports.get(_params(chunk.request).transfer_id)
+            export = self._export(chunk.request)
             if export is not None:
                 if not export.chunks:
                     export.num_cached = chunk.first_token
@@ -170,14 +176,15 @@ class MemoryConnector(KVConnectorScheduler):
         return events
 
     def request_finished(self, request: RequestLike) -> bool:
-        export = self.exports.get(_params(request).transfer_id)
+        export = self._export(request)
         if export is not None and export.exists:
             export.rows = self._rows(export)
         return export is not None and not export.is_staged
 
     def abort(self, request: RequestLike) -> bool:
-        job = self._job(_params(request).transfer_id)
-        if job is None:
+        params = _params(request)
+        job = self._job(params.transfer_id)
+        if job is None or job.attempt != params.attempt:
             return False
         job.stopping = True
         return True
@@ -254,6 +261,8 @@ class MemoryConnector(KVConnectorScheduler):
         if job.is_staged:
             self._events.released.append(self._end(transfer_id))
             return
+        for earlier in job.replaced:
+            self._read(earlier)
         if job.stopping and self._rng.random() < 0.5:
             self._events.aborted.append(self._end(transfer_id))
             return
@@ -265,13 +274,23 @@ class MemoryConnector(KVConnectorScheduler):
             job.is_staged = True
             self._events.finished_sending.append(TransferName(transfer_id, job.attempt))
             return
-        ready = max([job.num_cached, *(n for step, n in job.chunks if step <= self.done_step)])
-        if ready > 0:
-            self.memory.check(job.block_ids, kv_of(job.prompt), ready, len(job.prompt))
-        job.sent = ready
+        job.sent = self._read(job)
         if job.sent == len(job.prompt):
             job.is_staged = True
             self._events.finished_sending.append(TransferName(transfer_id, job.attempt))
+
+    def _read(self, job: ExportJob) -> int:
+        """Reads all that is computed, and returns how many tokens that is."""
+        ready = max([job.num_cached, *(n for step, n in job.chunks if step <= self.done_step)])
+        if ready > 0:
+            self.memory.check(job.block_ids, kv_of(job.prompt), ready, len(job.prompt))
+        return ready
+
+    def _export(self, request: RequestLike) -> ExportJob | None:
+        """Returns the export of the request's own attempt."""
+        params = _params(request)
+        job = self.exports.get(params.transfer_id)
+        return job if job is not None and job.attempt == params.attempt else None
 
     def _rows(self, job: ExportJob) -> list[list[tuple[int, int] | None]]:
         """Returns what blocks hold that the token behind a prefix sees."""

@@ -38,7 +38,10 @@ from tests.engine.sched.step_machine import StepMachine
 _NUM_REQUESTS = 40
 _MAX_MOVES = 6000
 SHARING = KVTransferConfig(kv_role="kv_producer", shares_prefixes=True)
-KINDS = [["local"], ["local", "pull"], ["export", "local"], ["choices", "pull", "local"]]
+KINDS = [
+    ["local"], ["local", "pull"], ["export", "local"], ["choices", "pull", "local"],
+    ["again", "export", "local"],
+]  # fmt: skip
 
 
 class RandomClock:
@@ -69,6 +72,8 @@ class Traffic:
         """Pulls that the node server gave up: their first token comes from here."""
         self.answered_failures: dict[str, int] = {}
         self.attempts: dict[str, int] = {}
+        self.exports: dict[str, tuple[str, int]] = {}
+        """The latest request of each export, and its attempt, by transfer."""
         self.num_moves = 0
         self.moves: list[tuple[int, Callable[[], None]]] = [
             (3, self._add),
@@ -129,12 +134,24 @@ class Traffic:
         max_tokens = self.rng.randint(1, 30)
         if kind == "pull":
             kv = remote_prefill(f"t-{name}")
-        elif kind == "export":
-            kv, max_tokens = remote_decode(f"t-{name}"), 1
+        elif kind in ("export", "again"):
+            kv, max_tokens = self._export(name, is_again=kind == "again"), 1
         elif kind == "choices":
             kv = remote_prefill(f"t-{name}") if self.rng.random() < 0.5 else None
         num_choices = self.rng.randint(2, 5) if kind == "choices" else 1
         self.machine.add(self._request(name, kv, max_tokens, num_choices))
+
+    def _export(self, name: str, *, is_again: bool) -> KVTransferParams:
+        """Begins an export; or another attempt of one, of which a peer mostly calls the latest
+        off."""
+        transfer_id, attempt = f"t-{name}", 0
+        if is_again and self.exports:
+            transfer_id, (latest, attempt) = self.rng.choice(list(self.exports.items()))
+            attempt += 1
+            if self.rng.random() < 0.7:
+                self.machine.abort(latest)
+        self.exports[transfer_id] = name, attempt
+        return remote_decode(transfer_id, attempt)
 
     def _request(
         self, name: str, kv: KVTransferParams | None, max_tokens: int, num_choices: int
