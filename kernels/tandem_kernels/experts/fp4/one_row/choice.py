@@ -18,12 +18,13 @@ def top_expert(
     LANES: gl.constexpr,
     TOP_K: gl.constexpr,
     RENORMALISE: gl.constexpr,
+    PLACES: gl.constexpr,
     WARPS: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
-    """Returns the expert that comes in `place` [WARPS] by a token's logits [NUM_EXPERTS], and its
-    weight, as `route_tokens` chooses them."""
+    """Returns the expert that comes in `place` [PLACES] by a token's logits [NUM_EXPERTS], and its
+    weight, as `route_tokens` chooses them. PLACES: one of each warp, or one for all."""
     CHOICE: gl.constexpr = gl.BlockedLayout([1, LANES // 32], [1, 32], [WARPS, 1], [1, 0])
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, CHOICE))
+    warp = gl.arange(0, PLACES, gl.SliceLayout(1, CHOICE))
     lane = gl.arange(0, LANES, gl.SliceLayout(0, CHOICE))[None, :] + (warp * 0)[:, None]
     real = lane < NUM_EXPERTS
     # The second GEMM has waited for nothing yet, and reads past the SM's own cache, which may hold

@@ -104,6 +104,15 @@ def _bias_of_column(
 
 
 @gluon.jit
+def _prefetch(at: gl.tensor) -> None:
+    """Brings what is at these addresses near: loaded only behind the products, for which there are
+    registers then, it would come all the way from memory."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.int64)], gl.int32, False, 1
+    )
+
+
+@gluon.jit
 def fp4_one_row_gate_up_kernel(
     x: gl.tensor,
     weight: gl.tensor,
@@ -124,30 +133,35 @@ def fp4_one_row_gate_up_kernel(
     warp, thread = _threads(WARPS)
     group, quad = thread // 4, thread % 4
     unit, pair = gl.program_id(0), gl.program_id(1)
+    slot = gl.load(slot_mapping)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    slot = gl.load(slot_mapping)
-    place = warp * 0 + pair
-    expert, _ = top_expert(logits, place, 1.0, NUM_EXPERTS, LANES, TOP_K, False, WARPS)
+    place = gl.arange(0, 1, warp.type.layout) + pair
+    found, _ = top_expert(logits, place, 1.0, NUM_EXPERTS, LANES, TOP_K, False, 1, WARPS)
     if slot < 0:
         return
-    expert = gl.convert_layout(expert, warp.type.layout)
-    places = _places(weight, expert * 2, unit, thread, num_tile_rows, num_columns)
+    expert = gl.max(found, axis=0)
+    matrix = warp * 0 + expert * 2
+    places = _places(weight, matrix, unit, thread, num_tile_rows, num_columns)
     turn = warp[:, None] + thread * 0
     known = asked(places, turn, quad, num_columns, WARPS, AHEAD, True, EVEN)
+    col, real = columns_of(unit, num_outputs, WARPS)
+    of_col = col
+    if HAS_BIAS:
+        of_col = bias + expert * (2 * num_outputs) + col
+        _prefetch(of_col)
+        _prefetch(of_col + num_outputs)
     words = (x + thread * 0).to(gl.pointer_type(gl.int32), bitcast=True)
     zero = (thread * 0).to(gl.float32)
     low, high, low2, high2 = walked(
         known, places, words, turn, (group, quad), num_columns, (zero, zero, zero, zero),
         WARPS, TURNS, AHEAD, True, EVEN,
     )  # fmt: skip
-    found = gl.join(gl.join(low, high), gl.join(low2, high2)).reshape(WARPS, 32, 4)
-    gates, ups = gl.split(sum_of_warps(found, WARPS).reshape(8, 2, 2))
+    sums = gl.join(gl.join(low, high), gl.join(low2, high2)).reshape(WARPS, 32, 4)
+    gates, ups = gl.split(sum_of_warps(sums, WARPS).reshape(8, 2, 2))
     gates, ups = in_columns(gates, WARPS), in_columns(ups, WARPS)
-    col, real = columns_of(unit, num_outputs, WARPS)
     if HAS_BIAS:
-        of_col = bias + gl.max(expert, axis=0) * (2 * num_outputs) + col
         gates += gl.load(of_col, mask=real, other=0.0).to(gl.float32)
         ups += gl.load(of_col + num_outputs, mask=real, other=0.0).to(gl.float32)
     total = _activated(gates, ups, limit, alpha, GATE).to(out.dtype.element_ty)
@@ -180,7 +194,9 @@ def fp4_one_row_down_kernel(
     if OVERLAP:
         gdc_launch_dependents()
     slot = gl.load(slot_mapping)
-    expert, share = top_expert(logits, pair, scaling, NUM_EXPERTS, LANES, TOP_K, RENORMALISE, WARPS)
+    expert, share = top_expert(
+        logits, pair, scaling, NUM_EXPERTS, LANES, TOP_K, RENORMALISE, WARPS, WARPS
+    )
     expert = gl.convert_layout(expert, warp.type.layout)
     share = gl.convert_layout(share, warp.type.layout)
     places = _places(weight, expert, unit, thread, num_tile_rows, num_columns)
@@ -195,11 +211,11 @@ def fp4_one_row_down_kernel(
         known, places, words, turn, (group, quad), num_columns, (low, high, low, low),
         OF_PAIR, TURNS, AHEAD, False, EVEN,
     )  # fmt: skip
-    found = gl.join(low * share[:, None], high * share[:, None])
-    total = in_columns(sum_of_warps(found, WARPS), WARPS).to(out.dtype.element_ty)
     col, real = columns_of(unit, num_outputs, WARPS)
     real = real & (slot >= 0)
     carried = gl.load(out + col, mask=real, other=0.0).to(gl.float32)
+    found = gl.join(low * share[:, None], high * share[:, None])
+    total = in_columns(sum_of_warps(found, WARPS), WARPS).to(out.dtype.element_ty)
     total = (total.to(gl.float32) + carried).to(out.dtype.element_ty)
     gl.store(out + col, total, mask=real)
     if unit == 0:
