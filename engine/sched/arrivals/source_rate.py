@@ -125,8 +125,12 @@ class SourceRate:
         self.most_tokens = max(self.most_tokens, num_tokens)
 
     def failed(self, num_tokens: int, seconds: float, own_seconds: float) -> None:
-        """Counts tokens that did not come, which was known after `seconds`."""
-        self.took(num_tokens, max(seconds, _FAILED * own_seconds), own_seconds)
+        """Counts tokens that did not come, which was known after `seconds`, as a slow take,
+        and as none that is quicker than those before. Where `own_seconds` is 0 nothing says what
+        is slow: it is not counted."""
+        if own_seconds:
+            foreseen = self.seconds_for(num_tokens) - self.ask_s
+            self.took(num_tokens, max(seconds, foreseen, _FAILED * own_seconds), own_seconds)
 
     @property
     def parts(self) -> tuple[float, float]:

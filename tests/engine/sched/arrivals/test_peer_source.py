@@ -157,6 +157,8 @@ def test_without_a_peers_help_the_prompt_is_computed(
 @pytest.mark.parametrize("tells_part", [False, True])
 def test_a_pull_that_fails_keeps_what_came(tells_part: bool) -> None:
     machine = machine_of()
+    learn_rate(machine)
+    before = computed(machine)
     machine.peer_tokens = lambda ask: NUM_FULL * BLOCK_SIZE
     client = begin_to_ask(machine)
     machine.answer_asks()
@@ -168,7 +170,7 @@ def test_a_pull_that_fails_keeps_what_came(tells_part: bool) -> None:
     machine.poll_connector()
     machine.finish()
     assert client.tokens == client.expected
-    assert computed(machine) == len(PROMPT) - (kept if tells_part else 0)
+    assert computed(machine) - before == len(PROMPT) - (kept if tells_part else 0)
     assert machine.scheduler.stats().kv_transfer["prefix_pull_failures"] == 1
     assert machine.scheduler.remote.peers._rates._of("peer:1").num_takes == 1
     machine.check_all_done()
@@ -334,8 +336,25 @@ def test_a_peer_whose_pulls_fail_is_not_asked() -> None:
     for _ in range(10):
         rates.pulled("quick:1", 500, 0.1)
     rates.failed("quick:1", 500, 0.001)
+    for _ in range(6):
+        rates.pulled("slow:1", 500, 25.0)
+    slow = rates._of("slow:1")
+    before = slow.seconds_for(500)
+    rates.failed("slow:1", 500, 0.001)
+    assert slow.seconds_for(500) == pytest.approx(before)
     for peer, is_asked in (("frozen:1", False), ("refuses:1", False), ("quick:1", True)):
         assert rates.is_quicker(peer, 500) is is_asked
+
+
+def test_a_failure_says_nothing_before_it_is_known_how_long_computing_takes() -> None:
+    own = PrefillRate()
+    rates = PullRates(own)
+    for _ in range(6):
+        rates.failed("refuses:1", 500, 0.001)
+    compute(own, 1000, 1.0)
+    for _ in range(2):
+        rates.failed("refuses:1", 500, 0.001)
+    assert not rates.is_quicker("refuses:1", 500)
 
 
 def test_a_try_is_decided_once_and_ends_in_a_pull() -> None:
