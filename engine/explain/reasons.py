@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.explain.launches import LIBRARY, Launch
 from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.methods.plain.small_m import fills_once
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.gemm import small_m_shapes
@@ -24,13 +25,20 @@ def reason(launch: Launch, policy: GemmPolicy) -> str:
     if rule is None:
         return ""
     text, field = rule
-    if field == "small_m_rows" and launch.num_rows > policy.small_m_rows:
+    if field == "small_m_rows" and _fills_once(launch):
         text, field = (
             "rows {rows} <= small_m_wide_rows {limit}, tiles for all SMs",
             "small_m_wide_rows",
         )
     limit = getattr(policy, field) if field else None
     return text.format(rows=launch.num_rows, limit=limit)
+
+
+def _fills_once(launch: Launch) -> bool:
+    """Returns whether a small-M GEMM is one by its tiles. Gate·up has two weight rows an output."""
+    x, weight = launch.arguments[:2]
+    num_outputs = len(weight) // (2 if launch.name == "small_m_gate_up" else 1)
+    return fills_once(x.device, num_outputs)
 
 
 def _of_paged(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> str:

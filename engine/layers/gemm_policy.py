@@ -40,9 +40,10 @@ class GemmPolicy:
         few_row_heads: Of layers that no kernel of their own serves either, at most this many rows
             become rotated heads, and keys and values in the cache, in one launch, the norm in front
             included; 0: never.
-        fused_router_rows: Mixtures of experts, whose method can, compute at most this many rows
-            with the norm in their router and the choice in their first GEMM, and add to the
-            residual stream themselves, or with a shared expert in their GEMMs; 0: never.
+        fused_router_rows: Mixtures of experts compute at most this many rows with the norm in their
+            router; fewer (`GemmThresholds.routed_rows`), where router and method can, with the
+            choice in their first GEMM, which adds to the residual stream, or with a shared expert
+            in their GEMMs; 0: never.
         shared_residual_rows: From this many rows on, row layers of the first of two ranks do,
             before the ranks' parts are summed; 0: never. Not of more ranks: each rounds the stream
             again.

@@ -134,7 +134,8 @@ class Router(nn.Module):
         return may_fuse and norms_rows(x, self.weight)
 
     def takes_rows(self, x: Tensor) -> bool:
-        """Returns whether it takes rows [T, H] beside a shared expert, too."""
+        """Returns whether `normed_logits` takes rows [T, H] of a block with a shared expert: fewer
+        than `norms_rows` says."""
         return self.norm is None and takes_router(x, self.weight)
 
     def leaves_choice(self, x: Tensor) -> bool:
