@@ -30,6 +30,20 @@ securityContext: {{- toYaml .of.podSecurityContext | nindent 2 }}
 {{- printf "%s-%s" (include "tandem.name" .) (printf "%s%s" (fromYaml .spec | toJson) $read | sha256sum | trunc 8) -}}
 {{- end -}}
 
+{{/* The init containers of a tier that may bring the model, since they mount its volume. Others may mount
+  volumes that a Job lacks, and would see its token. The tier */}}
+{{- define "tandem.modelBringers" -}}
+{{- $found := list -}}
+{{- range .initContainers -}}
+{{- $brings := false -}}
+{{- range .volumeMounts -}}{{- if eq .name "models" -}}{{- $brings = true -}}{{- end -}}{{- end -}}
+{{- if $brings -}}{{- $found = append $found . -}}{{- end -}}
+{{- end -}}
+{{- with $found }}
+initContainers: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* Spec of the Job that measures a node's speed: root, component, of (the decode tier) */}}
 {{- define "tandem.calibrationJob" -}}
 {{- $root := .root -}}
@@ -51,10 +65,7 @@ template:
     {{- end }}
     automountServiceAccountToken: {{ $patches }}
     {{- include "tandem.resourceClaims" $tier | nindent 4 }}
-    {{- /* They may be what brings the model. */}}
-    {{- with .of.initContainers }}
-    initContainers: {{- toYaml . | nindent 6 }}
-    {{- end }}
+    {{- include "tandem.modelBringers" .of | nindent 4 }}
     containers:
       - name: bench
         image: {{ include "tandem.image" (dict "root" $root "image" $root.Values.image.engine) | quote }}

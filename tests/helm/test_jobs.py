@@ -42,6 +42,37 @@ def test_the_calibration_has_its_gpu_as_nodes_have_theirs() -> None:
     assert PLACED["extraVolumes"][0] in spec["volumes"]
 
 
+def test_a_calibration_runs_only_what_brings_its_model() -> None:
+    models = {"name": "models", "mountPath": "/models"}
+    brings = {"name": "fetch", "image": "i", "args": ["x"], "volumeMounts": [models]}
+    tier = {
+        "settings": {"enablePrefixCaching": True},
+        "kvTiers": {
+            "hostGiB": 1,
+            "diskGiB": 9,
+            "disk": {"type": "hostPath", "hostPath": "/nvme"},
+        },
+        "initContainers": [
+            {"name": "bare", "image": "i"},
+            brings,
+            {
+                "name": "clear",
+                "image": "i",
+                "volumeMounts": [{"name": "kv-disk", "mountPath": "/kv"}],
+            },
+        ],
+    }
+    found = HelmSdk.shared().render(overlay(CALIBRATED, {"decode": tier}))
+    names = [one["name"] for one in serving_pod(found, "decode")["spec"]["initContainers"]]
+    assert names == ["bare", "fetch", "clear"]
+    spec = found.one("Job", "calibration")["spec"]["template"]["spec"]
+    assert spec["initContainers"] == [brings]
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    for container in [*spec["initContainers"], *spec["containers"]]:
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    assert "initContainers" not in calibration_of()["spec"]["template"]["spec"]
+
+
 def test_what_containers_claim_their_pods_claim() -> None:
     found = HelmSdk.shared().render(
         overlay(values_of("devices"), {"calibration": {"enabled": True}})
