@@ -282,7 +282,9 @@
 {{- if ne $router.autoscaling.kind "none" -}}{{- if gt (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.autoscaling: minReplicas is more than maxReplicas") -}}
 {{- end -}}{{- end -}}
-{{- if ne $router.autoscaling.kind "none" -}}{{- if not (dig "requests" "cpu" "" (default dict $router.resources)) -}}
+{{- /* A container with a limit alone asks for as much. */ -}}
+{{- $resources := default dict $router.resources -}}
+{{- if ne $router.autoscaling.kind "none" -}}{{- if not (or (default dict $resources.requests).cpu (default dict $resources.limits).cpu) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.autoscaling goes by a share of the CPUs that a router asks for, and it asks for none: set router.resources.requests.cpu") -}}
 {{- end -}}{{- end -}}
 {{- if $router.service.nodePort -}}{{- if eq $router.service.type "ClusterIP" -}}

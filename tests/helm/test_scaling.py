@@ -230,3 +230,24 @@ def test_a_pod_of_a_group_asks_for_the_ranks_that_it_has() -> None:
     for part in ("leaderTemplate", "workerTemplate"):
         asked = group[part]["spec"]["containers"][0]["resources"]["requests"]
         assert asked["cpu"] == "6" and asked["memory"] == f"{(40 + 2 * 3) * 1024}Mi"
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [
+        {"requests": None, "limits": {"cpu": "2"}},
+        {"requests": {"cpu": None}, "limits": {"cpu": "2"}},
+        {"requests": {"cpu": "2"}, "limits": None},
+    ],
+)
+def test_a_router_with_a_limit_of_cpus_asks_for_as_many(resources: dict[str, Any]) -> None:
+    found = render({"router": {"autoscaling": {"kind": "hpa"}, "resources": resources}})
+    assert found.one("HorizontalPodAutoscaler", "router")
+
+
+@pytest.mark.parametrize(
+    "resources", [None, {"requests": None, "limits": None}, {"requests": {"cpu": None}}]
+)
+def test_a_router_that_asks_for_no_cpus_has_no_share_of_them(resources: Any) -> None:
+    with pytest.raises(HelmError, match=r"set router\.resources\.requests\.cpu"):
+        render({"router": {"autoscaling": {"kind": "hpa"}, "resources": resources}})
