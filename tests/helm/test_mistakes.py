@@ -545,7 +545,13 @@ AGAINST_THE_SCHEMA = [
     ({"router": {"ingress": {"host": "X_y"}}}, "host"),
     ({"decode": {"sidecars": [{"name": "c"}]}}, "image"),
     ({"decode": {"priorityClassName": "High Prio"}}, "priorityClassName"),
-]
+    (
+        {"monitoring": {"prometheusTrigger": {
+            "authenticationRef": {"kind": "ClusterTriggerAuthentication"},
+        }}},
+        "authenticationRef",
+    ),
+]  # fmt: skip
 
 PASSED_THROUGH = {
     "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
