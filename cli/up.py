@@ -147,7 +147,7 @@ async def _checked_up(settings: UpSettings, node_args: NodeArgs, console: Consol
     """Finds what cannot work before anything is started."""
     await node_args.check(settings.switchable > 0)
     check_architecture(settings.model)
-    check_memory(settings)
+    check_memory(settings, node_args.common)
     if settings.check:
         await check_services(cluster_specs(settings, node_args.common, node_args.decode))
         print(settings.model_dump_json(indent=2))

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
-from cli.local_cluster.gpu_placement import placement_args
+from cli.local_cluster.gpu_placement import are_gpus_from_ray, placement_args, ray_args
 from cli.local_cluster.supervisor import ServiceSpec
 from edge.address import join_address
 from engine.node.settings.engine_settings import detect_device
@@ -174,11 +174,13 @@ def cluster_specs(
 
 def _places(settings: UpSettings, node_args: list[str]) -> list[list[str]]:
     """Flags that tell each node its GPUs: prefill, decode, switchable ones. Who names GPUs means
-    them."""
+    them, and Ray chooses its own."""
     num_nodes = settings.num_nodes
     device = detect_device() if settings.device == "auto" else settings.device
     if device != "cuda" or any(arg.startswith("--first-gpu") for arg in node_args):
         return [[] for _ in range(num_nodes)]
+    if are_gpus_from_ray(node_args):
+        return ray_args(num_nodes, settings.gpu_memory_utilization)
     num_gpus = len(cuda_driver().device_uuids())
     return placement_args(num_nodes, settings.tp, num_gpus, settings.gpu_memory_utilization)
 

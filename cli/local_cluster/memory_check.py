@@ -7,9 +7,11 @@ missing besides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from cli.local_cluster.cluster import UpSettings
+from cli.local_cluster.gpu_placement import are_gpus_from_ray
 from engine.contracts.errors import CannotStartError
 from engine.node.settings.engine_settings import detect_device
 from host.memory import available_memory
@@ -26,14 +28,16 @@ class TooFewGpus(CannotStartError):
     """A node has more ranks than this machine has GPUs."""
 
 
-def check_memory(settings: UpSettings) -> None:
+def check_memory(settings: UpSettings, node_args: Sequence[str] = ()) -> None:
     """Raises `TooLarge` or `TooFewGpus`. The size of a model that is still to be downloaded is not
-    judged."""
+    judged, nor are GPUs that Ray hands out: they may be those of other machines. `node_args` are
+    flags of all nodes."""
     folder = Path(settings.model).expanduser()
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     device = detect_device() if settings.device == "auto" else settings.device
     if device == "cuda":
-        _check_gpus(settings, num_bytes)
+        if not are_gpus_from_ray(node_args):
+            _check_gpus(settings, num_bytes)
     elif num_bytes:
         _check_host(settings, num_bytes)
 

@@ -11,10 +11,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+import cli.local_cluster.cluster
 import cli.local_cluster.memory_check
 import cli.up
 from cli.__main__ import main as tandem
-from cli.local_cluster.cluster import UpSettings
+from cli.local_cluster.cluster import UpSettings, cluster_specs
 from cli.local_cluster.memory_check import TooFewGpus, TooLarge, check_memory
 from cli.local_cluster.node_args import NodeArgs, UsageError, read_args
 from cli.local_cluster.service_checks import check_services
@@ -200,6 +201,30 @@ def test_a_model_that_cannot_fit_the_gpus(
         check_memory(settings)
     with pytest.raises(TooFewGpus, match="8 tensor-parallel ranks"):
         check_memory(UpSettings(model="org/unknown", tp=8, device="cuda"))
+
+
+def test_ray_hands_out_more_gpus_than_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Mock(**{"device_uuids.return_value": [b"gpu"] * 8, "total_memory.return_value": GIB})
+    for module in (cli.local_cluster.memory_check, cli.local_cluster.cluster):
+        monkeypatch.setattr(module, "cuda_driver", lambda: driver)
+    typed = "org/model --tp 16 --device cuda -- --distributed-executor-backend"
+    for backend in ("ray", "mp"):
+        own, nodes = read_args([*typed.split(), backend])
+        settings = parse_settings(UpSettings, "tandem up", own)
+        if backend == "mp":
+            with pytest.raises(TooFewGpus, match="16 tensor-parallel ranks"):
+                check_memory(settings, nodes.common)
+            continue
+        check_memory(settings, nodes.common)
+        _, *services = cluster_specs(settings, nodes.common)
+        assert len(services) == 2
+        for service in services:
+            assert "--distributed-executor-backend" in service.argv
+            assert not {"--first-gpu", "--gpu-memory-utilization"} & set(service.argv)
+    monkeypatch.setenv("TANDEM_DISTRIBUTED_EXECUTOR_BACKEND", "ray")
+    check_memory(settings)
+    with pytest.raises(TooFewGpus):
+        check_memory(settings, ["--distributed-executor-backend=mp"])
 
 
 def test_it_is_said_before_loading(

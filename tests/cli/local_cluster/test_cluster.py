@@ -154,3 +154,10 @@ def test_gpus_that_are_not_there_are_an_error_and_no_traceback(
 def test_on_cpu_no_node_hears_of_gpus() -> None:
     for spec in cluster_specs(UpSettings(device="cpu", gpu_memory_utilization=0.4), []):
         assert "--first-gpu" not in spec.argv
+
+
+def test_ray_chooses_gpus_and_the_share_that_is_given_reaches_each_node() -> None:
+    settings = UpSettings(device="cuda", tp=2, gpu_memory_utilization=0.4)
+    for spec in cluster_specs(settings, ["--distributed-executor-backend", "ray"])[1:]:
+        assert option(spec.argv, "--gpu-memory-utilization") == "0.400"
+        assert "--first-gpu" not in spec.argv
