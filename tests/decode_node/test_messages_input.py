@@ -173,11 +173,12 @@ def test_what_tools_of_another_server_said_is_text_as_far_as_it_can_be_read() ->
         {"type": "bash_code_execution_tool_result", "tool_use_id": "s", "content": hidden},
         {"type": "mcp_tool_use", "id": "m", "name": "w", "server_name": "s", "input": {}},
         {"type": "mcp_tool_result", "tool_use_id": "m", "content": answered},
+        {"type": "mcp_tool_result", "tool_use_id": "m", "content": "No rain."},
         {"type": "tool_search_tool_result", "tool_use_id": "t", "content": {"type": "x"}},
         {"type": "advisor_tool_result", "tool_use_id": "a", "content": advice},
         {"type": "text", "text": "So it is."},
     )
-    assert shown(turn) == [("assistant", "4\nsunny\nand warm\nLook again.\nSo it is.")]
+    assert shown(turn) == [("assistant", "4\nsunny\nand warm\nNo rain.\nLook again.\nSo it is.")]
     left_out = request_of(messages=[USER, turn]).unknown_fields()
     assert left_out == [
         f"messages.{kind}" for kind in ("fallback", "mcp_tool_use", "tool_search_tool_result")

@@ -126,6 +126,8 @@ def _found(content: Any) -> str:
 
 def _printed(content: Any) -> str:
     """Returns what a tool said: parts of it may be encrypted, or files that are kept elsewhere."""
+    if isinstance(content, str):
+        return content
     results = content if isinstance(content, list) else [content]
     return "\n".join(
         _lines(*(result.get(name) for name in ("text", "stdout", "stderr", "content")))
