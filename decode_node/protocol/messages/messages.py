@@ -146,7 +146,7 @@ class CountTokensRequest(StrictBody):
         fields: dict[str, Any] = {
             "messages": messages,
             "continue_final_message": is_open or None,
-            "tools": None if self.tools is None else self.read_tools.functions,
+            "tools": self.read_tools.functions or (None if self.tools is None else []),
             "reasoning_effort": (self.output_config or {}).get("effort"),
             "response_format": self._response_format(),
             "chat_template_kwargs": self.chat_template_kwargs,
