@@ -10,6 +10,7 @@ from decode_node.answer.output_readers import MakeParser, OutputReaders
 from decode_node.grammar.reasoning import ReasoningState, reasoning_state
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.parsers.visible_text import ParsedText
+from decode_node.protocol.bodies.not_built import NOT_BUILT
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.chat.tools import ToolUse
 from edge.http.errors import BadRequest
@@ -18,6 +19,8 @@ from engine.frontend.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt among which a marker can be, with line ends behind it."""
+_WITHIN_TEXT = ("separate_reasoning", "stream_reasoning")
+"""Fields whose false asks for reasoning within the text."""
 
 
 class ChatReading:
@@ -39,6 +42,19 @@ class ChatReading:
         self._allows_auto = allows_auto
         self._names_reasoning_twice = names_reasoning_twice
         self._stops_in_reasoning = stops_in_reasoning
+
+    def check_reasoning(self, body: ChatCompletionRequest) -> None:
+        """Raises `BadRequest` for reasoning within the text. A model that does not think has none,
+        and clients of SGLang send the fields to every model."""
+        if self.parsers.reasoning_format is None:
+            return
+        for name in _WITHIN_TEXT:
+            if getattr(body, name) is False:
+                raise BadRequest(
+                    f"{name} is not supported: {NOT_BUILT[name].advice}",
+                    param=name,
+                    code="unsupported_parameter",
+                )
 
     def check(self, tool_use: ToolUse) -> None:
         """Raises `BadRequest` for calls that nothing here could find in the answer."""

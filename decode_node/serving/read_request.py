@@ -101,6 +101,7 @@ class RequestReader:
         model = self._model(body, context, 1)
         served, reading = model.served, model.served.reading
         tool_use = body.tool_use()
+        reading.check_reasoning(body)
         reading.check(tool_use)
         images = await served.images.read(body)
         text, tokens = await served.prompts.of_chat(body, tool_use, is_long=context.is_long)

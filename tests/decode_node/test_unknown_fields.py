@@ -20,6 +20,7 @@ from decode_node.protocol.responses.responses import ResponsesRequest
 from decode_node.protocol.tokens.generate import GenerateRequest
 from decode_node.protocol.tokens.sglang import SGLangRequest
 from edge.http.errors import BadRequest
+from tests.decode_node.chat_clients import thinking_tokenizer
 from tests.decode_node.http_node import http_node
 
 USER = {"role": "user", "content": "hi"}
@@ -99,11 +100,17 @@ def test_what_is_known_but_not_built_is_refused_by_name(name: str) -> None:
     assert (refusal.value.param, refusal.value.code) == (name, "unsupported_parameter")
 
 
-def test_false_asks_for_reasoning_within_the_text() -> None:
-    for name in ("separate_reasoning", "stream_reasoning"):
-        with pytest.raises(BadRequest, match=name):
-            parse_body(_json({"messages": [USER], name: False}), ChatCompletionRequest)
-        parse_body(_json({"messages": [USER], name: True}), ChatCompletionRequest)
+@pytest.mark.parametrize("name", ["separate_reasoning", "stream_reasoning"])
+async def test_false_asks_for_reasoning_within_the_text_where_a_model_thinks(name: str) -> None:
+    """SGLang's clients send it to every model."""
+    url, body = "/v1/chat/completions", {"messages": [USER], "max_tokens": 1}
+    async with http_node(strict_fields=True) as node:
+        assert (await node.client.post(url, json={**body, name: False})).status_code == 200
+    async with http_node(tokenizer=thinking_tokenizer(), context=1200) as node:
+        response = await node.client.post(url, json={**body, name: False})
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        assert (await node.client.post(url, json={**body, name: True})).status_code == 200
 
 
 def test_a_search_of_the_web_is_asked_for_by_an_empty_object() -> None:

@@ -64,6 +64,10 @@ class ThinkingFields(StrictBody):
     """The most tokens of thinking, where the model thinks; Qwen's name."""
     include_reasoning: bool | None = None
     """Tell what the model thinks; on unless it is false."""
+    separate_reasoning: bool | None = None
+    """False is refused where a model thinks: reasoning has a field of its own; SGLang's name."""
+    stream_reasoning: bool | None = None
+    """False is refused where a model thinks: see `include_reasoning`; SGLang's name."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template; they win over the other fields."""
 
