@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.decode_node.test_messages_api import USER
-from tests.decode_node.test_messages_input import NEW, change, request_of, shown, user
+from tests.decode_node.test_messages_input import NEW, assistant, change, request_of, shown, user
 
 
 def test_a_turn_defines_a_tool_where_there_are_no_others() -> None:
@@ -13,3 +13,27 @@ def test_a_turn_defines_a_tool_where_there_are_no_others() -> None:
         assert ([tool.name for tool in use.tools], use.mode) == (["new"], "auto")
         assert shown(turn, **tools)[0][1].startswith("new can be called now: {")
     assert request_of(tools=None).to_chat().tools is None
+
+
+def test_a_tool_whose_turn_a_compaction_cut_off_is_shown_with_the_others() -> None:
+    add = {**NEW, "name": "add", "defer_loading": True}
+    named = change("addition", type="tool_reference", name="add")
+    defined = change("addition", type="tool_definition", definition={**NEW, "name": "add"})
+    removed = change("removal", type="tool_reference", name="add")
+    summary = {"type": "compaction", "content": "They met."}
+    call = {"type": "tool_result", "tool_use_id": "c", "content": [
+        {"type": "tool_reference", "tool_name": "add"}
+    ]}  # fmt: skip
+    for introduction in (named, defined, call):
+        turns = [USER, user(introduction), assistant(summary), USER]
+        use = request_of(tools=[NEW, add], messages=turns).to_chat().tool_use()
+        assert [tool.name for tool in use.tools] == ["new", "add"]
+        assert [tool.name for tool in use.shown] == ["new", "add"]
+        again = shown(user(introduction), assistant(summary), user(named), tools=[NEW, add])
+        assert again[-1][1] == "add can be called."
+    behind = [USER, assistant(summary, {"type": "text", "text": "on"}), user(defined)]
+    use = request_of(tools=[NEW, add], messages=[USER, user(named), *behind]).to_chat().tool_use()
+    assert [tool.name for tool in use.shown] == ["new"]
+    turns = [USER, user(named, removed), assistant(summary), USER]
+    use = request_of(tools=[NEW, add], messages=turns).to_chat().tool_use()
+    assert [tool.name for tool in use.tools] == [tool.name for tool in use.shown] == ["new"]

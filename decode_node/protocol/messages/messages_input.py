@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from decode_node.protocol.chat.other_chat import content_of, image_part
+from decode_node.protocol.messages.compaction import last_compaction
 from decode_node.protocol.messages.message_texts import (
     is_unreadable,
     string,
@@ -58,13 +59,10 @@ def left_out_blocks(turns: list[Json]) -> list[str]:
 def _compacted(turns: list[Json]) -> tuple[int, str | None, list[Json] | None]:
     """Returns the turn with the last compaction, its text, and the blocks behind it; without one,
     the first turn and None."""
-    for i in reversed(range(len(turns))):
-        content = turns[i].get("content")
-        blocks = content if isinstance(content, list) else []
-        for j in reversed(range(len(blocks))):
-            if isinstance(blocks[j], dict) and blocks[j].get("type") == "compaction":
-                summary = string(blocks[j], "content", f"messages.{i}.content.{j}")
-                return i, summary, blocks[j + 1 :]
+    if (found := last_compaction(turns)) is not None:
+        i, j = found
+        blocks = turns[i]["content"]
+        return i, string(blocks[j], "content", f"messages.{i}.content.{j}"), blocks[j + 1 :]
     return 0, None, None
 
 

@@ -131,7 +131,7 @@ class MessageTools:
 
     def _change(self, turns: list[Json]) -> None:
         """Applies what the turns say, and leaves out deferred tools that none of them names."""
-        loaded = set()
+        loaded, cut_off = set(), set()
         names = {_name(one) for one in self.functions}
         defined: dict[str, tuple[Json, str]] = {}
         for change in tool_changes(turns):
@@ -144,10 +144,17 @@ class MessageTools:
                 self.removed.discard(change.name)
             else:
                 self.removed.add(change.name)
+            if change.is_cut_off and change.is_there:
+                cut_off.add(change.name)
+            elif change.is_cut_off or change.definition is not None:
+                cut_off.discard(change.name)
         self._drop(defined.keys())
         for definition, place in defined.values():
             self._add({**definition, "defer_loading": True}, place)
         self._drop(self.deferred.keys() - loaded)
+        # No turn shows these any more.
+        for name in cut_off:
+            self.deferred.pop(name, None)
 
     def _drop(self, names: Set[str]) -> None:
         kept = [

@@ -5,7 +5,9 @@
     tool_removal     a tool can be called no more
 
 The turn says so in words, with the definition of a tool that was not shown before, and the prompt
-in front of it stays as it was.
+in front of it stays as it was. Where a turn defines a known name anew, only the last definition is
+kept, which changes the prompt from its start; and so does a compaction that cut the turn off: its
+tool is shown with the others then.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from decode_node.protocol.messages.compaction import last_compaction
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -26,23 +29,34 @@ _DEFINITION = "tool_definition"
 
 class Change(NamedTuple):
     """One change: a tool of this `name` can be called behind it, or not. `definition`: what it has
-    of the tool. `place`: where the client wrote its name or its definition."""
+    of the tool. `place`: where the client wrote its name or its definition. `is_cut_off`: a
+    compaction stands for it."""
 
     name: str
     is_there: bool
     place: str
     definition: Json | None = None
+    is_cut_off: bool = False
 
 
 def tool_changes(turns: list[Json]) -> Iterator[Change]:
     """Yields the changes in their order. Raises `BadRequest` for those of no tool."""
+    compaction = last_compaction(turns) or (0, 0)
     for i, turn in enumerate(turns):
-        for j, block in enumerate(_dicts(turn.get("content"))):
-            if block.get("type") in (ADDITION, REMOVAL):
-                yield change_of(block, f"messages.{i}.content.{j}")
-            for one in _dicts(block.get("content")):
-                if one.get("type") == REFERENCE:
-                    yield Change(str(one.get("tool_name")), is_there=True, place="")
+        content = turn.get("content")
+        for j, block in enumerate(content if isinstance(content, list) else []):
+            if isinstance(block, dict):
+                is_cut_off = (i, j) < compaction
+                for change in _changes(block, f"messages.{i}.content.{j}"):
+                    yield change._replace(is_cut_off=is_cut_off)
+
+
+def _changes(block: Json, place: str) -> Iterator[Change]:
+    if block.get("type") in (ADDITION, REMOVAL):
+        yield change_of(block, place)
+    for one in _dicts(block.get("content")):
+        if one.get("type") == REFERENCE:
+            yield Change(str(one.get("tool_name")), is_there=True, place="")
 
 
 def change_of(block: Json, place: str) -> Change:
