@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from edge.http.errors import BadRequest
 from tests.decode_node.test_messages_api import USER
 from tests.decode_node.test_messages_input import NEW, assistant, change, request_of, shown, user
 
@@ -37,3 +40,23 @@ def test_a_tool_whose_turn_a_compaction_cut_off_is_shown_with_the_others() -> No
     turns = [USER, user(named, removed), assistant(summary), USER]
     use = request_of(tools=[NEW, add], messages=turns).to_chat().tool_use()
     assert [tool.name for tool in use.tools] == [tool.name for tool in use.shown] == ["new"]
+
+
+def test_nothing_is_said_of_tools_that_a_server_would_run() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    added = change("addition", type="tool_definition", definition=search)
+    removed = change("removal", type="tool_reference", name="web_search")
+    words = {"type": "text", "text": "go on"}
+    request = request_of(tools=[NEW], messages=[USER, user(added, words), user(removed)])
+    assert [tool.name for tool in request.to_chat().tool_use().tools] == ["new"]
+    assert request.unknown_fields() == ["tools.web_search_20250305"]
+    assert shown(user(added, words), user(removed), tools=[NEW]) == [("user", "go on")]
+    assert shown(user(removed, words), tools=[NEW, search]) == [("user", "go on")]
+    newer = change("addition", type="tool_definition", definition={**NEW, "name": "web_search"})
+    text = shown(user(newer), tools=[NEW, search])[0][1]
+    assert text.startswith("web_search can be called now: {")
+    with pytest.raises(BadRequest, match="runs no tools") as refusal:
+        request_of(tools=None, messages=[USER, user(added)]).to_chat()
+    assert refusal.value.param == "messages.1.content.0.tool_addition.tool.definition.type"
+    with pytest.raises(BadRequest, match="say nothing"):
+        request_of(tools=[NEW], messages=[user(added)]).to_chat()

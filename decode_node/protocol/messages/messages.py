@@ -142,11 +142,12 @@ class CountTokensRequest(StrictBody):
         return chat
 
     def _chat_fields(self) -> dict[str, Any]:
-        messages, is_open = chat_messages(self.system, self.messages, self.read_tools.deferred)
+        tools = self.read_tools
+        messages, is_open = chat_messages(self.system, self.messages, tools.deferred, tools.unsaid)
         fields: dict[str, Any] = {
             "messages": messages,
             "continue_final_message": is_open or None,
-            "tools": self.read_tools.functions or (None if self.tools is None else []),
+            "tools": tools.functions or (None if self.tools is None else []),
             "reasoning_effort": (self.output_config or {}).get("effort"),
             "response_format": self._response_format(),
             "chat_template_kwargs": self.chat_template_kwargs,

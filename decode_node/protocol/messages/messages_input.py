@@ -11,7 +11,7 @@ document that was refused out of the conversation, which could not go on otherwi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from decode_node.protocol.chat.other_chat import content_of, image_part
@@ -29,10 +29,14 @@ Json = dict[str, Any]
 
 
 def chat_messages(
-    system: str | list[Json] | None, turns: list[Json], deferred: Mapping[str, Json]
+    system: str | list[Json] | None,
+    turns: list[Json],
+    deferred: Mapping[str, Json],
+    unsaid: Collection[str],
 ) -> tuple[list[Json], bool]:
     """Returns the messages, and whether the answer continues the last one. `deferred`: functions
-    that turns introduce. Raises `BadRequest`."""
+    that turns introduce. `unsaid`: names of tools of which they say nothing. Raises
+    `BadRequest`."""
     messages: list[Json] = []
     if system and (content := _system(system)):
         messages.append({"role": "system", "content": content})
@@ -40,11 +44,13 @@ def chat_messages(
     if summary is not None:
         messages.append({"role": "user", "content": summary})
         first += not rest
-    reader = _Turns(deferred)
+    reader = _Turns(deferred, unsaid)
     for i, turn in enumerate(turns[first:], first):
         place = f"messages.{i}"
         blocks = rest if rest and i == first else turn.get("content")
         messages += reader.messages(turn.get("role"), blocks, place)
+    if not messages:
+        raise BadRequest("messages say nothing", param="messages")
     last = messages[-1]
     return messages, last["role"] == "assistant" and "tool_calls" not in last
 
@@ -107,10 +113,12 @@ class _Pieces:
 
 
 class _Turns:
-    """Reads turns. `deferred`: functions that they introduce."""
+    """Reads turns. `deferred`: functions that they introduce. `unsaid`: names of tools of which
+    they say nothing."""
 
-    def __init__(self, deferred: Mapping[str, Json]) -> None:
+    def __init__(self, deferred: Mapping[str, Json], unsaid: Collection[str]) -> None:
         self._deferred = dict(deferred)
+        self._unsaid = unsaid
 
     def messages(self, role: Any, content: Any, place: str) -> list[Json]:
         where = f"{place}.content"
@@ -127,17 +135,18 @@ class _Turns:
             if block.get("type") == "tool_result":
                 results.append(self._result(block, f"{place}.{i}"))
             else:
-                pieces.add(block, self._piece(block, f"{place}.{i}"))
+                self._add_piece(pieces, block, f"{place}.{i}")
         found = pieces.all()
         messages = [{"role": role, "content": content_of(found)}]
-        return [*results, *messages] if found or not results else results
+        is_unsaid = bool(blocks) and not found
+        return results if is_unsaid else [*results, *messages]
 
     def _result(self, block: Json, place: str) -> Json:
         where = f"{place}.tool_result.content"
         blocks = _blocks(block.get("content") or "", where)
         pieces = _Pieces()
         for i, one in enumerate(blocks):
-            pieces.add(one, self._piece(one, f"{where}.{i}"))
+            self._add_piece(pieces, one, f"{where}.{i}")
         if block.get("is_error"):
             pieces.mark_error()
         name = string(block, "tool_use_id", place)
@@ -168,9 +177,17 @@ class _Turns:
         if block.get("type") not in (REFERENCE, ADDITION, REMOVAL):
             return text_of(block, place, self._deferred)
         text, name = said(block, place, self._deferred)
+        if name in self._unsaid:
+            return ""
         if block["type"] != REMOVAL:
             self._deferred.pop(name, None)
         return text
+
+    def _add_piece(self, pieces: _Pieces, block: Json, place: str) -> None:
+        """Adds what a block says, unless it changes a tool of which nothing is said."""
+        piece = self._piece(block, place)
+        if piece or block.get("type") not in (REFERENCE, ADDITION, REMOVAL):
+            pieces.add(block, piece)
 
     def _piece(self, block: Json, place: str) -> str | Json:
         """Returns a text, or an image as chats have it."""

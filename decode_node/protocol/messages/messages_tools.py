@@ -103,6 +103,7 @@ class MessageTools:
         left_out: Types of tools that are not here.
         places: Where the client wrote each function.
         removed: Names of functions that may not be called any more.
+        unsaid: Names of tools that are not here: turns that change them say nothing.
     """
 
     functions: list[Json] = field(default_factory=list)
@@ -110,6 +111,7 @@ class MessageTools:
     left_out: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     removed: set[str] = field(default_factory=set)
+    unsaid: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, tools: list[Json], turns: list[Json]) -> MessageTools:
@@ -118,21 +120,25 @@ class MessageTools:
         found = cls()
         for i, tool in enumerate(tools):
             found._add(tool, f"tools.{i}")
-        if found.left_out and not found.functions:
-            raise BadRequest(
-                f"tools: this server runs no tools, and {', '.join(sorted(set(found.left_out)))} "
-                "would run on it; only tools that the client runs are supported",
-                param="tools.0.type",
-            )
+        found._check_left_out("tools.0.type")
         if any(kind.startswith("tool_search_tool_") for kind in found.left_out):
             found.deferred = {}
         found._change(turns)
         return found
 
+    def _check_left_out(self, place: str) -> None:
+        """Raises `BadRequest` where tools of servers are all that there is."""
+        if self.left_out and not self.functions:
+            raise BadRequest(
+                f"tools: this server runs no tools, and {', '.join(sorted(set(self.left_out)))} "
+                "would run on it; only tools that the client runs are supported",
+                param=place,
+            )
+
     def _change(self, turns: list[Json]) -> None:
         """Applies what the turns say, and leaves out deferred tools that none of them names."""
         loaded, cut_off = set(), set()
-        names = {_name(one) for one in self.functions}
+        names = {_name(one) for one in self.functions} | self.unsaid
         defined: dict[str, tuple[Json, str]] = {}
         for change in tool_changes(turns):
             if change.definition is not None:
@@ -151,7 +157,9 @@ class MessageTools:
         self._drop(defined.keys())
         for definition, place in defined.values():
             self._add({**definition, "defer_loading": True}, place)
+            self._check_left_out(f"{place}.type")
         self._drop(self.deferred.keys() - loaded)
+        self.unsaid -= {name for one in self.functions if (name := _name(one)) is not None}
         # No turn shows these any more.
         for name in cut_off:
             self.deferred.pop(name, None)
@@ -170,6 +178,8 @@ class MessageTools:
         defined = next((v for k, v in _DEFINED.items() if str(kind).startswith(k)), None)
         if isinstance(kind, str) and kind.startswith(_OF_SERVERS):
             self.left_out.append(kind[:_MAX_KIND])
+            if isinstance(name := tool.get("name"), str):
+                self.unsaid.add(name)
             return
         if kind not in (None, "custom") and defined is None:
             raise BadRequest(
