@@ -41,6 +41,8 @@ _NO_PROMPTS = (
     "no prompts are stored here; send its text as instructions and input, with the variables "
     "filled in"
 )
+_FORMAT = "text.format"
+_EFFORT = "reasoning.effort"
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -80,9 +82,9 @@ class ChatOfResponses(ChatOfAnother):
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "max_completion_tokens": "max_output_tokens",
-        "response_format": "text.format",
-        "response_format.json_schema": "text.format",
-        "reasoning_effort": "reasoning.effort",
+        "response_format": _FORMAT,
+        "response_format.json_schema": _FORMAT,
+        "reasoning_effort": _EFFORT,
         "verbosity": "text.verbosity",
     }
 
@@ -234,7 +236,14 @@ class ResponsesRequest(Settings):
     def named_fields(self) -> AbstractContextManager[None]:
         """Names fields of the chat in errors as this API does."""
         places = {f"tools.{i}": place for i, place in enumerate(self.read_tools.places)}
-        return named_fields(ChatOfResponses.other_names | places)
+        return named_fields(ChatOfResponses.other_names | places | self._places_of_settings())
+
+    def _places_of_settings(self) -> dict[str, str]:
+        """Returns the places in items of what counts in place of the request's own fields."""
+        (form, _), (effort, _) = self._last_format, self._last_effort
+        names = dict.fromkeys(("response_format", "response_format.json_schema", _FORMAT), form)
+        names |= dict.fromkeys(("reasoning_effort", _EFFORT), effort)
+        return names
 
     def echoed_fields(self, defaults: SamplingDefaults) -> dict[str, Any]:
         """Returns the fields that an answer repeats, with the values of those not given: the
@@ -286,26 +295,40 @@ class ResponsesRequest(Settings):
         return chat
 
     @cached_property
-    def _settings(self) -> list[Settings]:
-        """Holds what the request says of itself, then its items, in their order. Raises
-        `BadRequest`."""
-        found: list[Settings] = [self]
+    def _settings(self) -> list[tuple[str, Settings]]:
+        """Holds what items say, the last one first, then what the request says of itself; each
+        behind the beginning of its place. Raises `BadRequest`."""
+        found: list[tuple[str, Settings]] = [("", self)]
         for i, item in enumerate([] if isinstance(self.input, str) else self.input):
             if item.get("type") == SETTINGS:
                 places = {name: f"input.{i}.{name}" for name in Settings.model_fields}
                 with named_fields(places):
-                    found.append(validate(item, Settings))
-        return found
+                    found.append((f"input.{i}.", validate(item, Settings)))
+        return found[::-1]
+
+    @property
+    def _last_effort(self) -> tuple[str, str | None]:
+        """Returns the place of the effort that counts, and the effort."""
+        for place, one in self._settings:
+            if one.reasoning and one.reasoning.effort is not None:
+                return place + _EFFORT, one.reasoning.effort
+        return _EFFORT, None
+
+    @property
+    def _last_format(self) -> tuple[str, dict[str, Any] | None]:
+        """Returns the place of the form that counts, and the form."""
+        for place, one in self._settings:
+            if one.text and one.text.format is not None:
+                return place + _FORMAT, one.text.format
+        return _FORMAT, None
 
     @property
     def _effort(self) -> str | None:
-        given = (one.reasoning.effort for one in self._settings if one.reasoning)
-        return next((effort for effort in reversed(list(given)) if effort is not None), None)
+        return self._last_effort[1]
 
     @property
     def _format(self) -> dict[str, Any] | None:
-        given = (one.text.format for one in self._settings if one.text)
-        return next((form for form in reversed(list(given)) if form is not None), None)
+        return self._last_format[1]
 
     @property
     def _wants_logprobs(self) -> bool:
