@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from edge.http.errors import BadRequest
@@ -11,7 +13,8 @@ from tests.decode_node.test_messages_input import NEW, assistant, change, reques
 
 def test_a_turn_defines_a_tool_where_there_are_no_others() -> None:
     turn = user(change("addition", type="tool_definition", definition=NEW))
-    for tools in ({"tools": None}, {"tools": []}):
+    cases: list[dict[str, Any]] = [{"tools": None}, {"tools": []}]
+    for tools in cases:
         use = request_of(messages=[USER, turn], **tools).to_chat().tool_use()
         assert ([tool.name for tool in use.tools], use.mode) == (["new"], "auto")
         assert shown(turn, **tools)[0][1].startswith("new can be called now: {")
