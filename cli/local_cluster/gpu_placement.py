@@ -36,13 +36,9 @@ def placement_args(
     num_sharing = -(-num_nodes // num_places)
     if gpu_memory_utilization is None and num_sharing > 1:
         gpu_memory_utilization = _WHOLE_GPU / num_sharing
-    args = []
-    for node in range(num_nodes):
-        flags = ["--first-gpu", str(node % num_places * tp_size)]
-        if gpu_memory_utilization is not None:
-            flags += ["--gpu-memory-utilization", f"{gpu_memory_utilization:.3f}"]
-        args.append(flags)
-    return args
+    share = _share_args(gpu_memory_utilization)
+    first_gpus = (str(node % num_places * tp_size) for node in range(num_nodes))
+    return [["--first-gpu", gpu, *share] for gpu in first_gpus]
 
 
 def are_gpus_from_ray(node_args: Sequence[str]) -> bool:
@@ -57,6 +53,10 @@ def are_gpus_from_ray(node_args: Sequence[str]) -> bool:
 
 def ray_args(num_nodes: int, gpu_memory_utilization: float | None) -> list[list[str]]:
     """Returns flags for each node whose GPUs Ray chooses, and gives to no other node."""
+    return [_share_args(gpu_memory_utilization) for _ in range(num_nodes)]
+
+
+def _share_args(gpu_memory_utilization: float | None) -> list[str]:
     if gpu_memory_utilization is None:
-        return [[] for _ in range(num_nodes)]
-    return [["--gpu-memory-utilization", f"{gpu_memory_utilization:.3f}"] for _ in range(num_nodes)]
+        return []
+    return ["--gpu-memory-utilization", f"{gpu_memory_utilization:.3f}"]
