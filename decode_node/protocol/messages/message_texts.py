@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from decode_node.protocol.messages.tool_changes import ADDITION, REFERENCE, REMOVAL, said
+from decode_node.protocol.messages.tool_changes import CHANGES, said
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -61,7 +61,7 @@ def text_of(block: Json, place: str, deferred: Mapping[str, Json]) -> str:
         case "search_result":
             body = _joined(block.get("content"), f"{place}.content")
             return _lines(block.get("title"), block.get("source"), body)
-        case _ if kind in (REFERENCE, ADDITION, REMOVAL):
+        case _ if kind in CHANGES:
             return said(block, place, deferred)[0]
         case "web_search_tool_result" | "web_fetch_tool_result":
             return _found(block.get("content"))

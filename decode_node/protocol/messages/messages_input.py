@@ -22,7 +22,7 @@ from decode_node.protocol.messages.message_texts import (
     text_of,
     without_billing,
 )
-from decode_node.protocol.messages.tool_changes import ADDITION, REFERENCE, REMOVAL, said
+from decode_node.protocol.messages.tool_changes import CHANGES, REMOVAL, said
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -174,7 +174,7 @@ class _Turns:
 
     def _text(self, block: Json, place: str) -> str:
         """Returns what a block says. The first that names a function has its definition."""
-        if block.get("type") not in (REFERENCE, ADDITION, REMOVAL):
+        if block.get("type") not in CHANGES:
             return text_of(block, place, self._deferred)
         text, name = said(block, place, self._deferred)
         if name in self._unsaid:
@@ -186,7 +186,7 @@ class _Turns:
     def _add_piece(self, pieces: _Pieces, block: Json, place: str) -> None:
         """Adds what a block says, unless it changes a tool of which nothing is said."""
         piece = self._piece(block, place)
-        if piece or block.get("type") not in (REFERENCE, ADDITION, REMOVAL):
+        if piece or block.get("type") not in CHANGES:
             pieces.add(block, piece)
 
     def _piece(self, block: Json, place: str) -> str | Json:

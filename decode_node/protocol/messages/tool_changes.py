@@ -24,6 +24,8 @@ Json = dict[str, Any]
 ADDITION = "tool_addition"
 REMOVAL = "tool_removal"
 REFERENCE = "tool_reference"
+CHANGES = (REFERENCE, ADDITION, REMOVAL)
+"""Types of blocks that say something of a tool."""
 _DEFINITION = "tool_definition"
 
 
