@@ -153,6 +153,7 @@ def test_variables_of_the_template() -> None:
     [
         ({"thinking": {"type": "disabled"}}, "off"),
         ({"thinking": {"type": "enabled"}}, "on"),
+        ({"thinking": {"type": "between_tools"}}, "off"),
         ({"thinking": {"type": "adaptive"}, "reasoning_effort": "high"}, "high"),
         ({"thinking": {"type": "enabled", "clear_thinking": False}}, "on kept"),
         ({"thinking": True}, "on"),

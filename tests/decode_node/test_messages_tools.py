@@ -45,6 +45,13 @@ def test_a_tool_whose_turn_a_compaction_cut_off_is_shown_with_the_others() -> No
     assert [tool.name for tool in use.tools] == [tool.name for tool in use.shown] == ["new"]
 
 
+@pytest.mark.parametrize("kind", ["computer_toolset_20260801", "browser_toolset_20260801"])
+def test_tools_that_need_a_screen_are_left_out_beside_others(kind: str) -> None:
+    request = request_of(tools=[{"type": kind}, NEW])
+    assert [tool.name for tool in request.to_chat().tool_use().tools] == ["new"]
+    assert request.unknown_fields() == [f"tools.{kind}"]
+
+
 def test_nothing_is_said_of_tools_that_a_server_would_run() -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
     added = change("addition", type="tool_definition", definition=search)

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from decode_node.protocol.bodies.body import Ignored, Int, Name, StrictBody
 
+_SWITCHES = {"enabled": True, "disabled": False, "between_tools": False}
+
 
 def thinking_switch(*, is_on: bool) -> dict[str, Any]:
     """Returns the variables by which chat templates let a model think or not."""
@@ -23,8 +25,9 @@ def thinking_switch(*, is_on: bool) -> dict[str, Any]:
 class Thinking(StrictBody):
     """Whether the model thinks before it answers."""
 
-    type: Literal["enabled", "disabled", "adaptive", "auto"]
-    """Goes to the chat template as its switch; `adaptive` and `auto` leave it as it is."""
+    type: Literal["enabled", "disabled", "between_tools", "adaptive", "auto"]
+    """Goes to the chat template as its switch; `adaptive` and `auto` leave it as it is.
+    `between_tools` is `disabled` as well: what the model says between calls is text."""
     budget_tokens: Int | None = None
     """The most tokens of thinking."""
     clear_thinking: bool | None = None
@@ -118,8 +121,8 @@ class ThinkingFields(StrictBody):
             return self.enable_thinking
         if isinstance(self.thinking, bool):
             return self.thinking
-        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
-            return self.thinking.type == "enabled"
+        if self.thinking is not None and self.thinking.type in _SWITCHES:
+            return _SWITCHES[self.thinking.type]
         if self.reasoning is not None and self.reasoning.enabled is not None:
             return self.reasoning.enabled
         if self.effort == "none":

@@ -23,8 +23,8 @@ Json = dict[str, Any]
 
 _MAX_KIND = 64
 _OF_SERVERS = (
-    "web_search_", "web_fetch_", "code_execution_", "computer_", "tool_search_tool_", "mcp_toolset",
-    "advisor_",
+    "web_search_", "web_fetch_", "code_execution_", "computer_", "browser_", "tool_search_tool_",
+    "mcp_toolset", "advisor_",
 )  # fmt: skip
 """Beginnings of the types of tools that a server runs, or that need a screen."""
 _TEXT = {"type": "string"}
