@@ -12,6 +12,8 @@
     ├── RequestTooLarge         413
     ├── UnsupportedBody         415  no JSON, or compressed
     ├── HeadTooLarge            431  request line and headers
+    ├── UnsupportedCoding       501  the body is packed for its way otherwise than in chunks
+    ├── UnsupportedVersion      505  neither HTTP/1.1 nor HTTP/1.0
     └── Stopping                503  the server stops before the answer has ended; Retry-After
 
 Services add their own. All end as the error object of the OpenAI API.
@@ -175,6 +177,18 @@ class HeadTooLarge(HttpError):
     status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
     type = "invalid_request_error"
     default_code = "headers_too_large"
+
+
+class UnsupportedCoding(HttpError):
+    status = HTTPStatus.NOT_IMPLEMENTED
+    type = "invalid_request_error"
+    default_code = "unsupported_transfer_encoding"
+
+
+class UnsupportedVersion(HttpError):
+    status = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
+    type = "invalid_request_error"
+    default_code = "unsupported_http_version"
 
 
 class Stopping(HttpError):

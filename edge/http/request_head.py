@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,6 @@ PAGES = frozenset({"/status", "/docs", "/openapi.json"})
 PARTS = "/status/"
 """Begins the paths of what a page is made of."""
 API_KEY = "x-api-key"
-_ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization", b"x-api-key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +76,3 @@ def _password(encoded: str) -> str:
     except (binascii.Error, UnicodeDecodeError):
         return ""
     return pair.partition(":")[2]
-
-
-def fault_of(names: Sequence[bytes]) -> str:
-    """Returns why nothing may act on a head with headers of these names, in lower case: proxies in
-    front may have read another one of two. Returns "" for one that is well."""
-    repeated = [name.decode() for name in _ONCE if names.count(name) > 1]
-    if repeated:
-        return f"the header {repeated[0]} is given more than once"
-    if b"transfer-encoding" in names and b"content-length" in names:
-        return "Content-Length and Transfer-Encoding exclude each other"
-    return ""

@@ -192,7 +192,9 @@ async def test_connections_without_a_key_are_few_and_the_oldest_makes_room(
 ) -> None:
     monkeypatch.setattr(guarded_protocol, "_FIRST_WORDS_S", 0.0)
     async with service(max_without_key=3) as running:
-        known, known_writer = await running.connect(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
+        known, known_writer = await running.connect(
+            b"GET /x HTTP/1.1\r\nhost: a\r\n" + KEY + b"\r\n"
+        )
         await known.readuntil(b"ok")
         strangers = [await running.connect(b"GET /he") for _ in range(3)]
         await running.until_open(4)
@@ -201,7 +203,7 @@ async def test_connections_without_a_key_are_few_and_the_oldest_makes_room(
         await running.until_open(4)
         for reader, _ in strangers[1:]:
             assert not reader.at_eof()
-        known_writer.write(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
+        known_writer.write(b"GET /x HTTP/1.1\r\nhost: a\r\n" + KEY + b"\r\n")
         await known.readuntil(b"ok")
         for _, writer in [(known, known_writer), *strangers]:
             writer.close()
@@ -214,7 +216,7 @@ async def test_many_may_come_at_once_before_they_have_shown_their_keys(
     async with service(max_without_key=3) as running:
         clients = [await running.connect() for _ in range(20)]
         for reader, writer in clients:
-            writer.write(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
+            writer.write(b"GET /x HTTP/1.1\r\nhost: a\r\n" + KEY + b"\r\n")
             assert b"200" in await reader.readuntil(b"ok")
             writer.close()
 
@@ -226,7 +228,7 @@ async def test_who_reads_nothing_of_a_whole_answer_is_cut(
     monkeypatch.setattr(send_clock, "_WRITER_FIRST_S", 0.0)
     async with service(send_timeout_s=0.3) as running:
         with socket.create_connection(("127.0.0.1", running.port)) as client:
-            client.sendall(b"GET /big HTTP/1.1\r\n" + KEY + head + b"\r\n")
+            client.sendall(b"GET /big HTTP/1.1\r\nhost: a\r\n" + KEY + head + b"\r\n")
             await running.until_open(1)
             await running.until_open(0)
 
@@ -235,7 +237,7 @@ async def test_who_reads_slowly_gets_all_of_a_long_answer(monkeypatch: pytest.Mo
     monkeypatch.setattr(send_clock, "_WRITER_FIRST_S", 0.0)
     limit_s = 0.5
     async with service(send_timeout_s=limit_s) as running:
-        reader, writer = await running.connect(b"GET /big HTTP/1.1\r\n" + KEY + b"\r\n")
+        reader, writer = await running.connect(b"GET /big HTTP/1.1\r\nhost: a\r\n" + KEY + b"\r\n")
         await reader.readuntil(b"\r\n\r\n")
         loop = asyncio.get_running_loop()
         began_at, num_read = loop.time(), 0
@@ -248,7 +250,7 @@ async def test_who_reads_slowly_gets_all_of_a_long_answer(monkeypatch: pytest.Mo
 
 async def test_an_empty_line_begins_a_request_that_has_to_follow_in_time() -> None:
     async with service(header_timeout_s=0.3) as running:
-        reader, writer = await running.connect(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
+        reader, writer = await running.connect(b"GET /x HTTP/1.1\r\nhost: a\r\n" + KEY + b"\r\n")
         await reader.readuntil(b"ok")
         writer.write(b"\r\n")
         assert b" 408 " in await read_end(reader)
@@ -312,7 +314,7 @@ async def test_a_request_that_offers_another_protocol_is_answered_with_its_body(
                 await writer.drain()
                 await asyncio.sleep(0)
             assert b"200 OK" in await reader.readuntil(b"ok")
-        writer.write(b"GET /y HTTP/1.1\r\n" + KEY + b"\r\n")
+        writer.write(b"GET /y HTTP/1.1\r\nhost: a\r\n" + KEY + b"\r\n")
         await reader.readuntil(b"ok")
         assert running.bodies == [b'{"a": [12]}'] * 2
         assert [path for path, _ in running.asked] == ["/x", "/x", "/y"]
@@ -321,9 +323,9 @@ async def test_a_request_that_offers_another_protocol_is_answered_with_its_body(
 
 async def test_requests_behind_an_offer_are_answered_in_turn() -> None:
     """No part of a body becomes a request of its own."""
-    inner = b"GET /inner HTTP/1.1\r\n" + KEY + b"\r\n"
+    inner = b"GET /inner HTTP/1.1\r\nhost: a\r\n" + KEY + b"\r\n"
     post = JSON_POST + OFFER + b"content-length: %d\r\n\r\n" % len(inner) + inner
-    get = b"GET /y HTTP/1.1\r\n" + OFFER + b"content-length: 0\r\n\r\n"
+    get = b"GET /y HTTP/1.1\r\nhost: a\r\n" + OFFER + b"content-length: 0\r\n\r\n"
     async with service() as running:
         reader, writer = await running.connect(get + post + get + post)
         for _ in range(4):

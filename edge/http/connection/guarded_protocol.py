@@ -2,9 +2,9 @@
 
 1. connected     from here on the head of a request has `header_timeout_s` to arrive complete,
                  however its bytes trickle; the same at the first byte of each further request
-2. head complete the clock stops. Repeated `Host`, lengths that contradict each other and heads
-                 beyond `max_header_bytes` are refused before anything is routed by them, and who
-                 has no key before any of the body is read
+2. head complete the clock stops. Heads that may be read in two ways, or are beyond
+                 `max_header_bytes`, are refused before anything is routed by them, and who has no
+                 key before any of the body is read
 3. body          read by the handler of the request, with a clock of its own
 4. answered      the next request, or the end. Nothing behind a request is parsed before its answer
                  has ended, and what is here of it goes with the connection. An answer that ends
@@ -44,12 +44,12 @@ from edge.http.connection.gone_clients import GoneClients
 from edge.http.connection.offered_protocol import has_body, length_of_body, parser_of_body
 from edge.http.connection.old_client import send_without_chunks
 from edge.http.connection.parse_turns import HeldFlow, ParseTurns
-from edge.http.connection.refusal import StopParsing, refusal
+from edge.http.connection.refusal import StopParsing, fault_of, refusal
 from edge.http.connection.request_cutter import RequestCutter
 from edge.http.connection.send_clock import HELD_UP_S, SendClock
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
 from edge.http.front import HttpFront
-from edge.http.request_head import HeadCheck, RequestHead, fault_of
+from edge.http.request_head import HeadCheck, RequestHead
 from edge.security.tls_files import certificate_names
 
 CALLER = "caller"
@@ -311,8 +311,7 @@ class GuardedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             return self._too_large()
-        fault = fault_of([name for name, _ in self.headers])
-        return BadHead(fault) if fault else None
+        return fault_of(self.headers, self.parser.get_http_version())
 
     def _judge_caller(self) -> HttpError | None:
         """Lets the check judge. Only a path that is written plainly is open to all."""
