@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -31,7 +31,7 @@ from engine.contracts.errors import EngineCallTimeout, EngineDeadError
 from engine.frontend.step_history import StepHistory
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.metrics.engine_metrics import MeasuredEngine
-from engine.node.services.abort_calls import AbortCalls
+from engine.node.services.abort_calls import AbortCalls, EndAnswers
 from engine.node.services.adapter_servicer import adapter_call
 from engine.node.services.profile_servicer import ProfiledEngine
 from engine.node.services.role_servicer import RoleServicer
@@ -56,7 +56,6 @@ _HOST = host_name()
 
 ResetPrefixCache = Callable[[float], Awaitable[bool]]
 """Returns False when running requests hold blocks, also after these seconds."""
-AbortAnswers = Callable[[Collection[str] | None], int]
 
 
 class WatchedEngine(MeasuredEngine, Protocol):
@@ -111,7 +110,7 @@ class NodeStatus:
         self.switch = switch or RoleSwitch(role)
         self.reset_prefix_cache: ResetPrefixCache = lambda within_s: engine.reset_prefix_cache()
         """Forgets cached prefixes, here and wherever the node's owner remembers them."""
-        self.abort_answers: AbortAnswers = lambda names: 0
+        self.abort_answers: EndAnswers = lambda names: 0
         """Ends the answers of these names, or all that the node gives; returns how many."""
         self.abort_calls = AbortCalls()
         self.profiles = engine.profiles
@@ -330,10 +329,12 @@ class NodeStatusServicer(RoleServicer):
         ],
     ) -> node_pb2.AbortAnswersAnswer:
         names = None if request.all else frozenset(request.names)
-        if request.call:
-            self._status.abort_calls.note(request.call, names)
-            self._status.notify()
-        return node_pb2.AbortAnswersAnswer(num_aborted=self._status.abort_answers(names))
+        end = self._status.abort_answers
+        if not request.call:
+            return node_pb2.AbortAnswersAnswer(num_aborted=end(names))
+        num_aborted = self._status.abort_calls.end(request.call, names, end)
+        self._status.notify()
+        return node_pb2.AbortAnswersAnswer(num_aborted=num_aborted)
 
     async def SetDrained(
         self,

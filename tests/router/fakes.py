@@ -61,8 +61,10 @@ class StatusService(NodeStatusServicer):
         self.num_watchers = 0
         self.num_resets = 0
         self.aborts: list[AbortAnswersRequest] = []
-        self.may_abort = asyncio.Event()
-        self.may_abort.set()
+        self.may_act = asyncio.Event()
+        self.may_act.set()
+        self.num_calls = 0
+        """Counts what operators have asked for, as soon as it is here."""
         self.adapter_calls: list[str] = []
         self.adapter_fault = ""
         """Says why the node loads no adapter."""
@@ -87,6 +89,8 @@ class StatusService(NodeStatusServicer):
     async def ResetPrefixCache(
         self, request: ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> ResetPrefixCacheAnswer:
+        self.num_calls += 1
+        await self.may_act.wait()
         self.num_resets += 1
         self.reset_within_s = request.within_s
         return ResetPrefixCacheAnswer(is_reset=not self.load.num_running_requests)
@@ -94,7 +98,8 @@ class StatusService(NodeStatusServicer):
     async def AbortAnswers(
         self, request: AbortAnswersRequest, context: grpc.aio.ServicerContext
     ) -> AbortAnswersAnswer:
-        await self.may_abort.wait()
+        self.num_calls += 1
+        await self.may_act.wait()
         self.aborts.append(request)
         if request.call:
             told = AbortCall(call=request.call, names=request.names, all=request.all)
@@ -138,6 +143,8 @@ class StatusService(NodeStatusServicer):
     async def SetDrained(
         self, request: SetDrainedRequest, context: grpc.aio.ServicerContext
     ) -> SetDrainedAnswer:
+        self.num_calls += 1
+        await self.may_act.wait()
         load = self.load
         if load.draining and not load.drained:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this node stops")

@@ -21,6 +21,13 @@ class FaultProxy:
     def cut(self) -> None:
         self._passing.clear()
 
+    async def drop(self) -> None:
+        """Ends the connections that are there, as a proxy that starts anew."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def mend(self) -> None:
         self._passing.set()
 
@@ -31,9 +38,7 @@ class FaultProxy:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.drop()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._serve(reader, writer))

@@ -276,7 +276,7 @@ async def test_a_node_that_does_not_answer_is_said(
     node = await cluster.decode()
     router = await cluster.router(node)
     if is_frozen:
-        node.status.may_abort.clear()
+        node.status.may_act.clear()
     else:
         await node.stop()
     async with router.post({"abort_all": True}, path="/abort_request") as response:

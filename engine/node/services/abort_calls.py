@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from tandem_pb import node_pb2
+
+EndAnswers = Callable[[Collection[str] | None], int]
+"""Ends the answers of these names, or all, and returns how many."""
 
 _KEPT_S = 5.0
 _MAX_CALLS = 64
@@ -25,9 +28,21 @@ class AbortCalls:
         default_factory=lambda: deque(maxlen=_MAX_CALLS)
     )
     _num_noted: int = 0
+    _ended: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """How many answers each of the last calls has ended."""
 
-    def note(self, call: int, names: Collection[str] | None) -> None:
-        """Notes a call for these names, or for all."""
+    def end(self, call: int, names: Collection[str] | None, end: EndAnswers) -> int:
+        """Ends the answers of these names, or all, by `end`, and notes the call. Returns how many
+        those were. A call that is made again, as its connection broke, gets the same answer and
+        ends nothing: what has begun since goes on."""
+        if call not in self._ended:
+            self._note(call, names)
+            self._ended[call] = end(names)
+            while len(self._ended) > _MAX_CALLS:
+                self._ended.popitem(last=False)
+        return self._ended[call]
+
+    def _note(self, call: int, names: Collection[str] | None) -> None:
         for number, part in enumerate([()] if names is None else _in_parts(names)):
             told = node_pb2.AbortCall(call=call, part=number, names=part, all=names is None)
             self._parts.append((time.monotonic(), told))

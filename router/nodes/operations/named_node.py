@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,25 @@ from router.nodes.registry import NodeRegistry
 from tandem_pb.node_pb2_grpc import NodeStatusStub
 
 TIMEOUT_S = 10.0
-_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+_TWICE = ("AbortAnswers", "ResetPrefixCache", "SetDrained")
+"""Calls that may be made twice: the second finds what the first has done. A node that has begun to
+change its role refuses the same again."""
+_AGAIN = {
+    "name": [{"service": "tandem.v1.NodeStatus", "method": method} for method in _TWICE],
+    "retryPolicy": {
+        "maxAttempts": 2,
+        "initialBackoff": "0.05s",
+        "maxBackoff": "0.05s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    },
+}
+"""When a connection breaks, gRPC makes the call on another one, within the call's own time."""
+_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.service_config", json.dumps({"methodConfig": [_AGAIN]})),
+    ("grpc.service_config_disable_resolution", 1),
+)
 
 
 def named_node(registry: NodeRegistry, name: str) -> Node:

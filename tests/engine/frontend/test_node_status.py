@@ -263,6 +263,21 @@ async def test_watchers_hear_at_once_which_answers_a_router_ends(
     assert load.abort_calls and load.abort_calls[0].names == told[0].names
 
 
+async def test_a_call_that_is_made_again_ends_nothing_more(
+    status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    """Its connection broke before the answer was here: what has begun since goes on."""
+    ended: list[object] = []
+    status.abort_answers = lambda names: ended.append(names) or len(ended)  # type: ignore[func-returns-value]
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+    calls = (7, 7, 8, 7, 0, 0)
+    answers = [
+        await stub.AbortAnswers(node_pb2.AbortAnswersRequest(call=call, all=True)) for call in calls
+    ]
+    assert [one.num_aborted for one in answers] == [1, 1, 2, 1, 3, 4]
+    assert len(status.abort_calls.since(0)[0]) == 2
+
+
 async def test_each_watcher_hears_of_each_computed_prompt_once(
     status: NodeStatus, channel: grpc.aio.Channel
 ) -> None:
