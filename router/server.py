@@ -176,7 +176,8 @@ def _https(settings: RouterSettings, credentials: Credentials) -> ServerTls | No
 
 def bind(host: str, port: int, silence_timeout_s: float = 20.0) -> socket.socket:
     """Returns a listener, whose clients may be silent for `silence_timeout_s`, as
-    `edge.silent_peers` says. Raises `OSError` when the address cannot be had.
+    `edge.silent_peers` says. `::` is every address of both families, whatever the host's default
+    is. Raises `OSError` when the address cannot be had.
 
     The protocol is named because asyncio turns off Nagle's delay only for sockets that say TCP.
     """
@@ -185,6 +186,8 @@ def bind(host: str, port: int, silence_timeout_s: float = 20.0) -> socket.socket
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     set_silence_timeout(listener, silence_timeout_s)
+    if host == "::":
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         listener.bind((host, port))
     except OSError as error:

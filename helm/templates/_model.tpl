@@ -87,7 +87,7 @@
       value: {{ include "tandem.preloadMark" .root | quote }}
   resources:
     requests: {cpu: 10m, memory: 16Mi}
-    limits: {memory: 64Mi}
+    limits: {cpu: 100m, memory: 64Mi}
   securityContext: {{- toYaml .of.securityContext | nindent 4 }}
   volumeMounts:
     - name: models

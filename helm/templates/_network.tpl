@@ -1,6 +1,7 @@
-{{/* Every address of the pod, in the family of its cluster. */}}
+{{/* Every address of a router's pod: `::` is those of both families. */}}
 {{- define "tandem.everyAddress" -}}
-{{- ternary "::" "0.0.0.0" (eq .Values.ipFamily "IPv6") -}}
+{{- $isBoth := ne .Values.router.service.ipFamilyPolicy "SingleStack" -}}
+{{- ternary "::" "0.0.0.0" (or $isBoth (eq .Values.ipFamily "IPv6")) -}}
 {{- end -}}
 
 {{/* The pod's own address before a port. */}}
@@ -8,8 +9,8 @@
 {{- ternary "[$(POD_IP)]" "$(POD_IP)" (eq .Values.ipFamily "IPv6") -}}
 {{- end -}}
 
-{{/* Pods listen on their first address alone, so a Service has one family: with two, a router
-  would take each pod for two nodes. */}}
+{{/* Nodes listen on the first address of their pods alone, so their Services have one family: with two, a
+  router would take each pod for two nodes. */}}
 {{- define "tandem.ipFamily" -}}
 ipFamilyPolicy: SingleStack
 ipFamilies: [{{ .Values.ipFamily }}]

@@ -51,6 +51,7 @@ affinity:
 {{- define "tandem.spread" -}}
 {{- with .of.topology.spreadKey }}
 topologySpreadConstraints:
+{{- range ternary . (list .) (kindIs "slice" .) }}
   - topologyKey: {{ . | quote }}
     maxSkew: 1
     whenUnsatisfiable: ScheduleAnyway
@@ -60,6 +61,7 @@ topologySpreadConstraints:
     # Each version of the pods spreads on its own: old ones that still drain do not count.
     matchLabelKeys: [pod-template-hash]
     {{- end }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -49,9 +49,11 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $value, $api := include "tandem.neededApis" . | fromYaml -}}
-{{- if not ($.Capabilities.APIVersions.Has $api) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s needs %s, which this cluster does not serve: install its operator" $value $api)) -}}
+{{- range $value, $apis := include "tandem.neededApis" . | fromYaml -}}
+{{- $isServed := false -}}
+{{- range splitList " or " $apis -}}{{- if $.Capabilities.APIVersions.Has . -}}{{- $isServed = true -}}{{- end -}}{{- end -}}
+{{- if not $isServed -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s needs %s, which this cluster does not serve: install its operator" $value $apis)) -}}
 {{- end -}}
 {{- end -}}
 {{- with $found.list }}
@@ -61,7 +63,7 @@ Please note:
 {{- end -}}
 {{- end -}}
 
-{{/* Value that was turned on to the API that it needs beyond Kubernetes. */}}
+{{/* Value that was turned on to the API that it needs beyond Kubernetes, or to several of which one does. */}}
 {{- define "tandem.neededApis" -}}
 {{- $scopes := dict -}}
 {{- include "tandem.tierScopes" (dict "root" . "into" $scopes) -}}
@@ -88,7 +90,7 @@ router.httpRoute: gateway.networking.k8s.io/v1
 disaggregatedSet: disaggregatedset.x-k8s.io/v1
 {{- end -}}
 {{- if eq .Values.scheduling.kind "kueue" }}
-scheduling.kind kueue: kueue.x-k8s.io/v1beta1
+scheduling.kind kueue: kueue.x-k8s.io/v1beta2 or kueue.x-k8s.io/v1beta1
 {{- end -}}
 {{- if eq .Values.scheduling.kind "volcano" }}
 scheduling.kind volcano: scheduling.volcano.sh/v1beta1

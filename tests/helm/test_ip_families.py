@@ -39,11 +39,20 @@ def test_services_take_addresses_of_the_family(family: str) -> None:
 
 
 @each_family
-def test_each_pod_has_one_address_in_a_service(family: str) -> None:
-    """Nodes listen on one. With both in its slices, a pod would be two nodes."""
-    for service in rendered(family).all("Service"):
-        assert service["spec"]["ipFamilyPolicy"] == "SingleStack"
+@pytest.mark.parametrize("policy", ["SingleStack", "PreferDualStack", "RequireDualStack"])
+def test_each_node_has_one_address_in_a_service(family: str, policy: str) -> None:
+    """Nodes listen on one. With both in its slices, a pod would be two nodes. Clients of the router
+    may come by both."""
+    over = {"ipFamily": family, "router": {"service": {"ipFamilyPolicy": policy}}}
+    found = HelmSdk.shared().render(overlay(values_of("multi-host"), over))
+    router = found.one("Service", "router")
+    assert router["spec"]["ipFamilyPolicy"] == policy
+    for service in found.all("Service"):
         assert service["spec"]["ipFamilies"] == [family]
+        assert service is router or service["spec"]["ipFamilyPolicy"] == "SingleStack"
+    settings = check("router", containers(found)["router"], POD_IPS[family])
+    every = EVERY[family] if policy == "SingleStack" else "::"
+    assert settings["host"] == settings["admin_host"] == every
 
 
 @each_family

@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 
-from tests.helm.helm_engine import HelmSdk, Manifest
+from tests.helm.helm_engine import API_VERSIONS, HelmSdk, Manifest
 from tests.helm.kube_schemas import errors
-from tests.helm.scenarios import overlay, rendered, serving_pod, templates_of, values_of, workload
+from tests.helm.scenarios import (
+    SCENARIOS,
+    overlay,
+    rendered,
+    serving_pod,
+    templates_of,
+    values_of,
+    version_of,
+    workload,
+)
 from tests.helm.service_settings import containers, environment, settings_of
 
 MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
+ADDED = ("log-shipper", "watcher", "fetch", "wait")
+"""Names containers that scenarios add to ours."""
 MULTUS = "k8s.v1.cni.cncf.io/networks"
 
 
@@ -216,6 +227,34 @@ def test_room_for_a_download_is_asked_for() -> None:
     assert "evict" not in rendered("devices").notes
 
 
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_quota_may_want_limits_of_every_container(name: str) -> None:
+    """A container that values say nothing of has limits of its own."""
+    given = {"resources": {"limits": {"cpu": "64"}}}
+    tiers = dict.fromkeys(("tierDefaults", "router", "kvStore"), given)
+    own = {"model": {"preload": given}, **tiers}
+    found = HelmSdk.shared().render(overlay(values_of(name), own), kube_version=version_of(name))
+    for manifest in found.objects:
+        for pod in templates_of(manifest).values():
+            for kind in ("initContainers", "containers"):
+                for container in pod["spec"].get(kind, []):
+                    limits = container.get("resources", {}).get("limits", {})
+                    is_ours = container["name"] not in ADDED
+                    assert not is_ours or {"cpu", "memory"} <= limits.keys(), container["name"]
+
+
+@pytest.mark.parametrize("component", ["router", "prefill"])
+def test_pods_spread_over_domains_of_several_labels(component: str) -> None:
+    zone, host = "topology.kubernetes.io/zone", "kubernetes.io/hostname"
+    for keys in ([zone, host], host, "", []):
+        over = {component: {"topology": {"spreadKey": keys}}}
+        spread = pod_of(component, **over)["spec"].get("topologySpreadConstraints", [])
+        wanted = keys if isinstance(keys, list) else [keys] if keys else []
+        assert [one["topologyKey"] for one in spread] == wanted
+        assert all(one["matchLabelKeys"] == ["pod-template-hash"] for one in spread)
+        assert len({str(one["labelSelector"]) for one in spread}) <= 1
+
+
 # Queues and gangs ---------------------------------------------------------------------------------
 
 
@@ -230,6 +269,16 @@ def test_kueue_queues_the_tiers_and_not_the_router() -> None:
     )
     labels = group.one("LeaderWorkerSet", "decode")["metadata"]["labels"]
     assert labels["kueue.x-k8s.io/queue-name"] == "q"
+
+
+def test_a_cluster_may_serve_any_version_of_kueue() -> None:
+    def notes(*served: str) -> str:
+        others = [api for api in API_VERSIONS if "kueue" not in api]
+        return HelmSdk.shared().render(values_of("devices"), api_versions=[*others, *served]).notes
+
+    for version in ("v1beta1", "v1beta2"):
+        assert "kueue" not in notes(f"kueue.x-k8s.io/{version}")
+    assert "needs kueue.x-k8s.io/v1beta2 or kueue.x-k8s.io/v1beta1" in notes()
 
 
 def test_volcano_places_both_tiers_together() -> None:

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from router.config import RouterSettings
 from router.main import main
+from router.server import bind
 from tests.router.cluster import TIMEOUT_S, Cluster
 from tests.router.fakes import event, open_stream
 from tests.router.processes import ready_line, router_process
@@ -109,6 +110,13 @@ async def test_who_came_while_a_draining_router_was_held_up_is_answered(cluster:
         async with asyncio.timeout(TIMEOUT_S):
             answer = await loop.sock_recv(client, 1 << 16)
     assert answer.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_every_address_is_those_of_both_families() -> None:
+    with bind("::", 0) as listener:
+        listener.listen()
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listener.getsockname()[1])).close()
 
 
 @pytest.mark.parametrize(
