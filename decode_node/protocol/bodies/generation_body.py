@@ -7,6 +7,12 @@ from typing import Literal, TypeVar
 
 from decode_node.protocol.bodies.bad_words import EncodeAll, spell_bad_words
 from decode_node.protocol.bodies.body import Count, Ignored, Int, Int32, Name, StrictBody
+from decode_node.protocol.bodies.ignored_fields import (
+    AccountFields,
+    PacedFields,
+    PlacementFields,
+    TransferFields,
+)
 from decode_node.protocol.bodies.kept_part import KeptPart
 from decode_node.protocol.bodies.sampling_fields import SamplingFields
 from decode_node.protocol.bodies.structured_output import StructuredFields
@@ -30,7 +36,9 @@ class StreamOptions(StrictBody):
     """Chunks are never padded."""
 
 
-class GenerationBody(SamplingFields, StructuredFields):
+class GenerationBody(
+    SamplingFields, StructuredFields, AccountFields, PlacementFields, PacedFields, TransferFields
+):
     """The fields that both APIs share. Those that OpenAI's API has not are vLLM's."""
 
     model: Name | None = None
@@ -76,48 +84,16 @@ class GenerationBody(SamplingFields, StructuredFields):
     rid: Name | None = None
     """Another name for `request_id`; SGLang's."""
 
-    user: Ignored = None
-    """Nothing is kept by user."""
     metadata: Ignored = None
     """Nothing is stored that it could describe."""
     store: Ignored = None
     """Nothing is stored."""
-    service_tier: Ignored = None
-    """There is one tier."""
-    safety_identifier: Ignored = None
-    """Nothing is kept by user."""
-    prompt_cache_key: Ignored = None
-    """Prefixes are found by their content."""
-    prompt_cache_retention: Ignored = None
-    """Prefixes are kept while there is room."""
-    prompt_cache_options: Ignored = None
-    """Prefixes are found by their content, wherever they end."""
-    session_id: Ignored = None
-    """It names a session to the router, as X-Session-ID does."""
-    stream_interval: Ignored = None
-    """Tokens are sent as they come."""
-    kv_transfer_params: Ignored = None
-    """The nodes move KV by themselves."""
-    ec_transfer_params: Ignored = None
-    """The nodes move what they need by themselves."""
     return_token_offsets: Ignored = None
     """Prompts are rendered without them."""
     mm_payload: Ignored = None
     """Nothing is rendered that has images."""
     return_mm_kwargs: Ignored = None
     """Nothing is rendered that has images."""
-    custom_labels: Ignored = None
-    """Metrics have no labels of clients."""
-    bootstrap_host: Ignored = None
-    """The cluster places a prompt by itself."""
-    bootstrap_port: Ignored = None
-    """The cluster places a prompt by itself."""
-    bootstrap_room: Ignored = None
-    """The cluster places a prompt by itself."""
-    routed_dp_rank: Ignored = None
-    """The cluster places a prompt by itself."""
-    data_parallel_rank: Ignored = None
-    """The cluster places a prompt by itself."""
 
     @property
     def salt(self) -> str | None:

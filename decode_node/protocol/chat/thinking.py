@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from decode_node.protocol.bodies.body import Ignored, Int, Name, StrictBody
+from decode_node.protocol.bodies.ignored_fields import SummaryFields
 
 _SWITCHES = {"enabled": True, "disabled": False, "between_tools": False}
 
@@ -36,7 +37,7 @@ class Thinking(StrictBody):
     """Thinking is sent as it is."""
 
 
-class Reasoning(StrictBody):
+class Reasoning(SummaryFields):
     """How much the model thinks, as OpenRouter has it."""
 
     effort: Name | None = None
@@ -47,8 +48,6 @@ class Reasoning(StrictBody):
     """The most tokens of thinking."""
     exclude: bool | None = None
     """Tell nothing of what the model thinks."""
-    summary: Ignored = None
-    """All of the reasoning is sent, and nothing is summarised."""
 
 
 class ThinkingFields(StrictBody):

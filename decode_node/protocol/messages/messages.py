@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from decode_node.protocol.bodies.body import Ignored, Int, Name, StrictBody
+from decode_node.protocol.bodies.ignored_fields import TierFields
 from decode_node.protocol.chat.other_chat import ChatOfAnother
 from decode_node.protocol.chat.thinking import Thinking
 from decode_node.protocol.messages.messages_input import chat_messages, left_out_blocks
@@ -172,7 +173,7 @@ class CountTokensRequest(StrictBody):
         return {"type": "json_schema", "json_schema": schema}
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, TierFields):
     """The body of POST /v1/messages."""
 
     form_advice = "it is called output_config.format here"
@@ -198,8 +199,6 @@ class MessagesRequest(CountTokensRequest):
     """Requests share cached prefixes only with requests of the same salt; an extension."""
     metadata: Ignored = None
     """Nothing is kept by user."""
-    service_tier: Ignored = None
-    """There is one tier."""
     inference_geo: Ignored = None
     """There is one place."""
     speed: Ignored = None

@@ -14,6 +14,12 @@ from pydantic import Field
 
 from decode_node.protocol.bodies.body import Ignored, Int, Name, StrictBody
 from decode_node.protocol.bodies.generation_body import first_given
+from decode_node.protocol.bodies.ignored_fields import (
+    AccountFields,
+    SessionFields,
+    SummaryFields,
+    TransferFields,
+)
 from decode_node.protocol.bodies.parse_body import validate
 from decode_node.protocol.chat.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
@@ -46,13 +52,11 @@ _EFFORT = "reasoning.effort"
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class ReasoningOptions(StrictBody):
+class ReasoningOptions(SummaryFields):
     """How much the model thinks."""
 
     effort: Name | None = None
     """Goes to the chat template; `none` turns thinking off where the template can."""
-    summary: Ignored = None
-    """All of the reasoning is sent, and nothing is summarised."""
     generate_summary: Ignored = None
     """All of the reasoning is sent, and nothing is summarised."""
 
@@ -89,7 +93,7 @@ class ChatOfResponses(ChatOfAnother):
     }
 
 
-class ResponsesRequest(Settings):
+class ResponsesRequest(Settings, AccountFields, SessionFields, TransferFields):
     """The body of POST /v1/responses."""
 
     form_advice = "it is called text.format here"
@@ -184,30 +188,12 @@ class ResponsesRequest(Settings):
     """It counts calls of tools of the server."""
     client_metadata: Ignored = None
     """Codex describes itself in it."""
-    user: Ignored = None
-    """Nothing is kept by user."""
-    service_tier: Ignored = None
-    """There is one tier."""
-    safety_identifier: Ignored = None
-    """Nothing is kept by user."""
-    prompt_cache_key: Ignored = None
-    """Prefixes are found by their content."""
-    prompt_cache_retention: Ignored = None
-    """Prefixes are kept while there is room."""
-    prompt_cache_options: Ignored = None
-    """Prefixes are found by their content, wherever they end."""
-    session_id: Ignored = None
-    """It names a session to the router, as X-Session-ID does."""
     background_options: Ignored = None
     """Work in the background is done as soon as there is room."""
     access_programs: Ignored = None
     """There are none."""
     image: Ignored = None
     """No images are made."""
-    kv_transfer_params: Ignored = None
-    """The nodes move KV by themselves."""
-    ec_transfer_params: Ignored = None
-    """The nodes move what they need by themselves."""
 
     @classmethod
     def check_meant(cls, content: dict[str, Any]) -> None:

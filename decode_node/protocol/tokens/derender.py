@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from decode_node.protocol.bodies.body import Ignored, Int, Name, StrictBody
+from decode_node.protocol.bodies.ignored_fields import TransferFields
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from edge.http.errors import BadRequest
@@ -83,7 +84,7 @@ class GivenChoice(StrictBody):
     """The tokens tell it."""
 
 
-class GivenAnswer(StrictBody):
+class GivenAnswer(TransferFields):
     """An answer of /inference/v1/generate."""
 
     request_id: Name | None = None
@@ -107,10 +108,6 @@ class GivenAnswer(StrictBody):
     """They stay in the answer that has them."""
     timeline: Ignored = None
     """It stays there, too."""
-    kv_transfer_params: Ignored = None
-    """The nodes move KV by themselves."""
-    ec_transfer_params: Ignored = None
-    """The nodes move what they need by themselves."""
 
 
 class DerenderBody(StrictBody):

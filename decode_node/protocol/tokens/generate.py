@@ -15,8 +15,9 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from decode_node.observe.timeline import Timeline
-from decode_node.protocol.bodies.body import Ignored, Int, Int32, Name, StrictBody
+from decode_node.protocol.bodies.body import Ignored, Int, Int32, Name
 from decode_node.protocol.bodies.generation_body import StreamOptions
+from decode_node.protocol.bodies.ignored_fields import PacedFields, TransferFields
 from decode_node.protocol.bodies.sampling_fields import SamplingFields
 from decode_node.protocol.bodies.structured_output import StructuredOutputs
 from decode_node.protocol.completions import CompletionRequest
@@ -26,7 +27,7 @@ from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import BadRequest
 
 
-class GenerateSampling(SamplingFields):
+class GenerateSampling(SamplingFields, PacedFields):
     """How the tokens are drawn, as vLLM's `SamplingParams` has it. The model's own defaults do not
     count here, only its usual length."""
 
@@ -43,15 +44,13 @@ class GenerateSampling(SamplingFields):
     """`stream` says it."""
     flat_logprobs: Ignored = None
     """They have one form."""
-    stream_interval: Ignored = None
-    """Tokens are sent as they come."""
     skip_reading_prefix_cache: Ignored = None
     """Cached prefixes are read."""
     routed_experts_prompt_start: Ignored = None
     """The answer does not say which experts computed a token."""
 
 
-class GenerateRequest(StrictBody):
+class GenerateRequest(TransferFields):
     """The body of POST /inference/v1/generate."""
 
     form_advice = "it is called sampling_params.structured_outputs here"
@@ -85,10 +84,6 @@ class GenerateRequest(StrictBody):
     features: Any = None
     """Only empty: send images as `content_parts`; the nodes prepare them."""
 
-    kv_transfer_params: Ignored = None
-    """The nodes move KV by themselves."""
-    ec_transfer_params: Ignored = None
-    """The nodes move what they need by themselves."""
     token_offsets: Ignored = None
     """Nothing is computed from text."""
     reasoning_ended: Ignored = None

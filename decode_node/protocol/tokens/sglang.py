@@ -15,7 +15,8 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from decode_node.observe.timeline import Timeline
-from decode_node.protocol.bodies.body import Count, Ignored, Int, Int32, Name, StrictBody
+from decode_node.protocol.bodies.body import Count, Ignored, Int, Int32, Name
+from decode_node.protocol.bodies.ignored_fields import PacedFields, PlacementFields
 from decode_node.protocol.bodies.structured_output import JsonText
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.other_names import named_fields
@@ -27,7 +28,7 @@ _USUAL_TOKENS = 128
 _MAX_PRIORITY = 2**31 - 1
 
 
-class SGLangSampling(StrictBody):
+class SGLangSampling(PacedFields):
     """How the tokens are drawn, by SGLang's names. The model's own defaults do not count here."""
 
     max_new_tokens: Int | None = None
@@ -77,9 +78,6 @@ class SGLangSampling(StrictBody):
     structural_tag: str | dict[str, Any] | None = None
     """Text with parts that follow schemas."""
 
-    stream_interval: Ignored = None
-    """Tokens are sent as they come."""
-
     @property
     def longest(self) -> int | None:
         """Returns the most tokens to generate; None: what is left of the context."""
@@ -87,7 +85,7 @@ class SGLangSampling(StrictBody):
         return self.max_new_tokens if has_said else _USUAL_TOKENS
 
 
-class SGLangRequest(StrictBody):
+class SGLangRequest(PlacementFields):
     """The body of POST /generate."""
 
     form_advice = "here it is sampling_params.json_schema, regex, ebnf or structural_tag"
@@ -147,26 +145,12 @@ class SGLangRequest(StrictBody):
     return_indexer_topk: Any = None
     """Only false: log probabilities are all that is given out."""
 
-    bootstrap_host: Ignored = None
-    """The cluster places a prompt by itself."""
-    bootstrap_port: Ignored = None
-    """The cluster places a prompt by itself."""
-    bootstrap_room: Ignored = None
-    """The cluster places a prompt by itself."""
-    routed_dp_rank: Ignored = None
-    """The cluster places a prompt by itself."""
-    data_parallel_rank: Ignored = None
-    """The cluster places a prompt by itself."""
     routing_key: Ignored = None
     """The header X-Session-ID names a session."""
-    session_id: Ignored = None
-    """It names a session to the router, as X-Session-ID does."""
     log_metrics: Ignored = None
     """All requests count."""
     no_logs: Ignored = None
     """Prompts are in no log."""
-    custom_labels: Ignored = None
-    """Metrics have no labels of clients."""
     require_reasoning: Ignored = None
     """The end of the prompt tells it."""
 
