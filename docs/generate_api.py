@@ -25,6 +25,7 @@ from decode_node.protocol.bodies.generation_body import GenerationBody
 from decode_node.protocol.bodies.not_built import NOT_BUILT
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
+from decode_node.protocol.decisions.decisions import DecisionRequest
 from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
 from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -197,6 +198,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/generate": SGLangRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": InputTokensRequest,
+    "/v1/decisions": DecisionRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
@@ -258,6 +260,10 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
 - Log probabilities are the model's own (vLLM's `raw_logprobs`), whatever temperature, `top_p` and
   penalties are. A trainer that wants those of the tokens as they were drawn leaves all of these
   neutral, or computes them itself.
+- `/v1/decisions` of OpenAI's API is there for every model whose chat template lets it answer
+  without thinking first; vLLM has it for a few. Options get letters as labels, and beyond 26 pairs
+  of letters, of which a model has some as one token. `confidence` is how likely the best label is
+  among all tokens: near 0 the model would have said something else.
 - `/generate` is SGLang's own API. A single prompt may have images (`image_data`). Streams have no
   log probabilities. Each event has all of an answer so far, so they come more seldom the longer it
   is.

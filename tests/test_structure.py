@@ -151,6 +151,7 @@ PROTOCOL_ORDER = [
     {"bodies", "models", "other_names", "usage"},
     {"chat", "completions"},
     {"messages", "responses", "tokenize", "tokens"},
+    {"decisions"},
 ]
 
 FRONTEND_ORDER = [
@@ -302,7 +303,7 @@ ANSWER_ORDER = [
     {"call_ids", "choice", "content_logprobs", "event", "journal", "logprobs"},
     {"format", "output_readers", "running"},
     {"answer", "chat_format", "completion_format"},
-    {"messages", "responses", "sse", "tokens"},
+    {"decisions", "messages", "responses", "sse", "tokens"},
 ]
 
 PARSERS_ORDER = [
@@ -316,7 +317,7 @@ SERVING_ORDER = [
     {"ask_limits", "chat_grammar", "chat_reading", "prompts", "request_context"},
     {"served_model"},
     {"model_cards", "read_request", "tokenizer_serving"},
-    {"prepare_choices", "rendering", "respond"},
+    {"decisions", "prepare_choices", "rendering", "respond"},
     {"openai_serving"},
 ]
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.chat.chat_answer import ChatChunk, ChatCompletion
 from decode_node.protocol.completions import Completion, CompletionRequest
+from decode_node.protocol.decisions.decisions import Decision, DecisionRequest
 from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import Model, ModelList
 from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
@@ -103,6 +104,12 @@ _POSTS = (
         name="countInputTokens",
         body=InputTokensRequest,
         answer='{"object": "response.input_tokens", "input_tokens": 12}',
+    ),
+    _Post(
+        path="/v1/decisions",
+        name="createDecision",
+        body=DecisionRequest,
+        answer=Decision,
     ),
     _Post(
         path="/v1/messages",

@@ -28,6 +28,7 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.protocol.bodies.parse_body import BodyT, parse_body
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
+from decode_node.protocol.decisions.decisions import DecisionRequest
 from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import ModelList
 from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
@@ -143,7 +144,7 @@ def _parsed(raw: bytes, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
 
 def client_routes(api: Api) -> list[Route]:
     """Returns the routes of all that clients ask, but for the tokenizer's."""
-    return [*_answers(api), *_state(api)]
+    return [*_answers(api), *_messages(api), *_state(api)]
 
 
 def _answers(api: Api) -> list[Route]:
@@ -183,6 +184,25 @@ def _answers(api: Api) -> list[Route]:
             count = await api.tokenizer.count(body, is_long=context.is_long, model=context.model)
         return _json({"object": "response.input_tokens", "input_tokens": count})
 
+    async def decisions(request: Request) -> Response:
+        """Answers questions about an input by probabilities."""
+        body, context = await api.read(request, DecisionRequest)
+        return await api.serving.decisions(body, context)
+
+    return [
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/generate", native, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
+        Route("/v1/decisions", decisions, methods=["POST"]),
+    ]
+
+
+def _messages(api: Api) -> list[Route]:
+    """Returns those of Anthropic's API."""
+
     async def messages(request: Request) -> Response:
         """Answers a chat in the shape of Anthropic's API."""
         body, context = await api.read(request, MessagesRequest)
@@ -195,12 +215,6 @@ def _answers(api: Api) -> list[Route]:
         return _json({"input_tokens": count})
 
     return [
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/inference/v1/generate", generate, methods=["POST"]),
-        Route("/generate", native, methods=["POST"]),
-        Route("/v1/responses", responses, methods=["POST"]),
-        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     ]

@@ -21,6 +21,7 @@ from decode_node.answer.tokens.generate_format import GenerateFormat
 from decode_node.answer.tokens.sglang_format import SGLangFormat
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
+from decode_node.protocol.decisions.decisions import DecisionRequest
 from decode_node.protocol.messages.messages import MessagesRequest
 from decode_node.protocol.responses.responses import ResponsesRequest
 from decode_node.protocol.tokens.derender import (
@@ -31,6 +32,7 @@ from decode_node.protocol.tokens.derender import (
 from decode_node.protocol.tokens.generate import GenerateRequest
 from decode_node.protocol.tokens.rendered import Rendered
 from decode_node.protocol.tokens.sglang import SGLangRequest
+from decode_node.serving.decisions.read_decisions import DecisionReader
 from decode_node.serving.prepare_choices import ChoicePreparer
 from decode_node.serving.read_request import MakeFormat, ReadRequest, RequestReader
 from decode_node.serving.rendering import as_ended, asked_as_given, given, rendered
@@ -47,6 +49,7 @@ class OpenAIServing:
         self, reader: RequestReader, preparer: ChoicePreparer, responder: Responder
     ) -> None:
         self._reader = reader
+        self._decisions = DecisionReader(reader)
         self._served = reader.served
         self._preparer = preparer
         self._responder = responder
@@ -137,6 +140,11 @@ class OpenAIServing:
             chat = await long_work.run(context.is_long, body.to_chat)
             read = await self._reader.chat(chat, context, MessagesFormat)
             return await self._answer(read, context)
+
+    async def decisions(self, body: DecisionRequest, context: RequestContext) -> Response:
+        """Answers questions about an input by probabilities. Raises `HttpError`."""
+        with body.named_fields():
+            return await self._answer(await self._decisions.read(body, context), context)
 
     async def _answer(self, read: ReadRequest, context: RequestContext) -> Response:
         await long_work.pause()

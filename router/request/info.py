@@ -221,10 +221,12 @@ def read_request_info(
         num_tool_tokens=num_tool_tokens,
         prefix_blocks=blocks,
         tokens_per_block=BLOCK_BYTES * text.num_tokens / max(1, len(text)),
-        max_tokens=next(filter(None, (_count(options.get(k)) for k in form.max_tokens)), 0),
+        max_tokens=next(
+            filter(None, (_count(options.get(k)) for k in form.max_tokens)), form.usual_tokens
+        ),
         num_prompts=num_prompts,
         parts=parts,
-        num_answers=max((1, *(_count(options.get(k)) for k in form.answers))) * num_prompts,
+        num_answers=max((1, *(_num_asked(options.get(k)) for k in form.answers))) * num_prompts,
         tenant=tenant,
         priority=_priority(headers, tenant),
         ttft_deadline_s=_milliseconds(headers.get(names.TTFT_DEADLINE, "")) / 1000,
@@ -352,6 +354,14 @@ def _count(raw: msgspec.Raw | None) -> int:
     except _UNREADABLE:
         return 0
     return int(count) if 0 < count < _MAX_COUNT else 0
+
+
+def _num_asked(raw: msgspec.Raw | None) -> int:
+    """Returns a number, or the length of a list; 0 for what is none."""
+    try:
+        return len(_decode_list(raw)) if raw is not None else 0
+    except _UNREADABLE:
+        return _count(raw)
 
 
 def _milliseconds(text: str) -> int:

@@ -23,7 +23,9 @@ class ProxiedPath:
         takes_text: It may also be text or token ids.
         options: Field of the object that has the two below; empty: the body has them.
         max_tokens: Fields of the longest answer; of several that are given the first counts.
-        answers: Fields of the number of answers to each prompt, of which the largest counts.
+        usual_tokens: The longest answer where none is given; 0: nothing says it.
+        answers: Fields of the number of answers to each prompt, or of a list with an item for each;
+            the largest counts.
     """
 
     path: str
@@ -34,6 +36,7 @@ class ProxiedPath:
     takes_text: bool = False
     options: str = ""
     max_tokens: tuple[str, ...] = ("max_tokens",)
+    usual_tokens: int = 0
     answers: tuple[str, ...] = ()
 
 
@@ -71,6 +74,14 @@ _ALL = (
         max_tokens=("max_output_tokens",),
     ),
     ProxiedPath(path="/v1/responses/input_tokens", generates=False),
+    ProxiedPath(
+        path="/v1/decisions",
+        prompt=("input",),
+        takes_text=True,
+        max_tokens=(),
+        usual_tokens=1,
+        answers=("questions",),
+    ),
     ProxiedPath(path="/v1/messages", preamble="system", prompt=("messages",)),
     ProxiedPath(path="/v1/messages/count_tokens", generates=False),
     ProxiedPath(path="/v1/chat/completions/render", generates=False),

@@ -84,6 +84,27 @@ def responses(client: openai.OpenAI) -> None:
     assert isinstance(parsed.output_parsed, Weather)
 
 
+def decisions(client: openai.OpenAI) -> None:
+    places = [{"value": "harbour", "description": "by the sea"}, {"value": False}]
+    levels = [{"label": name} for name in ("low", "middle", "high")]
+    found = client.decisions.create(
+        model="demo",
+        input="The boat is in the harbour.",
+        questions=[
+            {"type": "predicate", "instructions": "It floats."},
+            {"type": "choice", "name": "place", "instructions": "Where is it?", "choices": places},
+            {"type": "score", "instructions": "How is the tide?", "levels": levels},
+        ],
+    )
+    predicate, choice, score = found.answers
+    assert predicate.type == "predicate" and 0 <= predicate.probability <= 1
+    assert choice.name == "place" and choice.choice in ("harbour", False)
+    assert score.type == "score" and 0 <= score.score <= 2
+    for answer in (choice, score):
+        assert abs(sum(one.probability for one in answer.probabilities) - 1) < 1e-6
+    assert found.usage.output_tokens == 3
+
+
 def errors(client: openai.OpenAI) -> None:
     for kind, fields in (
         (openai.NotFoundError, {"model": "no-such-model"}),
@@ -100,3 +121,5 @@ if __name__ == "__main__":
     with openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0) as used:
         for part in (answers, schemas_and_calls, responses, errors):
             part(used)
+        if hasattr(used, "decisions"):  # From 3.57 on.
+            decisions(used)

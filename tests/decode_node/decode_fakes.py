@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import EngineReady, KVTransferResult
 from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.request_stream import Give, OutputQueue, RequestState, RequestStream
@@ -40,6 +41,12 @@ TIMEOUT_S = 60.0
 def token_at(position: int, seed: int = 0) -> int:
     """Returns what every engine of these tests samples: a function of seed and position alone."""
     return 2 + (seed * 31 + position * 7) % 200
+
+
+def _described(token: int, sampling: SamplingParams) -> list[int]:
+    """Returns a token of an answer and those whose log probabilities are told beside it."""
+    assert sampling.logprobs is not None
+    return [token, *(sampling.logprob_token_ids or (1, 2, 3)[: sampling.logprobs])]
 
 
 def prompt_logprobs_of(request: GenerationRequest) -> list[PromptLogprobs]:
@@ -269,7 +276,7 @@ class FakeEngine:
                 ending |= {"num_cached_tokens": 0, "queue_s": 0.001}
             logprobs = None
             if fake.request.spec.sampling.logprobs is not None:
-                ids = [token, 1, 2, 3][: 1 + fake.request.spec.sampling.logprobs]
+                ids = _described(token, fake.request.spec.sampling)
                 logprobs = [TokenLogprobs(ids, [-0.25 * (i + 1) for i in range(len(ids))], 1)]
             output = processor.process([token], logprobs, **ending)
             fake.finished = output.finished
@@ -287,7 +294,7 @@ class FakeEngine:
             tokens = script[processor.num_output_tokens :][:count]
         logprobs = None
         if sampling.logprobs is not None:
-            ids = [[token, 1, 2, 3][: 1 + sampling.logprobs] for token in tokens]
+            ids = [_described(token, sampling) for token in tokens]
             logprobs = [
                 TokenLogprobs(one, [-0.25 * (i + 1) for i in range(len(one))], 1) for one in ids
             ]

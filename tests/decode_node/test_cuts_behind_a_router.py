@@ -32,6 +32,20 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         {"messages": MESSAGES, "tools": ANTHROPIC_TOOLS, "max_tokens": 500, "seed": 0},
     ),
 ]
+DECISIONS = {
+    "input": "hello",
+    "questions": [
+        {"type": "predicate", "instructions": "It rains."},
+        {
+            "type": "score",
+            "instructions": "How much?",
+            "levels": [{"label": "no"}, {"label": "so"}],
+        },
+    ],
+}
+CASES = [(*request, stream) for request in REQUESTS for stream in (True, False)] + [
+    ("/v1/decisions", DECISIONS, False)
+]
 OPTIONS = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -88,8 +102,9 @@ class Relay:
         return without_time(self.client.body)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(("path", "fields"), REQUESTS, ids=[path for path, _ in REQUESTS])
+@pytest.mark.parametrize(
+    ("path", "fields", "stream"), CASES, ids=[f"{path}-{stream}" for path, _, stream in CASES]
+)
 async def test_whatever_byte_a_node_dies_at(
     path: str, fields: dict[str, Any], stream: bool
 ) -> None:

@@ -368,6 +368,14 @@ def test_each_of_several_prompts_may_be_as_long_as_the_model() -> None:
     assert found.bounded(600).num_prompt_tokens == 1200
 
 
+def test_each_question_about_an_input_is_an_answer_of_one_token() -> None:
+    body = json.dumps({"input": "a" * 4000, "questions": [{"type": "predicate"}] * 3}).encode()
+    found = read_request_info("/v1/decisions", "r", {}, body)
+    assert (found.num_prompts, found.num_answers, found.max_tokens) == (1, 3, 1)
+    assert found.prefix_blocks == completion("a" * 4000).prefix_blocks
+    assert read_request_info("/v1/decisions", "r", {}, b'{"questions": 7}').num_answers == 7
+
+
 def completion(prompt: object) -> RequestInfo:
     body = json.dumps({"prompt": prompt}).encode()
     return read_request_info("/v1/completions", "r", {}, body)
