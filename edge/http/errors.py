@@ -155,6 +155,18 @@ class MethodNotAllowed(HttpError):
         return {**super().headers(), "allow": self._allowed}
 
 
+class NoWebSockets(HttpError):
+    """Leads a client that wants a WebSocket to the same path over HTTP. Codex goes there at once
+    when it gets this status, and tries again for some seconds when it gets another."""
+
+    status = HTTPStatus.UPGRADE_REQUIRED
+    type = "invalid_request_error"
+    default_code = "no_websockets"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "upgrade": "HTTP/1.1"}
+
+
 class RequestTimeout(HttpError):
     status = HTTPStatus.REQUEST_TIMEOUT
     type = "invalid_request_error"

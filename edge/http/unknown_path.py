@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
-from edge.http.errors import HttpError, MethodNotAllowed, NotFound, PathMoved
+from edge.http.errors import HttpError, MethodNotAllowed, NotFound, NoWebSockets, PathMoved
 
 _MAX_SHOWN = 100
 _HIDDEN = {"HEAD", "OPTIONS"}
@@ -45,6 +45,8 @@ def unknown_path(request: Request) -> HttpError:
     others = _methods(route for route in routes if route.path_regex.match(path))
     if others:
         allowed = ", ".join(sorted(others))
+        if method == "GET" and request.headers.get("upgrade", "").lower() == "websocket":
+            return NoWebSockets(f"{shown} has no WebSockets; it takes {allowed} over HTTP")
         return MethodNotAllowed(f"{shown} takes {allowed}, not {method}", allowed=allowed)
     is_slashed = request.scope["raw_path"].endswith(b"/")
     if is_slashed and any(route.path_regex.match(path[:-1]) for route in routes):

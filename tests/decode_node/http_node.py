@@ -189,6 +189,7 @@ async def live(node: HttpNode) -> AsyncIterator[str]:
     config = uvicorn.Config(
         node.app,
         http=protocol,
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,

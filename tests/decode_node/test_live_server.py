@@ -63,6 +63,8 @@ async def test_whoever_may_get_may_ask_for_the_head() -> None:
         length = (await client.get("/v1/models")).headers["content-length"]
         assert (await client.head("/v1/models")).headers["content-length"] == length
         assert (await client.head("/v1/completions")).status_code == 405
+        wish = {"connection": "Upgrade", "upgrade": "websocket"}
+        assert (await client.get("/v1/responses", headers=wish)).status_code == 426
 
 
 async def test_the_official_client_understands_our_errors() -> None:

@@ -289,6 +289,18 @@ async def test_what_is_not_served_is_named_with_what_is(cluster: Cluster) -> Non
         assert answer.headers["allow"] == "POST"
 
 
+async def test_who_wants_a_websocket_is_led_to_http(cluster: Cluster) -> None:
+    """Codex asks so for each conversation with the server that it takes for its maker's."""
+    router = await cluster.router(await cluster.decode())
+    wish = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    for path, status in (("/v1/responses", 426), ("/v1/nothing", 404), ("/health", 200)):
+        async with router.client.get(router.url + path, headers=wish) as answer:
+            assert answer.status == status
+            if status == 426:
+                error = (await answer.json())["error"]
+                assert (error["code"], answer.headers["upgrade"]) == ("no_websockets", "HTTP/1.1")
+
+
 @pytest.mark.parametrize(
     ("store", "paths"),
     [

@@ -59,16 +59,21 @@ class TierFields(StrictBody):
     """There is one tier."""
 
 
-class AccountFields(TierFields):
-    """The fields by which OpenAI's API knows users, and what is cached for them."""
+class CallerFields(StrictBody):
+    """The fields by which all of OpenAI's APIs know who asks, and what is cached for them."""
 
-    user: Ignored = None
-    """Nothing is kept by user."""
     safety_identifier: Ignored = None
     """Nothing is kept by user."""
     prompt_cache_key: Ignored = None
     """Prefixes are found by their content."""
-    prompt_cache_retention: Ignored = None
-    """Prefixes are kept while there is room."""
     prompt_cache_options: Ignored = None
     """Prefixes are found by their content, wherever they end."""
+
+
+class AccountFields(TierFields, CallerFields):
+    """The same in APIs of answers, with older ones."""
+
+    user: Ignored = None
+    """Nothing is kept by user."""
+    prompt_cache_retention: Ignored = None
+    """Prefixes are kept while there is room."""

@@ -17,7 +17,8 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from decode_node.observe.timeline import Timeline
-from decode_node.protocol.bodies.body import Ignored, Int, Name, StrictBody
+from decode_node.protocol.bodies.body import Int, Name, StrictBody
+from decode_node.protocol.bodies.ignored_fields import CallerFields, SessionFields
 from decode_node.protocol.chat.other_chat import ChatOfAnother
 from decode_node.protocol.decisions.question_texts import (
     Option,
@@ -94,7 +95,7 @@ class DecisionQuestion(StrictBody):
         ]
 
 
-class DecisionRequest(StrictBody):
+class DecisionRequest(SessionFields, CallerFields):
     """The body of POST /v1/decisions."""
 
     model: Name | None = None
@@ -113,14 +114,6 @@ class DecisionRequest(StrictBody):
     """Smaller runs first, where nodes schedule by priority; an extension."""
     cache_salt: Name | None = None
     """Requests share cached prefixes only with requests of the same salt; vLLM's extension."""
-    prompt_cache_key: Ignored = None
-    """Prefixes are found by their content."""
-    prompt_cache_options: Ignored = None
-    """Prefixes are found by their content, wherever they end."""
-    safety_identifier: Ignored = None
-    """Nothing is kept by user."""
-    session_id: Ignored = None
-    """It names a session to the router, as X-Session-ID does."""
 
     def named_fields(self) -> AbstractContextManager[None]:
         """Names fields of the chats and the completion in errors as this API does."""
