@@ -341,7 +341,7 @@ EXECUTOR_ORDER = [
 ]
 
 NODES_ORDER = [
-    {"adapter_ledger", "address", "health", "pace", "session"},
+    {"adapter_ledger", "adapter_set", "address", "health", "pace", "session"},
     {"discovery", "report"},
     {"node"},
     {"http", "partners", "registry"},

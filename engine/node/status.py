@@ -28,6 +28,7 @@ import grpc
 from edge.installed_version import installed_version
 from edge.tracing.environment import host_name
 from engine.contracts.errors import EngineCallTimeout, EngineDeadError
+from engine.contracts.request_spec import AdapterRef
 from engine.frontend.step_history import StepHistory
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.metrics.engine_metrics import MeasuredEngine
@@ -188,10 +189,12 @@ class NodeStatus:
             kv_bytes_per_token=pull_bytes_per_token(layout),
         )
 
-    def load(self) -> node_pb2.NodeLoad:
-        """Returns a report. Newer ones have greater `sequence`."""
+    def load(self, known: tuple[AdapterRef, ...] | None = None) -> node_pb2.NodeLoad:
+        """Returns a report. Newer ones have greater `sequence`. `known`: the adapters of the last
+        report, if its reader keeps them; while they are the same, they are left out."""
         self._sequence += 1
-        stats, work = self._engine.stats, self.work
+        stats, work, adapters = self._engine.stats, self.work, self.served_adapters
+        has_same = adapters == known
         total = stats.num_total_blocks or self._engine.ready.num_blocks
         load = node_pb2.NodeLoad(
             sequence=self._sequence,
@@ -209,10 +212,8 @@ class NodeStatus:
             num_transfers=stats.num_waiting_for_remote_kvs + stats.num_delayed_frees,
             serves_prefixes=self.serves_prefixes,
             http_port=self.switch.http_port,
-            adapters=[
-                node_pb2.Adapter(name=one.name, digest=one.digest)
-                for one in self.adapters.known.values()
-            ],
+            has_same_adapters=has_same,
+            adapters=() if has_same else map(_adapter, adapters),
             prompt_tokens_computed=stats.prompt_tokens_computed,
             prompt_tokens_cached=stats.prompt_tokens_cached,
             prompt_tokens_from_host=stats.prompt_tokens_from_host,
@@ -237,6 +238,11 @@ class NodeStatus:
         )
         load.MergeFrom(self._lasting)
         return load
+
+    @property
+    def served_adapters(self) -> tuple[AdapterRef, ...]:
+        """Returns those that requests may name."""
+        return tuple(self.adapters.known.values())
 
     def set_drained(self, is_drained: bool) -> bool:
         """Takes the node out of use, or back. Returns whether that changes anything."""
@@ -356,10 +362,12 @@ class NodeStatusServicer(RoleServicer):
         interval_s = request.interval_s if request.interval_s > 0 else _DEFAULT_INTERVAL_S
         interval_s = max(interval_s, _MIN_INTERVAL_S)
         num_seen = num_sent = num_aborts = 0
+        sent: tuple[AdapterRef, ...] | None = None
         while True:
             change = self._status.next_change
             if not self._status.is_silent:
-                load = self._status.load()
+                load = self._status.load(sent)
+                sent = self._status.served_adapters if request.keeps_adapters else None
                 prefixes, num_seen = self._status.prefixes_since(num_seen)
                 load.recent_prefixes.extend(prefixes)
                 calls, num_sent = self._status.adapters.records.since(num_sent)
@@ -369,6 +377,10 @@ class NodeStatusServicer(RoleServicer):
                 yield load
             await asyncio.sleep(_MIN_INTERVAL_S)
             await self._status.wait_change(interval_s - _MIN_INTERVAL_S, change)
+
+
+def _adapter(ref: AdapterRef) -> node_pb2.Adapter:
+    return node_pb2.Adapter(name=ref.name, digest=ref.digest)
 
 
 def fingerprint(layout: KVLayout) -> str:

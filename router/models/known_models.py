@@ -20,6 +20,7 @@ from edge.http.errors import BadRequest
 from router.errors import ModelNotFound
 from router.models.model_rules import MAX_NAME, ModelRules
 from router.models.rules_file import RulesFile
+from router.nodes.adapter_set import AdapterId
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.node import Node
 from router.nodes.partners import by_weights, partners_of
@@ -175,13 +176,17 @@ class KnownModels:
         Of one that no node has yet, or now, requests wait. A name keeps its old adapter until a
         node has the new one."""
         models = {*served.values(), *self._last_seen}
-        have = {(one.name, one.digest) for node in decodes for one in node.adapters}
-        names = {name for name, _ in have}
+        have = set[AdapterId]().union(*{node.adapters for node in decodes})
+        names = {one.name for one in have}
         return {
             call.name: (call.digest, model)
             for model, call in self.registry.adapters.all_calls()
             if model in models
-            and (not call.digest or call.name not in names or (call.name, call.digest) in have)
+            and (
+                not call.digest
+                or call.name not in names
+                or AdapterId(call.name, call.digest) in have
+            )
         }
 
     def _is_settling(self, decodes: list[Node], now: float) -> bool:
@@ -222,9 +227,9 @@ def max_model_lens(reports: Iterable[NodeReport]) -> dict[str, int]:
 def served_adapters(decodes: Iterable[Node]) -> dict[str, tuple[str, str]]:
     """Returns digest and model of each adapter, by its name. While a name stands for others here
     than there, all routers make the same of it: what most nodes say, or the smallest digest."""
-    counts = Counter(
-        (one.name, one.digest, node.model) for node in decodes for one in node.adapters
-    )
+    counts = Counter[tuple[str, str, str]]()
+    for (adapters, model), num_nodes in Counter((n.adapters, n.model) for n in decodes).items():
+        counts.update({(*one, model): num_nodes for one in adapters})
     ranked = sorted(counts, key=lambda known: (-counts[known], known), reverse=True)
     return {name: (digest, model) for name, digest, model in ranked}
 
@@ -238,6 +243,7 @@ def num_computing(decodes: Iterable[Node], prefills: Sequence[Node]) -> dict[str
     groups = by_weights(prefills)
     counts = {}
     for model, nodes in by_model.items():
-        partners = {node for decode in nodes for node in partners_of(decode, groups)}
+        of_kinds = {(node.fingerprint, node.model): node for node in nodes}
+        partners = {node for one in of_kinds.values() for node in partners_of(one, groups)}
         counts[model] = len(partners) or len(nodes)
     return counts

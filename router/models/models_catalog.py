@@ -13,11 +13,11 @@ import msgspec
 from edge.http.errors import BadRequest, NotFound
 from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable, PathUnknown
 from router.models.known_models import KnownModels
+from router.nodes.adapter_set import AdapterSet
 from router.nodes.address import NodeRole
 from router.nodes.http.node_get import NodeGet
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
-from router.nodes.report import AdapterId
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ModelCatalog:
     async def list_models(self) -> list[ModelCard]:
         """Returns all models, each asked of one node that serves it, with their aliases and splits.
         One whose nodes are all away is missing."""
-        by_model: dict[tuple[str, frozenset[AdapterId]], list[Node]] = {}
+        by_model: dict[tuple[str, AdapterSet], list[Node]] = {}
         for node in self.registry.usable(NodeRole.DECODE):
             by_model.setdefault((node.model, node.adapters), []).append(node)
         lists = await asyncio.gather(*map(self._ask_any, by_model.values()))

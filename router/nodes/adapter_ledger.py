@@ -11,8 +11,10 @@ name or a model beyond them nothing is learnt, so that none is lost to a node th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 
 from edge.adapter_call import AdapterCall, version_after
 
@@ -29,6 +31,8 @@ class AdapterLedger:
 
     def __init__(self) -> None:
         self._models: dict[str, dict[str, AdapterCall]] = {}
+        """Those that were learnt last stand last."""
+        self._num_learnt: Counter[str] = Counter()
 
     def learn(self, model: str, calls: Iterable[AdapterCall]) -> bool:
         """Takes in calls, about `model` where they name none, and keeps those that are newer.
@@ -41,7 +45,9 @@ class AdapterLedger:
             if old is None and len(known) >= _MAX_NAMES:
                 continue
             if old is None or call.order > old.order:
+                known.pop(call.name, None)
                 known[call.name] = call
+                self._num_learnt[call.model] += 1
                 is_new = True
                 _forget_oldest(known)
         return is_new
@@ -55,6 +61,13 @@ class AdapterLedger:
     def calls(self, model: str) -> Mapping[str, AdapterCall]:
         """Returns the newest call about each name of a model."""
         return self._models.get(model, {})
+
+    def since(self, model: str, number: int) -> tuple[list[AdapterCall], int]:
+        """Returns the calls about a model that were learnt after the first `number`, and perhaps
+        others, and how many were learnt until now."""
+        num_learnt = self._num_learnt[model]
+        newest_first = reversed(self._models.get(model, {}).values())
+        return list(islice(newest_first, num_learnt - number)), num_learnt
 
     def all_calls(self) -> Iterator[tuple[str, AdapterCall]]:
         """Yields each model's calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -72,9 +73,10 @@ def parse_node_list(role: NodeRole, text: str) -> tuple[NodeEntry, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     entries = tuple(parse_node_entry(role, part) for part in parts if part)
-    for entry in entries:
-        if entries.count(entry) > 1:
-            raise ConfigurationError(f"--{role} lists {entry.address()} twice.")
+    counts = Counter(entries)
+    if len(counts) < len(entries):
+        [(entry, _)] = counts.most_common(1)
+        raise ConfigurationError(f"--{role} lists {entry.address()} twice.")
     return entries
 
 

@@ -24,6 +24,9 @@ from router.nodes.address import NodeAddress, NodeEntry, NodeSource
 
 logger = logging.getLogger(__name__)
 
+_MAX_LOGGED = 50
+"""Nodes named in one line."""
+
 Resolver = Callable[[str], Awaitable[Sequence[str]]]
 """Name to IP addresses. Raises `OSError` or `UnicodeError` when it cannot be resolved."""
 
@@ -99,8 +102,10 @@ class Discovery:
         members = self._static.union(*self._last_seen.values())
         leaving = members & set().union(*self._leaving.values())
         if (members, leaving) != self._announced:
+            before, _ = self._announced or (set(), set())
             self._announced = (members, leaving)
-            logger.info("members: %s", ", ".join(sorted(map(str, members))) or "none")
+            if members != before or not members:
+                _log_changes(before, members)
             self._on_members(members, leaving)
 
     async def _follow_service(self, entry: NodeEntry) -> None:
@@ -143,3 +148,13 @@ class Discovery:
 
     def _stays(self, address: NodeAddress, missing_s: float) -> bool:
         return missing_s == 0 or (missing_s < self._linger_s and self._is_alive(address))
+
+
+def _log_changes(before: set[NodeAddress], members: set[NodeAddress]) -> None:
+    """Logs who came and who went: the whole list of a large cluster would be logged with each of
+    its pods."""
+    new, gone = sorted(map(str, members - before)), sorted(map(str, before - members))
+    changes = [(sign + name) for sign, names in (("+", new), ("-", gone)) for name in names]
+    shown = " ".join(changes[:_MAX_LOGGED])
+    more = f" and {len(changes) - _MAX_LOGGED} more" if len(changes) > _MAX_LOGGED else ""
+    logger.info("%d members: %s%s", len(members), shown or "none", more)

@@ -23,6 +23,7 @@ from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.standstill import is_done_within
+from router.nodes.adapter_set import NO_ADAPTERS
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.registry import NodeRegistry, ReportOutcome
 from router.nodes.report import NodeReport
@@ -37,10 +38,12 @@ _MAX_PAUSE_S = 1.0
 _STEPS = 4
 """Silence is measured in this many short sleeps, so a stall of this process costs at most one."""
 
+_MOST_REPORT_BYTES = 4 << 20
+"""Holds 4096 adapters with the longest names, which take 2.4 MB."""
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    ("grpc.max_receive_message_length", 1 << 20),
+    ("grpc.max_receive_message_length", _MOST_REPORT_BYTES),
 )
 _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
 
@@ -70,7 +73,7 @@ class LoadMonitor:
     ) -> None:
         self._registry = registry
         self._events = events
-        self._request = WatchRequest(interval_s=interval_s)
+        self._request = WatchRequest(interval_s=interval_s, keeps_adapters=True)
         self._silence_s = registry.patience.stale_after_s
         self._credentials = credentials
         self._on_aborts = on_aborts
@@ -129,7 +132,7 @@ class LoadMonitor:
 
     async def _follow(self, stub: NodeStatusStub, address: NodeAddress) -> int:
         """Reads one stream until it ends; returns how many reports came."""
-        num_reports = 0
+        num_reports, adapters = 0, NO_ADAPTERS
         call = stub.Watch(self._request, metadata=self._credentials.metadata())
         try:
             while True:
@@ -138,7 +141,9 @@ class LoadMonitor:
                     logger.info("%s node %s ended its reports", address.role, address)
                     return num_reports
                 num_reports += 1
-                self._take(address, load)
+                report = NodeReport.from_message(load, adapters)
+                adapters = report.adapters
+                self._take(address, report, load.abort_calls)
         except TimeoutError:
             self._log_loss(address, num_reports, "it has fallen silent")
         except GarbledAnswer as error:
@@ -173,8 +178,10 @@ class LoadMonitor:
         level = logging.WARNING if is_news else logging.DEBUG
         logger.log(level, "%s node %s: no more reports: %s", address.role, address, reason)
 
-    def _take(self, address: NodeAddress, load: NodeLoad) -> None:
-        outcome = self._registry.take_report(address, NodeReport.from_message(load))
+    def _take(
+        self, address: NodeAddress, report: NodeReport, abort_calls: Iterable[AbortCall]
+    ) -> None:
+        outcome = self._registry.take_report(address, report)
         self._events.report_came(outcome)
         if outcome in (ReportOutcome.APPLIED, ReportOutcome.RESTARTED):
-            self._on_aborts(address, load.abort_calls)
+            self._on_aborts(address, abort_calls)

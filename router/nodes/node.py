@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from edge.adapter_call import AdapterCall
+from router.nodes.adapter_set import NO_ADAPTERS, AdapterSet
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.health import Health
 from router.nodes.pace import Pace
-from router.nodes.report import AdapterId, NodeReport
+from router.nodes.report import NodeReport
 from router.nodes.session import node_hash_seed
 
 
@@ -144,13 +145,13 @@ class Node:
         return self.report.model_name if self.report else ""
 
     @property
-    def adapters(self) -> frozenset[AdapterId]:
+    def adapters(self) -> AdapterSet:
         """Returns the adapters that requests may name there."""
-        return self.report.adapters if self.report else frozenset()
+        return self.report.adapters if self.report else NO_ADAPTERS
 
     def has_weights(self, digest: str) -> bool:
         """Returns whether it has an adapter of these weights, by whatever name."""
-        return any(one.digest == digest for one in self.adapters)
+        return digest in self.adapters.digests
 
     @property
     def predicted_requests(self) -> int:

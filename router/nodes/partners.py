@@ -22,9 +22,10 @@ def by_weights(prefills: Iterable[Node]) -> dict[Weights, list[Node]]:
     """Groups nodes by fingerprint and name, and by fingerprint alone."""
     groups: defaultdict[Weights, list[Node]] = defaultdict(list)
     for node in prefills:
-        groups[node.fingerprint, ""].append(node)
-        if node.model:
-            groups[node.fingerprint, node.model].append(node)
+        fingerprint, model = node.fingerprint, node.model
+        groups[fingerprint, ""].append(node)
+        if model:
+            groups[fingerprint, model].append(node)
     return groups
 
 

@@ -45,12 +45,14 @@ class ReportOutcome(StrEnum):
 class NodeRegistry:
     """Holds the nodes. `clock` gives monotonic seconds. `version` grows whenever something happens
     that changes which nodes may be used; what only time changes (silence, the end of an ejection)
-    does not."""
+    does not. `members_version` grows when a node comes, goes or is another one now: a node that
+    flaps is the same, with all that it has."""
 
     patience: Patience = field(default_factory=Patience)
     ejection: EjectionPolicy = field(default_factory=EjectionPolicy)
     clock: Clock = time.monotonic
     version: int = 0
+    members_version: int = 0
     adapters: AdapterLedger = field(default_factory=AdapterLedger)
     """Knows the calls about adapters that any node has reported."""
     on_prefixes: PrefixListener | None = None
@@ -66,6 +68,7 @@ class NodeRegistry:
         for address, node in self._nodes.items():
             node.leaving = address in leaving
         self.version += 1
+        self.members_version += 1
 
     def nodes(self, role: NodeRole) -> list[Node]:
         return [node for node in self._nodes.values() if node.address.role is role]
@@ -82,10 +85,15 @@ class NodeRegistry:
 
     def usable_of(self, nodes: Iterable[Node]) -> list[Node]:
         """Returns those that are ready; with none, those whose state is only in doubt."""
-        now = self.clock()
-        by_state = [(node, node.state(now, self.patience)) for node in nodes]
-        ready = [node for node, state in by_state if state in _IN_USE]
-        return ready or [node for node, state in by_state if state in _IN_DOUBT]
+        ready, suspects = self.sorted_out(nodes)
+        return list(ready or suspects)
+
+    def sorted_out(self, nodes: Iterable[Node]) -> tuple[dict[Node, None], dict[Node, None]]:
+        """Returns those that are ready, and those whose state is only in doubt, in order."""
+        now, patience = self.clock(), self.patience
+        by_state = [(node, node.state(now, patience)) for node in nodes]
+        ready = {node: None for node, state in by_state if state in _IN_USE}
+        return ready, {node: None for node, state in by_state if state in _IN_DOUBT}
 
     def is_member(self, node: Node) -> bool:
         """Returns whether the node list has it, in the role that it has now."""
@@ -138,7 +146,6 @@ class NodeRegistry:
         self.learn_calls(report.model_name, *report.adapter_calls)
         if place != node.address or (known is not None and known.epoch != report.epoch):
             self._replace(node, place).apply(report, self.clock())
-            self.version += 1
             self._check_partners(place, report)
             return ReportOutcome.RESTARTED if known is not None else ReportOutcome.APPLIED
         if known is not None and report.sequence <= known.sequence:
@@ -206,13 +213,14 @@ class NodeRegistry:
             listed_as=listed_as,
         )
         self._nodes[node.listed] = new
+        self.version += 1
+        self.members_version += 1
         return new
 
     def _is_listed_twice(self, node: Node) -> ReportOutcome:
         """Leaves a node that has changed its role to the entry that lists it in that role."""
         if node.report is not None:
             self._replace(node, node.listed)
-            self.version += 1
         return ReportOutcome.LISTED_TWICE
 
     def mark_draining(self, node: Node) -> None:
@@ -223,7 +231,7 @@ class NodeRegistry:
 
     def mark_disconnected(self, address: NodeAddress) -> None:
         node = self._nodes.get(address)
-        if node is not None:
+        if node is not None and node.connected:
             node.connected = False
             self.version += 1
 

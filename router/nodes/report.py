@@ -9,6 +9,7 @@ from typing import Self
 
 from edge.adapter_call import MAX_VERSION, AdapterCall
 from edge.printable import printable
+from router.nodes.adapter_set import NO_ADAPTERS, AdapterId, AdapterSet, adapter_set
 from router.nodes.address import NodeRole
 from tandem_pb import node_pb2
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
@@ -33,14 +34,6 @@ _LEAST_RATE = 0.01
 """Tokens a second. With less, estimates would have no end."""
 
 _ROLES = {NODE_ROLE_PREFILL: NodeRole.PREFILL, NODE_ROLE_DECODE: NodeRole.DECODE}
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterId:
-    """An adapter by the name that clients use, and by what it is."""
-
-    name: str
-    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +94,7 @@ class NodeReport:
     fingerprint: str = ""
     recent_prefixes: tuple[int, ...] = ()
     serves_prefixes: bool = False
-    adapters: frozenset[AdapterId] = frozenset()
+    adapters: AdapterSet = NO_ADAPTERS
     adapter_calls: tuple[AdapterCall, ...] = ()
     version: str = ""
     host_name: str = ""
@@ -117,7 +110,8 @@ class NodeReport:
     totals: NodeTotals = NodeTotals()
 
     @classmethod
-    def from_message(cls, load: NodeLoad) -> Self:
+    def from_message(cls, load: NodeLoad, before: AdapterSet = NO_ADAPTERS) -> Self:
+        """Reads a report. `before`: the adapters of the last one of its stream."""
         return cls(
             node_id=_name(load.node_id),
             role=_ROLES.get(load.role),
@@ -139,10 +133,7 @@ class NodeReport:
             model_aliases=tuple(map(_name, load.model_aliases[:_MAX_ALIASES])),
             fingerprint=_name(load.fingerprint),
             serves_prefixes=load.serves_prefixes,
-            adapters=frozenset(
-                AdapterId(_name(one.name), _name(one.digest[:_MAX_DIGEST]))
-                for one in load.adapters[:_MAX_ADAPTERS]
-            ),
+            adapters=before if load.has_same_adapters else _adapters(load),
             adapter_calls=tuple(
                 _adapter_call(one)
                 for one in load.adapter_calls[:_MAX_ADAPTERS]
@@ -195,6 +186,13 @@ class NodeReport:
 def _name(text: str) -> str:
     """Returns a name that a node gives, of a length and with characters that logs may show."""
     return printable(text[:_MAX_NAME])[:_MAX_NAME]
+
+
+def _adapters(load: NodeLoad) -> AdapterSet:
+    return adapter_set(
+        AdapterId(_name(one.name), _name(one.digest[:_MAX_DIGEST]))
+        for one in load.adapters[:_MAX_ADAPTERS]
+    )
 
 
 def _adapter_call(call: node_pb2.AdapterCall) -> AdapterCall:

@@ -171,7 +171,9 @@ class BasePolicy(ABC):
         self.outputs.observe(request.model, num_tokens)
 
     def _prefill_node(self, placement: Placement, target: str) -> Node | None:
-        """Returns the node at `target`, if it still exists."""
+        """Returns the node at `target`, if it still exists. Empty: the decode node computed."""
+        if not target:
+            return None
         named = [node for node in placement.prefills if node.address.target == target]
         return named[0] if named else self.registry.find(NodeRole.PREFILL, target)
 
@@ -192,7 +194,7 @@ class BasePolicy(ABC):
         if prefill is not None:
             nodes = forced_partners(nodes, prefill)
         if request.adapter:
-            nodes = home_nodes(nodes, request.adapter_digest, num_kv_tokens)
+            nodes = home_nodes(nodes, num_kv_tokens)
         if request.is_idle_class:
             nodes = self.spare.decodes(nodes, num_kv_tokens)
             if not nodes:

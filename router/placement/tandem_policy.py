@@ -85,7 +85,7 @@ class TandemPolicy(BasePolicy):
         self._knowledge = PerModel(self._learn_model)
         self._places = SessionPlaces()
         self._local = LocalPrefillRule(self._parameters.short_prompt_tokens)
-        self._indexed_version = -1
+        self._indexed_members = -1
         registry.on_prefixes = self._note_prefixes
 
     def knowledge(self, node: Node) -> ModelKnowledge:
@@ -229,8 +229,8 @@ class TandemPolicy(BasePolicy):
         self._places.retain(())
 
     def _forget_lost_nodes(self) -> None:
-        if self._indexed_version != self.registry.version:
-            self._indexed_version = self.registry.version
+        if self._indexed_members != self.registry.members_version:
+            self._indexed_members = self.registry.members_version
             prefills = set(self.registry.nodes(NodeRole.PREFILL))
             decodes = set(self.registry.nodes(NodeRole.DECODE))
             self._places.retain(prefills)

@@ -77,11 +77,13 @@ class StatusService(NodeStatusServicer):
         self, request: WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[NodeLoad]:
         self.num_watchers += 1
+        adapters: list[Adapter] | None = None
         try:
             while True:
                 if not self.silent:
                     self.load.sequence += 1
-                    yield self.load
+                    yield self._without(adapters)
+                    adapters = list(self.load.adapters) if request.keeps_adapters else None
                 await self._wait_for_change()
         finally:
             self.num_watchers -= 1
@@ -152,6 +154,16 @@ class StatusService(NodeStatusServicer):
         await self.change(draining=request.drained, drained=request.drained)
         load.sequence += 1
         return SetDrainedAnswer(load=load, changed=changed)
+
+    def _without(self, known: list[Adapter] | None) -> NodeLoad:
+        """Returns the load for one who has these adapters of the last report."""
+        load = self.load
+        if known is not None and list(load.adapters) == known:
+            load = NodeLoad()
+            load.CopyFrom(self.load)
+            del load.adapters[:]
+            load.has_same_adapters = True
+        return load
 
     def _follow(self, call: AdapterCall) -> None:
         """Reports from now on that this was the newest call about its name."""

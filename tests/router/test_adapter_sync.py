@@ -10,6 +10,7 @@ import pytest
 
 from edge.adapter_call import AdapterCall
 from router.nodes.adapter_ledger import AdapterLedger
+from router.nodes.adapter_set import AdapterId, AdapterSet, adapter_set
 from router.nodes.adapters.adapter_asker import (
     LOADED,
     OUTDATED,
@@ -22,7 +23,6 @@ from router.nodes.adapters.adapter_sync import AdapterSync
 from router.nodes.adapters.adapters import ClusterAdapters
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
-from router.nodes.report import AdapterId
 from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.factories import Fleet, report
@@ -89,8 +89,8 @@ class Nodes:
         return sorted(self.asked)
 
 
-def served(*calls: AdapterCall) -> frozenset[AdapterId]:
-    return frozenset(AdapterId(call.name, call.digest) for call in calls if call.digest)
+def served(*calls: AdapterCall) -> AdapterSet:
+    return adapter_set(AdapterId(call.name, call.digest) for call in calls if call.digest)
 
 
 @pytest.fixture
@@ -308,3 +308,39 @@ def has(node: FakeNode, name: str) -> bool:
 
 def num_connected(router: RunningRouter) -> int:
     return sum(node.connected for node in router.services.registry.all_nodes())
+
+
+async def test_what_a_node_has_followed_is_not_looked_at_again(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes times adapters are a million in a large cluster, and this looks twice a second."""
+    calls = [AdapterCall(f"lora-{i}", f"{i:064}", f"lora-{i}", i + 1, "demo") for i in range(20)]
+    for i in range(3):
+        nodes.add(f"d{i}", NodeRole.DECODE, *calls)
+    assert await nodes.step() == []
+    looks = list[tuple[str, str]]()
+    follows = AdapterSync._follows
+
+    def look(sync: AdapterSync, node: Node, call: AdapterCall) -> bool:
+        looks.append((node.address.target, call.name))
+        return follows(sync, node, call)
+
+    monkeypatch.setattr(AdapterSync, "_follows", look)
+    assert await nodes.step() == [] and nodes.sync.num_behind()[NodeRole.DECODE] == 0
+    assert looks == []
+    later = replace(calls[7], version=100, digest=OTHER)
+    nodes.fleet.registry.adapters.learn("demo", [later])
+    assert nodes.sync.num_behind()[NodeRole.DECODE] == 3
+    assert set(looks) == {(f"d{i}:80", "lora-7") for i in range(3)}
+    assert await nodes.step() == [(f"d{i}", "load", 100) for i in range(3)]
+
+
+def test_calls_are_given_from_the_one_that_was_seen_last() -> None:
+    ledger = AdapterLedger()
+    ledger.learn("demo", [OLD, replace(OLD, name="clerk")])
+    both, number = ledger.since("demo", 0)
+    assert {call.name for call in both} == {"poet", "clerk"}
+    assert ledger.since("demo", number) == ([], number)
+    ledger.learn("demo", [NEW, OLD])
+    assert ledger.since("demo", number)[0] == [NEW]
+    assert ledger.since("another", 0) == ([], 0)

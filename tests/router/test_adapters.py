@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from router.nodes.adapter_set import AdapterId, adapter_set
 from router.nodes.address import NodeRole
-from router.nodes.report import AdapterId
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
 from tandem_pb import node_pb2
 from tests.router.cluster import Cluster, RunningRouter, eventually
@@ -146,7 +146,7 @@ def test_an_adapter_keeps_to_few_nodes_until_they_are_full() -> None:
     poet = AdapterId("poet", POET)
     full = {"num_total_blocks": 100, "block_size": 16}
     for i in range(8):
-        free = {"num_free_blocks": 100, "adapters": frozenset({poet})}
+        free = {"num_free_blocks": 100, "adapters": adapter_set({poet})}
         fleet.add(f"d{i}", **full, **free, fingerprint="f")
     policy = TandemPolicy(fleet.registry, random.Random(1), TandemParameters())
     info = request(model="demo", adapter="poet", adapter_digest=POET)
@@ -154,7 +154,7 @@ def test_an_adapter_keeps_to_few_nodes_until_they_are_full() -> None:
     assert len(homes) == 2
     for node in homes:
         assert node.report is not None
-        used = {"num_free_blocks": 5, "adapters": frozenset({poet}), "sequence": 2}
+        used = {"num_free_blocks": 5, "adapters": adapter_set({poet}), "sequence": 2}
         fleet.registry.apply_report(node.address, replace(node.report, **used))
     next_homes = {policy.place(info).decode for _ in range(50)}
     assert len(next_homes) == 2 and not next_homes & set(homes)

@@ -4,6 +4,7 @@ mind.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -141,6 +142,27 @@ async def test_no_answer_never_empties_the_pool(answer: Sequence[str] | None) ->
     for _ in range(200):
         assert await watched.after(5) == before
     assert watched.num_failures == 200
+
+
+async def test_the_log_names_who_came_and_who_went_and_not_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A line of a thousand addresses for each pod that rolls would be most of the log."""
+    hosts = [f"10.0.{i // 250}.{i % 250}" for i in range(1000)]
+    names = Names(*hosts)
+    watched = Watched("dns://svc:5", names)
+    with caplog.at_level(logging.INFO, "router.nodes.discovery"):
+        await watched.after(0)
+        [first] = caplog.messages
+        caplog.clear()
+        names.hosts = [*hosts[1:], "10.9.9.9"]
+        await watched.after(31)
+        [change] = caplog.messages
+        caplog.clear()
+        await watched.after(5)
+    assert first.startswith("1000 members: +10.0.0.0:5 ") and first.endswith(" and 950 more")
+    assert change == "1000 members: +10.9.9.9:5 -10.0.0.0:5"
+    assert not caplog.messages
 
 
 async def test_a_node_that_still_reports_outlives_its_name_for_a_while() -> None:

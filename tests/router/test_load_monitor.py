@@ -8,7 +8,8 @@ import time
 import grpc
 
 from router.nodes.node import Node, NodeState
-from tandem_pb.node_pb2 import NODE_ROLE_DECODE
+from router.nodes.report import NodeReport
+from tandem_pb.node_pb2 import NODE_ROLE_DECODE, Adapter, NodeLoad
 from tests.router.cluster import Cluster, RunningRouter, eventually
 
 
@@ -113,7 +114,7 @@ async def test_a_port_that_speaks_no_grpc_does_no_harm(cluster: Cluster) -> None
 
 async def test_a_report_that_is_far_too_large_is_refused(cluster: Cluster) -> None:
     decode = await cluster.decode()
-    decode.status.load.node_id = "x" * (1 << 20)
+    decode.status.load.node_id = "x" * (4 << 20)
     router = await cluster.router(decode=decode.entry)
     await eventually(lambda: router.metric("tandem_router_watch_failures_total", tier="decode") > 0)
     assert state_of(router, decode.target) is NodeState.JOINING
@@ -128,3 +129,47 @@ async def test_a_node_without_the_status_service_is_never_used(cluster: Cluster)
     async with router.client.get(router.url + "/ready") as response:
         assert response.status == 503
     await server.stop(None)
+
+
+async def test_adapters_that_a_node_leaves_out_are_those_of_its_last_report(
+    cluster: Cluster,
+) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    await decode.status.serve_adapters({"poet": "a" * 64, "clerk": "b" * 64})
+    node = node_at(router, decode.target)
+    await eventually(lambda: node.adapters.names == {"poet", "clerk"})
+    await decode.status.change(num_running_requests=7)
+    await eventually(lambda: node.predicted_requests == 7)
+    assert node.adapters.names == {"poet", "clerk"} and node.has_weights("a" * 64)
+    await decode.status.serve_adapters({"poet": "c" * 64})
+    await eventually(lambda: node.has_weights("c" * 64))
+    assert node.adapters.names == {"poet"} and not node.has_weights("a" * 64)
+    await decode.stop()
+    await eventually(lambda: state_of(router, decode.target) is NodeState.SUSPECT)
+    await decode.restart()
+    await eventually(lambda: node_at(router, decode.target).has_weights("c" * 64))
+
+
+async def test_as_many_adapters_as_a_node_may_have_are_taken(cluster: Cluster) -> None:
+    """They are more than a megabyte with long names, and a report that is refused loses the
+    node."""
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    await decode.status.serve_adapters({f"{i:0512}": f"{i:064}" for i in range(4096)})
+    await eventually(lambda: len(node_at(router, decode.target).adapters) == 4096)
+
+
+def test_nodes_with_equal_adapters_share_one_set() -> None:
+    """So one look at all nodes reads it once."""
+    names = [f"lora-{i}" for i in range(100)]
+
+    def read(prefix: str) -> NodeReport:
+        adapters = [Adapter(name=name, digest=prefix + name) for name in names]
+        return NodeReport.from_message(NodeLoad(role=NODE_ROLE_DECODE, adapters=adapters))
+
+    first, second = read("a"), read("a")
+    assert first.adapters is second.adapters
+    assert first.adapters != read("b").adapters
+    kept = NodeReport.from_message(NodeLoad(has_same_adapters=True), first.adapters)
+    assert kept.adapters is first.adapters

@@ -290,6 +290,12 @@ def test_places_of_sessions_are_bounded_and_forgotten_with_their_node() -> None:
     assert len(places) == 1 and places.find(b"1", {a, b}) is None
     places.retain([])
     assert len(places) == 0
+    places.note(b"1", a)
+    places.note(b"1", b)
+    places.retain([b])
+    assert places.find(b"1", {b}) is b
+    places.retain([a])
+    assert len(places) == 0
 
 
 # Candidates ------------------------------------------------------------------------------------

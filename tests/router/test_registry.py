@@ -226,6 +226,26 @@ def test_the_version_moves_when_a_node_comes_goes_or_changes_its_use() -> None:
     assert moved(lambda: registry.set_members([node.address]))
 
 
+def test_a_node_that_flaps_is_the_same_member() -> None:
+    """Tables by node are looked through when members change, and not with each flap."""
+    fleet = Fleet()
+    where = fleet.add("a").address
+    registry = fleet.registry
+    members = registry.members_version
+    registry.mark_disconnected(where)
+    version = registry.version
+    for _ in range(3):  # Each failed call says so again.
+        registry.mark_disconnected(where)
+    assert registry.version == version
+    registry.apply_report(where, report(sequence=2))
+    assert (registry.version > version, registry.members_version) == (True, members)
+    registry.apply_report(where, report(epoch=2))
+    assert registry.members_version > members
+    members = registry.members_version
+    registry.set_members([])
+    assert registry.members_version > members
+
+
 def test_one_failure_after_an_ejection_ejects_again_for_longer() -> None:
     policy, sick, now = EjectionPolicy(), Health(), 1000.0
     tier = [sick, Health()]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from edge.adapter_call import AdapterCall
@@ -44,6 +44,49 @@ class _Tries:
     pause_s: float = _FIRST_PAUSE_S
 
 
+@dataclass(slots=True)
+class _Missed:
+    """Holds the calls that a node has not followed, of the first `num_known` of its model. Once it
+    has, nothing is looked at until there are others."""
+
+    num_known: int = 0
+    calls: dict[str, AdapterCall] = field(default_factory=dict)
+
+
+class _Tiers:
+    """Says what there is on nodes that stand in for each other, as of one look."""
+
+    def __init__(self, registry: NodeRegistry) -> None:
+        self._registry = registry
+        self._prefills = by_weights(registry.nodes(NodeRole.PREFILL))
+        self._digests: dict[Weights, Collection[str] | None] = {}
+        self._names: dict[str, Collection[str]] = {}
+
+    def computed(self, decode: Node) -> Collection[str] | None:
+        """Returns the digests of adapters of the prefill nodes that work for `decode`; None: there
+        are no such nodes."""
+        key = decode.fingerprint, decode.model
+        if key not in self._digests:
+            partners = partners_of(decode, self._prefills)
+            usable = [node for node in partners if self._registry.usable_of([node])]
+            sets = {node.adapters for node in usable}
+            self._digests[key] = set[str]().union(*(s.digests for s in sets)) if usable else None
+        return self._digests[key]
+
+    def answered(self, prefill: Node) -> Collection[str]:
+        """Returns the adapters' names that decode nodes in touch answer by, of those that `prefill`
+        works for."""
+        fingerprint = prefill.fingerprint
+        if fingerprint not in self._names:
+            sets = {
+                node.adapters
+                for node in self._registry.nodes(NodeRole.DECODE)
+                if node.fingerprint == fingerprint and self._registry.state(node) in _IN_TOUCH
+            }
+            self._names[fingerprint] = set[str]().union(*(one.names for one in sets))
+        return self._names[fingerprint]
+
+
 @dataclass(slots=True, kw_only=True)
 class AdapterSync:
     """Asks nodes, in tasks of its own. `step` starts what is due."""
@@ -53,6 +96,8 @@ class AdapterSync:
     """Holds what is being asked: one load of a node, under "", and unloads by their names."""
     _answered: dict[Node, dict[str, AdapterCall]] = field(default_factory=dict)
     _tries: dict[tuple[Node, AdapterCall], _Tries] = field(default_factory=dict)
+    _missed: dict[tuple[Node, str], _Missed] = field(default_factory=dict)
+    """Keeps it by node and model: a prefill node may work for several."""
 
     async def run(self) -> None:
         """Goes on until it is cancelled, and so is what it has started."""
@@ -89,48 +134,41 @@ class AdapterSync:
 
     def _behind(self) -> Iterator[tuple[Node, AdapterCall]]:
         """Yields the calls that nodes in touch have not followed, by node."""
-        calls = self._registry.adapters.calls
-        decodes = [one for one in self._registry.nodes(NodeRole.DECODE) if calls(one.model)]
+        ledger = self._registry.adapters
+        decodes = [one for one in self._registry.nodes(NodeRole.DECODE) if ledger.calls(one.model)]
         groups = by_weights(self._registry.nodes(NodeRole.PREFILL)) if decodes else {}
+        of_kinds = {(node.fingerprint, node.model): node for node in decodes}.values()
         models = {(node, node.model): None for node in decodes}
-        models |= {(prefill, d.model): None for d in decodes for prefill in partners_of(d, groups)}
+        models |= {(prefill, d.model): None for d in of_kinds for prefill in partners_of(d, groups)}
         for node, model in models:
             if node.report is None or self._registry.state(node) not in _IN_TOUCH:
                 continue
-            answered = self._answered.get(node, {})
-            for name, call in calls(model).items():
-                followed = (node.followed.get(name), answered.get(name))
-                newest = max((one.order for one in followed if one is not None), default=(0, ""))
-                if newest < call.order and (model, name) not in self.adapters.changing:
+            missed = self._missed.setdefault((node, model), _Missed())
+            new, missed.num_known = ledger.since(model, missed.num_known)
+            missed.calls.update((call.name, call) for call in new)
+            for call in list(missed.calls.values()):
+                if ledger.calls(model).get(call.name) is not call or self._follows(node, call):
+                    del missed.calls[call.name]
+                elif (model, call.name) not in self.adapters.changing:
                     yield node, call
+
+    def _follows(self, node: Node, call: AdapterCall) -> bool:
+        """Returns whether a node has followed a call or a newer one, as far as it has said."""
+        name = call.name
+        said = (node.followed.get(name), self._answered.get(node, {}).get(name))
+        return any(one is not None and one.order >= call.order for one in said)
 
     def _turns(self) -> Iterator[tuple[Node, AdapterCall]]:
         """Yields what of it may be done now."""
-        groups = by_weights(self._registry.nodes(NodeRole.PREFILL))
-        decodes = self._registry.nodes(NodeRole.DECODE)
+        tiers = _Tiers(self._registry)
         for node, call in self._behind():
             is_prefill = node.address.role is NodeRole.PREFILL
-            if call.digest and not is_prefill and not self._is_computed(node, call, groups):
+            computed = None if is_prefill or not call.digest else tiers.computed(node)
+            if computed is not None and call.digest not in computed:
                 continue
-            if not call.digest and is_prefill and self._is_wanted(node, call, decodes):
+            if not call.digest and is_prefill and call.name in tiers.answered(node):
                 continue
             yield node, call
-
-    def _is_computed(
-        self, decode: Node, call: AdapterCall, groups: dict[Weights, list[Node]]
-    ) -> bool:
-        """Returns whether a prefill node has the adapter, or there is none that could."""
-        partners = [n for n in partners_of(decode, groups) if self._registry.usable_of([n])]
-        return not partners or any(node.has_weights(call.digest) for node in partners)
-
-    def _is_wanted(self, prefill: Node, call: AdapterCall, decodes: list[Node]) -> bool:
-        """Returns whether decode nodes in touch still answer by the name."""
-        return any(
-            one.name == call.name
-            for node in decodes
-            if node.fingerprint == prefill.fingerprint and self._registry.state(node) in _IN_TOUCH
-            for one in node.adapters
-        )
 
     async def _bring(self, key: tuple[Node, str], call: AdapterCall) -> None:
         """Asks a node to follow a call."""
@@ -170,6 +208,7 @@ class AdapterSync:
     def _forget(self) -> None:
         """Forgets nodes that have gone, and calls that newer ones have replaced."""
         nodes = set(self._registry.all_nodes())
+        self._missed = {key: missed for key, missed in self._missed.items() if key[0] in nodes}
         self._answered = {node: one for node, one in self._answered.items() if node in nodes}
         newest = {call for _, call in self._registry.adapters.all_calls()}
         self._tries = {

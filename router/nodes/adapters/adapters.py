@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from edge.adapter_call import AdapterCall
 from edge.http.errors import BadRequest, NotFound
 from router.errors import NodesAway, NodesRefused, NoNodeAvailable
+from router.nodes.adapter_set import AdapterId
 from router.nodes.adapters.adapter_asker import (
     LOADED,
     OUTDATED,
@@ -30,7 +31,6 @@ from router.nodes.adapters.adapter_asker import (
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
-from router.nodes.report import AdapterId
 from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 
 _POLL_S, _MOST_POLLS = 0.02, 150

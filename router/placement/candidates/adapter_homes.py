@@ -8,7 +8,8 @@ spreads over all nodes that have it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import xxhash
 
@@ -19,10 +20,14 @@ _FULL = 0.8
 """The part of a node's KV cache in use from which on the adapter's next node is taken in."""
 
 
-def home_nodes(nodes: Sequence[Node], digest: str, num_kv_tokens: int) -> list[Node]:
-    """Returns those of `nodes` that the adapter's next request may go to; at least one, if there
-    is any."""
+def in_home_order(nodes: Iterable[Node], digest: str) -> list[Node]:
+    """Returns the nodes with those in front that are an adapter's home."""
     key = digest.encode()
-    order = sorted(nodes, key=lambda node: xxhash.xxh3_64_intdigest(key, node.hash_seed))
-    with_room = [node for node in order if node.kv_usage_with(num_kv_tokens) < _FULL]
-    return with_room[:_NUM_HOMES] or order
+    return sorted(nodes, key=lambda node: xxhash.xxh3_64_intdigest(key, node.hash_seed))
+
+
+def home_nodes(ordered: Sequence[Node], num_kv_tokens: int) -> Sequence[Node]:
+    """Returns those that the adapter's next request may go to, of nodes in its order; at least one,
+    if there is any."""
+    with_room = (node for node in ordered if node.kv_usage_with(num_kv_tokens) < _FULL)
+    return list(islice(with_room, _NUM_HOMES)) or ordered

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from router.nodes.address import NodeRole
@@ -19,19 +20,23 @@ from router.nodes.node import Node
 from router.nodes.partners import Weights, by_weights, group_of
 from router.nodes.registry import NodeRegistry
 from router.nodes.session import Rendezvous
+from router.placement.candidates.adapter_homes import in_home_order
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class NodeGroup:
-    """Holds nodes of one tier that can stand in for each other. `members` is the same as a set."""
+    """Holds nodes of one tier that can stand in for each other. `members` is the same as a set.
+    What else it has is made when something asks: a tier that rolls changes it with each node."""
 
     nodes: tuple[Node, ...] = ()
-    members: frozenset[Node] = field(init=False)
-    rendezvous: Rendezvous[Node] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.members = frozenset(self.nodes)
-        self.rendezvous = Rendezvous(self.nodes)
+    @cached_property
+    def members(self) -> frozenset[Node]:
+        return frozenset(self.nodes)
+
+    @cached_property
+    def rendezvous(self) -> Rendezvous[Node]:
+        return Rendezvous(self.nodes)
 
 
 _Key = TypeVar("_Key")
@@ -44,7 +49,7 @@ class NodePool:
     _decodes: dict[str, NodeGroup] = field(default_factory=dict)
     _prefills: dict[Weights, NodeGroup] = field(default_factory=dict)
     _adapted: dict[tuple[NodeGroup, str], NodeGroup] = field(default_factory=dict)
-    """Those of a group that have an adapter, by its digest."""
+    """Those of a group that have an adapter, by its digest, its homes first."""
     _version: int = -1
     _refreshed_at: float = 0.0
 
@@ -60,7 +65,7 @@ class NodePool:
         nodes = by_model(self.registry.nodes(NodeRole.DECODE)).get(model, [])
         left = [node for node in nodes if node not in tried]
         if digest:
-            left = [node for node in left if node.has_weights(digest)]
+            left = in_home_order((node for node in left if node.has_weights(digest)), digest)
         return self.registry.usable_of(left)
 
     def partners(self, decode: Node, digest: str = "") -> NodeGroup:
@@ -74,8 +79,8 @@ class NodePool:
             return group
         key = group, digest
         if key not in self._adapted:
-            nodes = tuple(node for node in group.nodes if node.has_weights(digest))
-            self._adapted[key] = NodeGroup(nodes)
+            nodes = (node for node in group.nodes if node.has_weights(digest))
+            self._adapted[key] = NodeGroup(tuple(in_home_order(nodes, digest)))
         return self._adapted[key]
 
     def _refresh(self) -> None:
@@ -83,20 +88,31 @@ class NodePool:
         now = registry.clock()
         if registry.version == self._version and now - self._refreshed_at < self.refresh_s:
             return
+        if registry.version != self._version:
+            self._adapted.clear()
         self._version, self._refreshed_at = registry.version, now
-        prefills = self._usable(by_weights(registry.nodes(NodeRole.PREFILL)))
+        states = registry.sorted_out(registry.all_nodes())
+        prefills = _usable(by_weights(registry.nodes(NodeRole.PREFILL)), *states)
         fingerprints = {fingerprint for fingerprint, _ in prefills}
+        decodes_by_model = by_model(registry.nodes(NodeRole.DECODE))
         decodes = {
             model: with_partner(nodes, fingerprints)
-            for model, nodes in self._usable(by_model(registry.nodes(NodeRole.DECODE))).items()
+            for model, nodes in _usable(decodes_by_model, *states).items()
         }
-        self._adapted.clear()
         self._prefills = _regroup(self._prefills, prefills)
         self._decodes = _regroup(self._decodes, decodes)
 
-    def _usable(self, groups: dict[_Key, list[Node]]) -> dict[_Key, list[Node]]:
-        usable = {name: self.registry.usable_of(nodes) for name, nodes in groups.items()}
-        return {name: nodes for name, nodes in usable.items() if nodes}
+
+def _usable(
+    groups: dict[_Key, list[Node]], ready: Collection[Node], suspects: Collection[Node]
+) -> dict[_Key, list[Node]]:
+    """Returns the usable nodes of each group that has any, as `NodeRegistry.usable_of` does."""
+    usable = {
+        name: [node for node in nodes if node in ready]
+        or [node for node in nodes if node in suspects]
+        for name, nodes in groups.items()
+    }
+    return {name: nodes for name, nodes in usable.items() if nodes}
 
 
 def by_model(decodes: Iterable[Node]) -> dict[str, list[Node]]:

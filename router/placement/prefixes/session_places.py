@@ -23,6 +23,8 @@ _MAX_SESSIONS = 1 << 16
 class SessionPlaces:
     max_sessions: int = _MAX_SESSIONS
     _places: OrderedDict[bytes, Node] = field(default_factory=OrderedDict)
+    _keys: dict[Node, set[bytes]] = field(default_factory=dict)
+    """The sessions of each node: one that goes takes them without a look at all others."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -33,12 +35,21 @@ class SessionPlaces:
         return node if node in members else None
 
     def note(self, session_key: bytes, node: Node) -> None:
+        self._drop(session_key, self._places.pop(session_key, None))
         self._places[session_key] = node
-        self._places.move_to_end(session_key)
+        self._keys.setdefault(node, set()).add(session_key)
         if len(self._places) > self.max_sessions:
-            self._places.popitem(last=False)
+            self._drop(*self._places.popitem(last=False))
 
     def retain(self, nodes: Collection[Node]) -> None:
         """Forgets the sessions of all nodes but these."""
-        for key in [key for key, node in self._places.items() if node not in nodes]:
-            del self._places[key]
+        for node in [node for node in self._keys if node not in nodes]:
+            for key in self._keys.pop(node):
+                del self._places[key]
+
+    def _drop(self, session_key: bytes, node: Node | None) -> None:
+        """Takes a session from its node."""
+        if node is not None:
+            self._keys[node].discard(session_key)
+            if not self._keys[node]:
+                del self._keys[node]

@@ -21,6 +21,7 @@ from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import EngineReady
 from engine.contracts.outputs import DraftStats, SchedulerStats
 from engine.contracts.reports.profiles import ProfileOptions
+from engine.contracts.request_spec import AdapterRef
 from engine.frontend.step_history import StepHistory
 from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
@@ -316,6 +317,36 @@ async def test_each_watcher_hears_of_each_call_about_adapters_once(
             ]
             assert not (await watch.read()).adapter_calls
             watch.cancel()
+
+
+async def test_adapters_are_left_out_of_reports_to_those_who_keep_them(
+    status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    """There may be thousands, and reports go to each router with each event of each prompt."""
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+    known = status.adapters.known
+    known["poet"] = AdapterRef("poet", "a" * 64)
+    async with asyncio.timeout(LONG_S):
+        keeps = stub.Watch(node_pb2.WatchRequest(interval_s=0.02, keeps_adapters=True))
+        plain = stub.Watch(node_pb2.WatchRequest(interval_s=0.02))
+        first = await keeps.read()
+        assert [one.name for one in first.adapters] == ["poet"] and not first.has_same_adapters
+        for _ in range(2):
+            load = await keeps.read()
+            assert not load.adapters and load.has_same_adapters
+            load = await plain.read()
+            assert [one.name for one in load.adapters] == ["poet"] and not load.has_same_adapters
+        known["poet"] = AdapterRef("poet", "b" * 64)
+        while (load := await keeps.read()).has_same_adapters:
+            pass
+        assert [(one.name, one.digest) for one in load.adapters] == [("poet", "b" * 64)]
+        known.clear()
+        while (load := await keeps.read()).has_same_adapters:
+            pass
+        assert not load.adapters
+        assert (await keeps.read()).has_same_adapters
+    keeps.cancel()
+    plain.cancel()
 
 
 def test_a_new_watcher_hears_of_the_last_prompts(status: NodeStatus) -> None:
