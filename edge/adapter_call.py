@@ -8,6 +8,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+LOAD_LIMIT_S = 120.0
+"""Seconds within which a node says what became of an adapter that it was to load."""
+UNLOAD_LIMIT_S = 600.0
+"""The same of one that it was to unload: its requests end first."""
 MAX_VERSION = (1 << 63) - 1
 """Versions are milliseconds since 1970: one above was never made by a clock, and none could follow
 it."""

@@ -1,6 +1,7 @@
 """A prefill node's side of the `Prefixes` service: asks a peer what it holds of a prompt.
 
-1. `ask`      one short call. Whatever goes wrong, nothing is pulled: the prompt is computed
+1. `ask`      one short call. Whatever goes wrong, nothing is pulled: the prompt is computed. Of
+              many channels those are closed that nothing is asked over
 2. avoided    a peer that could not be reached, for a while: no prompt waits for it
 3. `close`
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 import grpc
@@ -49,6 +50,8 @@ class PrefixClient:
         self._us = us
         self._credentials = credentials
         self._channels: OrderedDict[PrefixHolder, RenewedChannel] = OrderedDict()
+        self._num_open: Counter[PrefixHolder] = Counter()
+        """Questions that have no answer yet."""
         self._avoid_until: dict[PrefixHolder, float] = {}
 
     async def ask(self, ask: PrefixAsk) -> PeerAnswer:
@@ -56,12 +59,15 @@ class PrefixClient:
         holder = PrefixHolder.parse(ask.peer)
         if holder is None or time.monotonic() < self._avoid_until.get(holder, 0.0):
             return None, 0
+        self._num_open[holder] += 1
         try:
             return await self._offer(holder, ask.chains)
         except grpc.aio.AioRpcError as error:
             why = words_of(error)
         except _NO_ANSWER as error:
             why = str(error)
+        finally:
+            self._num_open[holder] -= 1
         self._avoid_until[holder] = time.monotonic() + _AVOID_S
         logger.warning("%s gives no prefixes for %g s: %s", ask.peer, _AVOID_S, why)
         return None, 0
@@ -107,9 +113,16 @@ class PrefixClient:
                 address,
                 self._credentials,
             )
-            if len(self._channels) > _MAX_PEERS:
-                oldest, channel = self._channels.popitem(last=False)
-                self._avoid_until.pop(oldest, None)
-                await channel.close()
+            await self._close_idle()
         self._channels.move_to_end(holder)
         return known
+
+    async def _close_idle(self) -> None:
+        """Closes the channels that were not asked over for longest, beyond `_MAX_PEERS`."""
+        num_more = len(self._channels) - _MAX_PEERS
+        idle = [one for one in self._channels if not self._num_open[one]][: max(0, num_more)]
+        closed = [self._channels.pop(holder) for holder in idle]
+        for holder in idle:
+            self._avoid_until.pop(holder, None)
+            del self._num_open[holder]
+        await asyncio.gather(*(channel.close() for channel in closed))

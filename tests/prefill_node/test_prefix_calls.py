@@ -25,6 +25,7 @@ from engine.contracts.messages import (
 from engine.contracts.prefix_holder import HashChains, PrefixHolder, checked_holder
 from engine.frontend.calls.engine_calls import EngineCalls
 from engine.frontend.calls.prefix_calls import PrefixCalls
+from engine.node import prefix_client
 from engine.node.prefix_client import PrefixClient
 from engine.node.prefix_servicer import CALLERS, PrefixServicer
 from engine.node.services.services_server import ServicesServer
@@ -51,6 +52,8 @@ class Engine:
         self.num_tokens = 32
         self.asked: list[HashChains] = []
         self.error: Exception | None = None
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     @property
     def prefixes(self) -> Engine:
@@ -58,6 +61,7 @@ class Engine:
 
     async def offer(self, chains: HashChains) -> PrefixOffered:
         self.asked.append(chains)
+        await self.may_answer.wait()
         if self.error is not None:
             raise self.error
         return PrefixOffered(1, "ab" * 16 if self.num_tokens else "", self.num_tokens)
@@ -150,6 +154,26 @@ async def test_a_peer_of_bytes_that_are_no_message_is_left_alone(
         assert await client.ask(ask) == (None, 0)
         assert not caplog.records, "it is avoided for a while"
         await client.close()
+
+
+@pytest.mark.asyncio
+async def test_a_question_is_not_cut_off_by_questions_to_other_peers(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_client, "_MAX_PEERS", 1)
+    node.engine.may_answer.clear()
+    asked = asyncio.create_task(node.ask())
+    async with asyncio.timeout(30):
+        while not node.engine.asked:
+            await asyncio.sleep(0.01)
+    for port in (1, 2, 3):
+        ask = PrefixAsk("r", 1, f"prefill/127.0.0.1:{port}", {16: [b"%032d" % 0]})
+        assert await node.client.ask(ask) == (None, 0)
+    assert len(node.client._channels) == 2, "that is one more than there may be"
+    node.engine.may_answer.set()
+    assert (await asked)[1] == 32
+    await node.client.ask(PrefixAsk("r", 1, "prefill/127.0.0.1:4", {16: [b"%032d" % 0]}))
+    assert len(node.client._channels) == len(node.client._num_open) == 1
 
 
 @pytest.mark.asyncio

@@ -59,6 +59,7 @@ class GrammarChecker:
         """Guards the process, its control socket and the counts."""
         self._process: ChildProcess | None = None
         self._control: socket.socket | None = None
+        self._is_closed = False
         self._unavailable = ""
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         self._known_bytes = 0
@@ -87,8 +88,11 @@ class GrammarChecker:
         return verdict.grammar or grammar
 
     def close(self) -> None:
-        """Ends the process. Idempotent."""
+        """Ends the process, also one that is being started; there is none any more. Idempotent."""
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if (process := self._process) is not None:
+            process.terminate()  # Who waits for its first word has the lock.
         with self._lock:
             self._end()
 
@@ -157,6 +161,8 @@ class GrammarChecker:
         """Returns a connection to a new fork; None where this model can follow no grammar."""
         for _ in range(2):
             with self._lock:
+                if self._is_closed:
+                    raise CheckerFailed("this node stops")
                 if self._control is None:
                     self._start()
                 if self._unavailable:
@@ -183,6 +189,8 @@ class GrammarChecker:
                 "grammar checker",
                 pass_fds=[theirs.fileno()],
             )
+        if self._is_closed:  # Since the process was made.
+            self._process.terminate()
         control.settimeout(_START_S)
         try:
             said = control.recv(4096)

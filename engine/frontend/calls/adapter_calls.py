@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from weakref import WeakValueDictionary
 
-from edge.adapter_call import MAX_VERSION, AdapterCall
+from edge.adapter_call import LOAD_LIMIT_S, MAX_VERSION, UNLOAD_LIMIT_S, AdapterCall
 from edge.printable import printable
 from engine.config import EngineConfig
 from engine.contracts.errors import EngineCallTimeout, InvalidRequest
@@ -24,11 +25,6 @@ from engine.frontend.calls.adapter_records import AdapterRecords
 from engine.frontend.calls.engine_calls import EngineCalls
 from engine.lora import check_adapter_name
 from engine.models.adapters.adapter_files import AdapterError, read_adapter
-
-_ADD_TIMEOUT_S = 120.0
-_REMOVE_TIMEOUT_S = 600.0
-"""Requests of the adapter end first."""
-
 
 _MAX_NAME = 512
 """Characters that routers read of a name."""
@@ -46,7 +42,12 @@ class AdapterCalls:
     def __init__(self, config: EngineConfig, calls: EngineCalls) -> None:
         self._calls = calls
         self._config = config
-        self._lock = asyncio.Lock()
+        self._of_names: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Calls about a name come one after the other."""
+        self._loads = asyncio.Lock()
+        """Ranks read one adapter at a time, each within a limit of its own."""
+        self._adding = ""
+        """The digest of what is read, which no name stands for yet."""
         modules = () if config.lora is None else config.lora.modules
         self.known = {module.name: AdapterRef(module.name, module.digest) for module in modules}
         self.records = AdapterRecords()
@@ -87,7 +88,7 @@ class AdapterCalls:
             EngineDeadError: The engine is dead.
         """
         _check_call(name, version, model)
-        async with self._lock:
+        async with self._lock_of(name), self._loads:
             version = version or self.records.next_version(name)
             if (known := self.records.of(name)) is not None and version < known.version:
                 raise OutdatedCall
@@ -101,7 +102,7 @@ class AdapterCalls:
             ref, old = AdapterRef(name, found), self.known.get(name)
             self.known[name] = ref
             self.records.note(record)
-        if old is not None and not self.has(old.digest):
+        if old is not None and not self._is_wanted(old.digest):
             await self._remove(old.digest)
         return ref
 
@@ -117,7 +118,7 @@ class AdapterCalls:
             EngineDeadError: The engine is dead.
         """
         _check_call(name, version, model)
-        async with self._lock:
+        async with self._lock_of(name):
             if name not in self.known and not version:
                 raise KeyError(name)
             version = version or self.records.next_version(name)
@@ -126,27 +127,37 @@ class AdapterCalls:
             elif name in self.known:
                 raise OutdatedCall
             ref = self.known.pop(name)
-            is_last = not self.has(ref.digest)
+            is_last = not self._is_wanted(ref.digest)
         if is_last:
             await self._remove(ref.digest)
+
+    def _is_wanted(self, digest: str) -> bool:
+        """Returns whether any name stands for an adapter, or soon will."""
+        return digest == self._adding or self.has(digest)
+
+    def _lock_of(self, name: str) -> asyncio.Lock:
+        return self._of_names.setdefault(name, asyncio.Lock())
 
     async def _add(self, digest: str, folder: Path) -> None:
         """Lets the engine core read an adapter, which no name stands for yet. Whether its caller
         goes on waiting or not, it is forgotten there if none will. Raises like `load`."""
         call = AddAdapter(self._calls.next_id(), digest, str(folder))
+        self._adding = digest
         try:
-            answer = await self._calls.ask(call, AdapterAnswer, _ADD_TIMEOUT_S)
-        except (EngineCallTimeout, asyncio.CancelledError):
+            answer = await self._calls.ask(call, AdapterAnswer, LOAD_LIMIT_S)
+            if answer.error:
+                raise InvalidRequest(answer.error, "lora_path")
+        except (EngineCallTimeout, InvalidRequest, asyncio.CancelledError):
             if not self.has(digest):
                 self._calls.send(RemoveAdapter(self._calls.next_id(), digest))
             raise
-        if answer.error:
-            raise InvalidRequest(answer.error, "lora_path")
+        finally:
+            self._adding = ""
 
     async def _remove(self, digest: str) -> None:
         """Returns when the engine core has forgotten an adapter that no name stands for."""
         call = RemoveAdapter(self._calls.next_id(), digest)
-        await self._calls.ask(call, AdapterAnswer, _REMOVE_TIMEOUT_S)
+        await self._calls.ask(call, AdapterAnswer, UNLOAD_LIMIT_S)
 
     async def _read(self, name: str, path: str, digest: str, *, in_place: bool) -> tuple[Path, str]:
         """Returns the adapter's folder, and what it is. Raises `InvalidRequest`."""

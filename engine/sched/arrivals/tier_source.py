@@ -21,7 +21,8 @@ from kv_transfer.metadata import KVConnectorOutput
 from kv_transfer.tier import Tier
 
 _LONGEST_LOOK_S = 1.0
-"""Looks at what waits follow each other sooner, unless this process stands still."""
+"""Looks at what waits follow each other sooner, unless this process stands still. Of a short limit
+a look takes no more than half."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +92,8 @@ class ArrivalsByJob(Generic[_Arrival]):
         true of. Looks follow each other, one before each step: time between two counts little,
         since the tier may have answered."""
         now = time.monotonic()
-        waited_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
+        longest_s = min(_LONGEST_LOOK_S, limit_s / 2)
+        waited_s, self._looked_at = min(now - self._looked_at, longest_s), now
         limited = [arrival for arrival in self if is_limited(arrival)]
         for arrival in limited:
             arrival.waited_s += waited_s

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from edge.adapter_call import LOAD_LIMIT_S, UNLOAD_LIMIT_S
 from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
@@ -16,9 +17,9 @@ from tandem_pb.node_pb2_grpc import NodeStatusStub
 
 logger = logging.getLogger(__name__)
 
-_LOAD_TIMEOUT_S = 120.0
-_UNLOAD_TIMEOUT_S = 600.0
-"""Requests of the adapter end first."""
+_MORE_S = 20.0
+"""A node has this much longer than its own limit, so that its answer says why: its files are read,
+and a call about another adapter ends, before its time begins."""
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 LOADED, UNLOADED, UNKNOWN, OUTDATED = "loaded", "unloaded", "not there", "outdated"
@@ -65,7 +66,7 @@ class AdapterAsker:
                 metadata = self.credentials.metadata()
                 is_load = isinstance(request, LoadAdapterRequest)
                 method = stub.LoadAdapter if is_load else stub.UnloadAdapter
-                timeout_s = _LOAD_TIMEOUT_S if is_load else _UNLOAD_TIMEOUT_S
+                timeout_s = (LOAD_LIMIT_S if is_load else UNLOAD_LIMIT_S) + _MORE_S
                 answer: Adapter | None = await method(request, timeout=timeout_s, metadata=metadata)
                 digest = readable(answer).digest
                 return NodeAnswer(LOADED, digest) if is_load else NodeAnswer(UNLOADED)

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from decode_node.errors import Overloaded
+from decode_node.errors import Overloaded, Unavailable
 from decode_node.grammar.checks import grammar_checker as module
 from decode_node.grammar.checks.checker_process import CheckerConfig
 from decode_node.grammar.checks.grammar_checker import GrammarChecker
@@ -210,6 +212,28 @@ async def test_it_ends_with_its_owner(model: ModelConfig) -> None:
     checker.close()
     checker.close()
     assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_its_end_waits_for_no_process_that_does_not_start(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[ChildProcess] = []
+
+    def start(module: str, config: object, name: str, **options: Any) -> ChildProcess:
+        sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+        started.append(ChildProcess(subprocess.Popen(sleeps, **options), name))
+        return started[0]
+
+    monkeypatch.setattr(ChildProcess, "start", start)
+    checker = GrammarChecker(model)
+    checked = asyncio.create_task(checker.check(of_schema(PERSON), "f"))
+    async with asyncio.timeout(60):
+        while checker._process is None:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(checker.close)
+        with pytest.raises(Unavailable):
+            await checked
+    assert len(started) == 1 and started[0].exit_code is not None
 
 
 async def test_a_model_without_a_tokenizer_says_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -112,6 +113,57 @@ async def test_calls_that_are_made_here_are_the_newest(
     assert known.digest == read_adapter(models.path(2), 16).digest
     await adapters.unload("poet")
     assert adapters.records.of("poet") == AdapterCall("poet", "", "", future + 2)
+
+
+async def until_told(adapters: StillAdapters, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len(adapters.told) < count:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_name_is_taken_away_while_another_adapter_is_read(
+    adapters: StillAdapters,
+) -> None:
+    await adapters.load("bard", "adapter-2")
+    adapters.hold()
+    loads = [asyncio.create_task(adapters.load(name, "adapter-1")) for name in ("poet", "muse")]
+    await until_told(adapters, 2)
+    async with asyncio.timeout(60):
+        await adapters.unload("bard")
+    assert told(adapters) == ["AddAdapter", "AddAdapter", "RemoveAdapter"]
+    adapters.release()
+    await asyncio.gather(*loads)
+    assert {"poet", "muse"} <= adapters.known.keys() and "bard" not in adapters.known
+
+
+async def test_calls_about_one_name_come_one_after_the_other(adapters: StillAdapters) -> None:
+    adapters.hold()
+    load = asyncio.create_task(adapters.load("poet", "adapter-1", version=10))
+    await until_told(adapters, 1)
+    unload = asyncio.create_task(adapters.unload("poet", 11))
+    adapters.release()
+    await asyncio.gather(load, unload)
+    assert told(adapters) == ["AddAdapter", "RemoveAdapter"] and "poet" not in adapters.known
+
+
+@pytest.mark.parametrize("error", ["", "it is damaged"])
+async def test_weights_stay_while_another_name_for_them_is_made(
+    adapters: StillAdapters, error: str
+) -> None:
+    """They go if there will be none."""
+    await adapters.load("bard", "adapter-1")
+    adapters.hold()
+    load = asyncio.create_task(adapters.load("poet", "adapter-1"))
+    await until_told(adapters, 2)
+    await adapters.unload("bard")
+    assert told(adapters) == ["AddAdapter"] * 2
+    adapters.release(error)
+    if error:
+        with pytest.raises(InvalidRequest, match=error):
+            await load
+    else:
+        assert (await load).name == "poet"
+    assert told(adapters)[2:] == (["RemoveAdapter"] if error else [])
 
 
 @pytest.mark.parametrize("version", [1 << 63, (1 << 64) - 1])
