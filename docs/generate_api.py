@@ -248,9 +248,12 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
   and what is not in `required` may be left out (OpenAI refuses such schemas).
 - `/inference/v1/generate` names the tokens of log probabilities by `token_id`, as vLLM does since
   0.33, and by `token`, as it did before: clients of both read it. Images come as `content_parts`,
-  which the nodes prepare; experts and sampling masks are not there. `derender` wants `chat_request`
-  or `completion_request`, and gives no stream. Weights that a trainer makes come as adapters
-  (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the model's own.
+  which the nodes prepare, and a chat with images is rendered so; `features` are tensors of vLLM's
+  own processors, in its own encoding, and refused. Experts and sampling masks are not there.
+  `derender` wants `chat_request` or `completion_request`, and gives no stream, for which each piece
+  would come with all tokens before it: `output_mode: text` has the text of one. Weights that a
+  trainer makes come as adapters (`/v1/load_lora_adapter` with `load_inplace`); nothing replaces the
+  model's own.
 - `/abort_request` and `/abort_requests` of a router end answers at all decode nodes, and those that
   are being read, wait in it or are on their way to a node; in other routers too, which learn it
   from the nodes, a little later. Its reply comes when those at nodes have ended, or after some 2 s,

@@ -35,11 +35,13 @@ class ImagePlace:
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompt:
-    """A prompt with room for its images. `pixels`: one for each digest."""
+    """A prompt with room for its images. `pixels`: one for each digest; `unexpanded`: the prompt
+    with one placeholder for each image."""
 
     token_ids: list[int]
     spans: tuple[ImageSpan, ...] = ()
     pixels: tuple[ImagePixels, ...] = ()
+    unexpanded: Sequence[int] = ()
 
 
 NO_IMAGES = ImagePrompt([])

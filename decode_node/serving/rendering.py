@@ -13,9 +13,12 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from decode_node.answer.choice import Choice
 from decode_node.answer.journal import End, Resume, ResumedChoice
 from decode_node.grammar.structured_output import find_constraint
+from decode_node.images.image_parts import image_places
 from decode_node.protocol.bodies.generation_body import GenerationBody
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.tokens.derender import DerenderBody, GivenAnswer, GivenChoice
@@ -30,25 +33,41 @@ def rendered(read: ReadRequest) -> list[Rendered]:
     """Returns one request for tokens for each prompt. Raises `BadRequest` for what tokens alone do
     not say."""
     body, served = read.body, read.model.served
-    if read.images.pixels:
-        message = "images are not rendered; send them to /v1/chat/completions"
-        raise BadRequest(message, param="messages", code="unsupported_parameter")
+    parts = _content_parts(read)
     sampling = sampling_params(body, served.defaults, _structured(read))
     options = body.stream_options if body.stream else None
     several = len(read.prompts) > 1
     return [
         Rendered(
             request_id=f"{read.form.id}-{i}" if several else read.form.id,
-            token_ids=prompt.token_ids,
+            token_ids=list(read.images.unexpanded) if parts else prompt.token_ids,
             sampling_params=sampling,
             model=read.model.name,
             stream=bool(body.stream),
             stream_options=None if options is None else options.model_dump(exclude_none=True),
             cache_salt=body.salt,
             priority=body.priority or 0,
+            content_parts=parts or UNSET,
         )
         for i, prompt in enumerate(read.prompts)
     ]
+
+
+def _content_parts(read: ReadRequest) -> list[dict[str, Any]]:
+    """Returns the images of a chat, one for each placeholder. Raises `BadRequest` for what cannot
+    be said of them there."""
+    body = read.body
+    if not read.images.pixels or not isinstance(body, ChatCompletionRequest):
+        return []
+    for name in ("mm_processor_kwargs", "media_io_kwargs"):
+        if getattr(body, name):
+            message = f"{name} is no part of /inference/v1/generate; leave it out"
+            raise BadRequest(message, param=name, code="unsupported_parameter")
+    places = image_places(body)
+    if video := next((place for place in places if place.is_video), None):
+        message = "videos are no part of /inference/v1/generate; send them to /v1/chat/completions"
+        raise BadRequest(message, param=video.param, code="unsupported_parameter")
+    return [{"type": "image_url", "url": place.url} for place in places]
 
 
 def _structured(read: ReadRequest) -> dict[str, Any] | None:

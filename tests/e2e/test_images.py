@@ -264,6 +264,31 @@ async def test_tokens_with_placeholders_get_their_images_as_in_vllm(
 
 
 @pytest.mark.e2e
+async def test_a_chat_with_images_is_rendered_with_them(
+    cluster: Cluster, questions: list[Question]
+) -> None:
+    """The tokens have one placeholder for each, and go where trainers send them."""
+    path = "/v1/chat/completions"
+    for asked in questions:
+        status, rendered = await ask(cluster.url, asked.body, f"{path}/render")
+        assert status == 200, rendered
+        num_images = sum(part["type"] == "image_url" for part in asked.content)
+        assert rendered["token_ids"].count(IMAGE) == num_images
+        assert len(rendered.get("content_parts", [])) == num_images
+        status, given = await ask(cluster.url, rendered, "/inference/v1/generate")
+        assert status == 200, given
+        assert given["choices"][0]["token_ids"] == asked.answer
+        body = {"chat_request": asked.body, "generate_response": given}
+        status, told = await ask(cluster.url, body, f"{path}/derender")
+        assert status == 200, told
+        assert told["choices"][0]["token_ids"] == asked.answer
+        assert told["usage"]["prompt_tokens"] == asked.num_prompt_tokens
+    body = {**asked.body, "mm_processor_kwargs": {"max_pixels": 3136}}
+    status, answer = await ask(cluster.url, body, f"{path}/render")
+    assert (status, answer["error"]["param"]) == (400, "mm_processor_kwargs")
+
+
+@pytest.mark.e2e
 async def test_a_wrong_image_is_told_by_its_part(
     cluster: Cluster, questions: list[Question]
 ) -> None:

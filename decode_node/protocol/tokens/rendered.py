@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from decode_node.protocol.bodies.generation_body import GenerationBody
 from decode_node.protocol.tokens.generate import GenerateSampling
@@ -26,6 +27,7 @@ class Rendered(msgspec.Struct, kw_only=True):
     stream_options: Json | None = None
     cache_salt: str | None = None
     priority: int = 0
+    content_parts: list[Json] | UnsetType = UNSET
     features: None = None
 
 

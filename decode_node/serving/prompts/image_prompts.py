@@ -57,12 +57,12 @@ class ImagePrompts:
             raise BadRequest("a prompt with images or videos cannot be truncated", param=name)
         assert self._vision is not None
         param = "messages" if isinstance(body, ChatCompletionRequest) else _field_of(body)
-        token_ids, spans = expanded(token_ids, images, self._vision, self._encode, param)
+        whole, spans = expanded(token_ids, images, self._vision, self._encode, param)
         pixels: dict[bytes, ImagePixels] = {}
         for image in images:
             parts = image.pairs if isinstance(image, VideoPixels) else (image,)
             pixels |= {part.digest: part for part in parts}
-        return ImagePrompt(token_ids, spans, tuple(pixels.values()))
+        return ImagePrompt(whole, spans, tuple(pixels.values()), token_ids)
 
 
 def _field_of(body: CompletionRequest) -> str:
