@@ -58,6 +58,11 @@ class Launch:
         """Returns the rows of what it is given: tokens, or requests of the head."""
         return len(self.arguments[0])
 
+    @property
+    def is_gated(self) -> bool:
+        """Returns whether it is a GEMM with an activation, of two weight rows for each output."""
+        return self.name.endswith("gate_up")
+
 
 class Launches:
     """The launches of a pass, by layer; those in front of the first are of layer -1, and those

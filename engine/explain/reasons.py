@@ -25,20 +25,13 @@ def reason(launch: Launch, policy: GemmPolicy) -> str:
     if rule is None:
         return ""
     text, field = rule
-    if field == "small_m_rows" and _fills_once(launch):
+    if field == "small_m_rows" and fills_once(launch.arguments[1], gated=launch.is_gated):
         text, field = (
             "rows {rows} <= small_m_wide_rows {limit}, tiles for all SMs",
             "small_m_wide_rows",
         )
     limit = getattr(policy, field) if field else None
     return text.format(rows=launch.num_rows, limit=limit)
-
-
-def _fills_once(launch: Launch) -> bool:
-    """Returns whether a small-M GEMM is one by its tiles. Gate·up has two weight rows an output."""
-    x, weight = launch.arguments[:2]
-    num_outputs = len(weight) // (2 if launch.name == "small_m_gate_up" else 1)
-    return fills_once(x.device, num_outputs)
 
 
 def _of_paged(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> str:

@@ -15,6 +15,7 @@ from engine.explain import expert_tiles
 from engine.explain.expert_tiles import fields_of
 from engine.explain.launches import Launch
 from engine.explain.reasons import OF_STATES
+from engine.layers.methods.plain.small_m import outputs_of
 from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 
 
@@ -176,7 +177,7 @@ def _small_m(gated: bool) -> Callable[..., tuple[str, str]]:
         from tandem_kernels.gemm.small_m_gemm import small_m_tuning
 
         x, weight = arguments[:2]
-        outputs = len(weight) // (1 + gated)
+        outputs = outputs_of(weight, gated=gated)
         tuning = small_m_tuning(x.device, gated, len(x), outputs, weight.shape[1])
         fields = "cols", "depth", "splits", "num_warps", "num_stages"
         return "small_m_gemm_kernel", fields_of(tuning, *fields)
@@ -197,7 +198,7 @@ def _fp8(gated: bool) -> Callable[..., tuple[str, str]]:
         if path == "few":
             few = few_fp8_tuning(x.device, len(x), *size)
             return "fp8_few_row_kernel", fields_of(few, "cols", "depth", "num_warps")
-        size = (size[0] // (1 + gated), size[1])
+        size = (outputs_of(weight, gated=gated), size[1])
         tuning = fp8_tuning(x.device, len(x), *size, gated=gated, blocks=blocks)
         return "fp8_small_m_kernel", fields_of(tuning, *_OF_WEIGHTS)
 
@@ -212,7 +213,7 @@ def _int4(gated: bool) -> Callable[..., tuple[str, str]]:
     def of(x: Tensor, packed: Tensor, *rest: Any) -> tuple[str, str]:
         from tandem_kernels.gemm.int4_tuning import FIXED, int4_tuning
 
-        size = len(packed) // (1 + gated), x.shape[1]
+        size = outputs_of(packed, gated=gated), x.shape[1]
         is_fixed = any(one is True for one in rest)
         tuning = FIXED if is_fixed else int4_tuning(x.device, len(x), *size, gated=gated)
         return "int4_gemm_kernel", fields_of(tuning, "rows", "cols", *_OF_WEIGHTS[2:])
@@ -225,7 +226,7 @@ def _fp4(gated: bool) -> Callable[..., tuple[str, str]]:
         from tandem_kernels.gemm.fp4_tiles import SIDE
         from tandem_kernels.gemm.fp4_tuning import FIXED, fp4_tuning
 
-        size = len(tiles) * SIDE // (1 + gated), x.shape[1]
+        size = outputs_of(tiles, gated=gated) * SIDE, x.shape[1]
         is_fixed = any(one is True for one in rest)
         tuning = FIXED if is_fixed else fp4_tuning(x.device, len(x), *size, gated=gated)
         return "fp4_gemm_kernel", fields_of(tuning, "rows", *_OF_WEIGHTS)
@@ -239,7 +240,7 @@ def _int8(gated: bool) -> Callable[..., tuple[str, str]]:
         from tandem_kernels.gemm.int8_gemm import int8_tuning, is_small
 
         if is_small(len(x), weight):
-            size = len(weight) // (1 + gated), weight.shape[1]
+            size = outputs_of(weight, gated=gated), weight.shape[1]
             few = fp8_tuning(x.device, len(x), *size, gated=gated, blocks=False)
             return "fp8_small_m_kernel", fields_of(few, *_OF_WEIGHTS)
         tuning = int8_tuning(x.device, len(x), len(weight))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from engine.layers.methods.base import LinearLayer, LinearMethod, Wrapped
@@ -27,22 +26,27 @@ class SmallM(Wrapped):
         self.wide_rows = wide_rows
 
     def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
-        if self._takes(layer, x, len(layer.weight)):
+        if self._takes(layer, x, gated=False):
             return ops.small_m_gemm(x, layer.weight, layer.bias)
         return self.inner.apply(layer, x)
 
     def gate_up(self, layer: LinearLayer, x: Tensor) -> Tensor:
-        if self._takes(layer, x, len(layer.weight) // 2):
+        if self._takes(layer, x, gated=True):
             return ops.small_m_gate_up(x, layer.weight)
         return self.inner.gate_up(layer, x)
 
-    def _takes(self, layer: LinearLayer, x: Tensor, num_outputs: int) -> bool:
-        most = self.wide_rows if fills_once(x.device, num_outputs) else self.rows
+    def _takes(self, layer: LinearLayer, x: Tensor, *, gated: bool) -> bool:
+        most = self.wide_rows if fills_once(layer.weight, gated=gated) else self.rows
         return len(x) <= most and small_m_shapes.takes(x, layer.weight)
 
 
-def fills_once(device: torch.device, num_outputs: int) -> bool:
-    """Returns whether tiles are four fifths of the SMs or more, and no more than these: then each
-    SM reads one tile, and hardly any reads none."""
-    tiles, sms = num_outputs / _TILE, num_programs(device, 1)
+def outputs_of(weight: Tensor, *, gated: bool) -> int:
+    """Returns the outputs of a product with `weight` [N, K]: gate·up has two rows for each."""
+    return len(weight) // (1 + gated)
+
+
+def fills_once(weight: Tensor, *, gated: bool) -> bool:
+    """Returns whether tiles of `weight` [N, K] are four fifths of the SMs or more, and no more than
+    these: then each SM reads one tile, and hardly any reads none."""
+    tiles, sms = outputs_of(weight, gated=gated) / _TILE, num_programs(weight.device, 1)
     return 4 * sms <= 5 * tiles <= 5 * sms
