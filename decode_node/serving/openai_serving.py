@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from decode_node.answer.chat_format import ChatFormat
 from decode_node.answer.messages.messages_format import MessagesFormat
-from decode_node.answer.responses.responses_format import ResponsesFormat
+from decode_node.answer.responses.responses_format import ResponsesFormat, SummaryFormat
 from decode_node.answer.tokens.generate_format import GenerateFormat
 from decode_node.answer.tokens.sglang_format import SGLangFormat
 from decode_node.protocol.chat.chat import ChatCompletionRequest
@@ -168,5 +168,8 @@ class OpenAIServing:
     def _response_form(self, body: ResponsesRequest, context: RequestContext) -> MakeFormat:
         echoed_fields = body.echoed_fields(self._served.defaults)
         return partial(
-            ResponsesFormat, echoed_fields=echoed_fields, tools=body.read_tools, kept=context.kept
+            SummaryFormat if body.asks_summary else ResponsesFormat,
+            echoed_fields=echoed_fields,
+            tools=body.read_tools,
+            kept=context.kept,
         )

@@ -27,7 +27,8 @@ def no_compaction_routes() -> list[Route]:
 
     async def refuse(_request: Request) -> Response:
         raise NotFound(
-            "responses are not compacted here; have the model sum their items up, and send that",
+            "responses are not compacted here; send their items to /v1/responses with a "
+            "compaction_trigger at the end, and the model sums them up",
             code="no_compaction",
         )
 

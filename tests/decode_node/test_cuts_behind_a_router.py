@@ -28,6 +28,13 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS, "n": 2, "seed": 0}),
     ("/v1/responses", {"input": "hello", "tools": FLAT_TOOLS, "seed": 0}),
     (
+        "/v1/responses",
+        {
+            "input": [{"role": "user", "content": "hello"}, {"type": "compaction_trigger"}],
+            "seed": 0,
+        },
+    ),
+    (
         "/v1/messages",
         {"messages": MESSAGES, "tools": ANTHROPIC_TOOLS, "max_tokens": 500, "seed": 0},
     ),

@@ -245,7 +245,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "input"),
     ({"input": []}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
-    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input.0.type"),
+    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input"),
     ({"input": [{"type": "local_shell_call", "call_id": "c"}]}, "input.0.action"),
     (user_with({"type": "input_file", "file_id": "f"}), "input.0.content.0"),
     (user_with({"type": "input_image"}), "input.0.content.0.image_url"),

@@ -24,6 +24,7 @@ from decode_node.parsers.stages.deltas import (
     Delta,
     ReasoningText,
 )
+from decode_node.protocol.responses.compaction import ITEM, SEAL
 from decode_node.protocol.responses.responses_tools import ResponseTools
 from engine.contracts.outputs import TokenLogprobs
 
@@ -32,14 +33,14 @@ Event = tuple[str, Json]
 """The name of an event, and its data without name and number."""
 
 _NUM_DIGITS = 32
-_PREFIXES = {"reasoning": "rs", "message": "msg"}
+_PREFIXES = {"reasoning": "rs", "message": "msg", ITEM: "cmp"}
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
 class ResponseItems:
     """Collects the items of one answer. `name_call` gives the id of a call by index and name;
     `tools` says what a call of each function is sent as, `tokens` names tokens in log
-    probabilities."""
+    probabilities. `is_summary`: the text is a `compaction`."""
 
     def __init__(
         self,
@@ -47,7 +48,10 @@ class ResponseItems:
         name_call: Callable[[int, str], str],
         tools: ResponseTools,
         tokens: TokenNames,
+        *,
+        is_summary: bool = False,
     ) -> None:
+        self._is_summary = is_summary
         self._answer = answer
         self._name_call = name_call
         self._tools = tools
@@ -58,9 +62,15 @@ class ResponseItems:
         self.items: list[Json] = []
 
     @classmethod
-    def of_calls(cls, ids: CallIds, tools: ResponseTools, tokens: TokenNames) -> ResponseItems:
+    def of_calls(
+        cls, ids: CallIds, tools: ResponseTools, tokens: TokenNames, *, is_summary: bool = False
+    ) -> ResponseItems:
         """Returns the items of the only choice, whose calls `ids` names."""
-        return cls(ids.answer, lambda index, function: ids.name(0, index, function), tools, tokens)
+
+        def name_call(index: int, function: str) -> str:
+            return ids.name(0, index, function)
+
+        return cls(ids.answer, name_call, tools, tokens, is_summary=is_summary)
 
     def take(self, deltas: Sequence[Delta]) -> list[Event]:
         """Adds deltas and returns their events."""
@@ -68,6 +78,8 @@ class ResponseItems:
             match delta:
                 case ReasoningText(text):
                     self._add_text("reasoning", text)
+                case ContentText(text) if self._is_summary:
+                    self._add_summary(text)
                 case ContentText(text, logprobs):
                     self._add_text("message", text, logprobs)
                 case CallStart(index, name):
@@ -97,6 +109,14 @@ class ResponseItems:
             fields["logprobs"] = chat_logprobs(self._tokens, own).content
             part["logprobs"] += fields["logprobs"]
         self._tell(f"response.{_PARTS[kind]}.delta", **fields)
+
+    def _add_summary(self, text: str) -> None:
+        """Adds to the summary, of which no event tells before its end."""
+        if self._open is None or self._open["type"] != ITEM:
+            self._close("completed")
+            self._open_item({"type": ITEM, "encrypted_content": SEAL}, _PREFIXES[ITEM])
+        assert self._open is not None
+        self._open["encrypted_content"] += text
 
     def _open_text(self, kind: str) -> None:
         item: Json = {"type": kind, "status": "in_progress", "content": []}
@@ -132,11 +152,12 @@ class ResponseItems:
     def _close(self, status: str) -> None:
         if (call := self._call) is not None:
             self._finish_call(call, is_complete=status == "completed")
-        elif self._open is not None:
+        elif self._open is not None and self._open["type"] in _PARTS:
             self._close_text(self._open)
         if (item := self._open) is None:
             return
-        item["status"] = status
+        if item["type"] != ITEM:
+            item["status"] = status
         self._events.append(
             ("response.output_item.done", {"output_index": self._index, "item": item})
         )

@@ -10,7 +10,7 @@ Numbers go on where another node left off: the journal says how many events were
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 
@@ -39,6 +39,8 @@ class ResponsesFormat(ResponseFormat):
     id_prefix = "resp"
     done = b""
     numbers_events = True
+    is_summary: ClassVar[bool] = False
+    """The text of the answer is a summary of the conversation."""
 
     def __init__(
         self,
@@ -115,7 +117,9 @@ class ResponsesFormat(ResponseFormat):
         after this format was made."""
         if self._made is None:
             ids = self._chat.call_ids(self.identity)
-            self._made = ResponseItems.of_calls(ids, self._tools, self._tokenizer)
+            self._made = ResponseItems.of_calls(
+                ids, self._tools, self._tokenizer, is_summary=self.is_summary
+            )
         return self._made
 
     def _read(self, choice: Choice, output: RequestOutput) -> list[Event]:
@@ -169,3 +173,9 @@ class ResponsesFormat(ResponseFormat):
             "output_tokens_details": {"reasoning_tokens": self._readers.num_reasoning_tokens},
             "total_tokens": usage.total_tokens,
         }
+
+
+class SummaryFormat(ResponsesFormat):
+    """Forms the same where the input asks for a summary."""
+
+    is_summary = True

@@ -24,6 +24,7 @@ from decode_node.protocol.bodies.parse_body import validate
 from decode_node.protocol.chat.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
 from decode_node.protocol.responses.client_tools import CLIENT_TOOLS
+from decode_node.protocol.responses.compaction import is_summary_asked
 from decode_node.protocol.responses.responses_input import (
     SETTINGS,
     chat_messages,
@@ -102,8 +103,9 @@ class ResponsesRequest(Settings, AccountFields, SessionFields, TransferFields):
     """A name that this server gives its model; any of them, or none."""
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     """A text of the user, or items: messages, calls of all kinds of tools, their outputs,
-    reasoning, `additional_tools`, which add to `tools`, and `configuration_update`, whose effort
-    and form of the text count from then on."""
+    reasoning, `additional_tools`, which add to `tools`, `configuration_update`, whose effort
+    and form of the text count from then on, `compaction_trigger` at the end, which asks for a
+    summary, and `compaction`, which has one."""
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: Int | None = None
@@ -214,6 +216,11 @@ class ResponsesRequest(Settings, AccountFields, SessionFields, TransferFields):
         names += [f"tools.{kind}" for kind in self.read_tools.left_out]
         return names + [f"input.{kind}" for kind in left_out_items(self.input)]
 
+    @property
+    def asks_summary(self) -> bool:
+        """Says whether the answer is a summary of the conversation, whatever form others have."""
+        return is_summary_asked(self.input)
+
     @cached_property
     def read_tools(self) -> ResponseTools:
         """The tools as functions. Raises `BadRequest`."""
@@ -266,9 +273,9 @@ class ResponsesRequest(Settings, AccountFields, SessionFields, TransferFields):
             "messages": chat_messages(self.instructions, self.input, self.read_tools.found),
             "max_completion_tokens": self.max_output_tokens,
             "tools": self.read_tools.functions or self.tools,
-            "tool_choice": _chat_choice(self.tool_choice),
+            "tool_choice": None if self.asks_summary else _chat_choice(self.tool_choice),
             "reasoning_effort": self._effort,
-            "response_format": _chat_format(self._format),
+            "response_format": None if self.asks_summary else _chat_format(self._format),
             "verbosity": self.text.verbosity if self.text else None,
             "logprobs": True if self._wants_logprobs else None,
             "top_logprobs": self.top_logprobs or None,

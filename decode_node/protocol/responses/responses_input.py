@@ -14,6 +14,13 @@ from typing import Any
 
 from decode_node.protocol.chat.other_chat import content_of, image_part
 from decode_node.protocol.responses.client_tools import TOOLS_BY_CALL, output_text
+from decode_node.protocol.responses.compaction import (
+    ITEM,
+    REQUEST,
+    TRIGGER,
+    is_summary_asked,
+    summary_of,
+)
 from decode_node.protocol.responses.responses_tools import ADDITIONAL, INPUT, flat_name
 from decode_node.protocol.responses.tool_search import CALL, OUTPUT, TOOL, found_text, is_of_client
 from edge.http.errors import BadRequest
@@ -35,7 +42,8 @@ def left_out_items(items: str | list[Json]) -> list[str]:
     """Returns the types of items that say nothing to the model here."""
     left_out = [] if isinstance(items, str) else [one for one in items if not is_of_client(one)]
     kinds = [item.get("type") for item in left_out]
-    return [kind for kind in kinds if isinstance(kind, str) and kind in _OF_SERVERS]
+    found = [kind for kind in kinds if isinstance(kind, str) and kind in _OF_SERVERS]
+    return found + [ITEM for item in left_out if item.get("type") == ITEM and not summary_of(item)]
 
 
 def chat_messages(
@@ -54,6 +62,8 @@ def chat_messages(
             messages.take_search_output(item, f"input.{i}", found[i])
         else:
             messages.take(item, f"input.{i}")
+    if is_summary_asked(items):
+        messages.add("user", REQUEST)
     if not messages.found:
         raise BadRequest("input is empty", param="input")
     return messages.found
@@ -76,6 +86,7 @@ class _Messages:
             "custom_tool_call": self._take_custom_call,
             "custom_tool_call_output": self._take_output,
             "item_reference": self._take_reference,
+            ITEM: self._take_summary,
             **dict.fromkeys(TOOLS_BY_CALL, self._take_client_call),
             **{f"{kind}_output": self._take_client_output for kind in TOOLS_BY_CALL},
         }
@@ -93,10 +104,10 @@ class _Messages:
             take = self._take_search
         if isinstance(item.get("id"), str) and kind != "item_reference":
             self._known.setdefault(item["id"], str(item.get("call_id")))
-        if kind in (ADDITIONAL, SETTINGS) or (take is None and kind in _OF_SERVERS):
+        if kind in (ADDITIONAL, SETTINGS, TRIGGER) or (take is None and kind in _OF_SERVERS):
             return
         if take is None:
-            kinds = ", ".join((*self._takes, ADDITIONAL, SETTINGS))
+            kinds = ", ".join((*self._takes, TRIGGER, ADDITIONAL, SETTINGS))
             raise BadRequest(
                 f"{place}: items can be {kinds}; nothing else is kept or run here",
                 param=f"{place}.type",
@@ -168,6 +179,11 @@ class _Messages:
                 "router with --response-store",
                 param=f"{place}.id",
             )
+
+    def _take_summary(self, item: Json, place: str) -> None:
+        _text(item, "encrypted_content", place)
+        if (summary := summary_of(item)) is not None:
+            self.add("user", summary)
 
     def _take_reasoning(self, item: Json, place: str) -> None:
         name = "content" if item.get("content") else "summary"
