@@ -23,11 +23,12 @@ from cli.running_node import NodeCallSettings, grpc_address, node_stub, reason
 from edge.command_line import parse_settings
 from edge.security.config import Role, SecurityError
 from edge.security.credentials import Credentials
+from engine.frontend.calls.profile_calls import STOP_LIMIT_S
 from tandem_pb import node_pb2
 
 _HTTP = ("http://", "https://")
-_STOP_TIMEOUT_S = 300.0
-"""Seconds in which every rank has written its file."""
+_STOP_TIMEOUT_S = STOP_LIMIT_S + 20.0
+"""Is longer than a node itself waits for its ranks, so that its answer says why."""
 
 
 def _any_address(node: str) -> str:

@@ -1,4 +1,4 @@
-"""Tells answers over gRPC from bytes that are no message.
+"""Tells answers over gRPC from bytes that are no message, and asks twice where a connection breaks.
 
 A peer that is broken, of another release or not ours may answer with anything. gRPC itself logs a
 traceback for an answer that it cannot read, and gives None to the caller.
@@ -6,11 +6,13 @@ traceback for an answer that it cannot read, and gives None to the caller.
     stub = PrefixesStub(QuietChannel(channel))      logs nothing; takes bytes as a request, too
     reply = readable(await stub.Offer(request))     raises `GarbledAnswer`
     words_of(error)                                 what it says of a call that it has ended
+    asked_twice(service, methods)                   options of a channel: these may be made again
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
@@ -66,6 +68,25 @@ def readable(answer: _Message | None) -> _Message:
     if answer is None:
         raise GarbledAnswer
     return answer
+
+
+def asked_twice(service: str, methods: Iterable[str]) -> tuple[tuple[str, Any], ...]:
+    """Returns options of a channel on which calls of these methods, whose second call finds what
+    the first has done, are made once more when their connection breaks: on another one, and within
+    their own time."""
+    policy = {
+        "maxAttempts": 2,
+        "initialBackoff": "0.05s",
+        "maxBackoff": "0.05s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    names = [{"service": service, "method": method} for method in methods]
+    config = {"methodConfig": [{"name": names, "retryPolicy": policy}]}
+    return (
+        ("grpc.service_config", json.dumps(config)),
+        ("grpc.service_config_disable_resolution", 1),
+    )
 
 
 def words_of(error: grpc.aio.AioRpcError) -> str:

@@ -112,6 +112,8 @@ class StatusService(NodeStatusServicer):
     async def LoadAdapter(
         self, request: LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> Adapter:
+        self.num_calls += 1
+        await self.may_act.wait()
         self.adapter_calls.append(f"load {request.name}")
         if self.adapter_fault:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_fault)

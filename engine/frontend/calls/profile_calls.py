@@ -7,7 +7,7 @@ from engine.contracts.reports.profiles import Profile, ProfileOptions, ProfileRe
 from engine.frontend.calls.engine_calls import EngineCalls
 
 _START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 600.0
+STOP_LIMIT_S = 600.0
 """Ranks write files of hundreds of megabytes first."""
 
 
@@ -24,7 +24,7 @@ class ProfileCalls:
 
     async def stop(self) -> Profile:
         """Returns the last profile once all its files are written. Raises like `start`."""
-        return await self._profile(StopProfile(self._calls.next_id()), _STOP_TIMEOUT_S)
+        return await self._profile(StopProfile(self._calls.next_id()), STOP_LIMIT_S)
 
     async def _profile(self, call: StartProfile | StopProfile, timeout_s: float) -> Profile:
         answer = await self._calls.ask(call, ProfileAnswer, timeout_s)

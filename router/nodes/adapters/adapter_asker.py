@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import grpc
 
 from edge.adapter_call import LOAD_LIMIT_S, UNLOAD_LIMIT_S
-from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
+from edge.grpc_answers import (
+    GarbledAnswer,
+    QuietChannel,
+    asked_twice,
+    readable,
+    words_of,
+)
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from router.nodes.node import Node
@@ -20,7 +26,11 @@ logger = logging.getLogger(__name__)
 _MORE_S = 20.0
 """A node has this much longer than its own limit, so that its answer says why: its files are read,
 and a call about another adapter ends, before its time begins."""
-_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    *asked_twice("tandem.v1.NodeStatus", ["LoadAdapter"]),
+)
+"""One that is unloaded again is not there: the answer would be another."""
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 LOADED, UNLOADED, UNKNOWN, OUTDATED = "loaded", "unloaded", "not there", "outdated"
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from edge.grpc_answers import QuietChannel
+from edge.grpc_answers import QuietChannel, asked_twice
 from edge.http.errors import NotFound
 from edge.security.config import Role
 from edge.security.credentials import Credentials
@@ -17,23 +16,10 @@ from tandem_pb.node_pb2_grpc import NodeStatusStub
 
 TIMEOUT_S = 10.0
 _TWICE = ("AbortAnswers", "ResetPrefixCache", "SetDrained")
-"""Calls that may be made twice: the second finds what the first has done. A node that has begun to
-change its role refuses the same again."""
-_AGAIN = {
-    "name": [{"service": "tandem.v1.NodeStatus", "method": method} for method in _TWICE],
-    "retryPolicy": {
-        "maxAttempts": 2,
-        "initialBackoff": "0.05s",
-        "maxBackoff": "0.05s",
-        "backoffMultiplier": 1,
-        "retryableStatusCodes": ["UNAVAILABLE"],
-    },
-}
-"""When a connection breaks, gRPC makes the call on another one, within the call's own time."""
+"""Names no change of role: a node that has begun one refuses the same again."""
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.service_config", json.dumps({"methodConfig": [_AGAIN]})),
-    ("grpc.service_config_disable_resolution", 1),
+    *asked_twice("tandem.v1.NodeStatus", _TWICE),
 )
 
 
