@@ -274,8 +274,22 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
     received: dict[str, int] = {}
 
 
+class ProcessFault(msgspec.Struct, frozen=True, tag="fault", array_like=True):
+    """A transfer process ends, and this is why.
+
+    Attributes:
+        process: As in `TransferEvent`.
+        generation: Of the process.
+        reason: For operators.
+    """
+
+    process: int
+    generation: int
+    reason: str
+
+
 ProcessEvent = TransferEvent | TierEvent
-ProcessMessage = ProcessEvent | ProcessReport
+ProcessMessage = ProcessEvent | ProcessReport | ProcessFault
 
 
 class KVConnectorMetadata(msgspec.Struct, frozen=True, array_like=True):

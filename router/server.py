@@ -45,6 +45,7 @@ _LAST_TURNS = 10
 """Turns of the event loop before the door is shut: connections that came while this process was
 held up are accepted and their requests read in them, and would be reset."""
 
+_BACKLOG = 4096
 _SEND_BUFFER_BYTES = 256 << 10
 """Bytes of each connection that a client that reads slowly may leave lying with the kernel."""
 
@@ -98,7 +99,7 @@ class RouterServer(TlsServer):
                 log_config=None,
                 server_header=False,
                 proxy_headers=False,
-                backlog=4096,
+                backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
             )
@@ -179,6 +180,9 @@ def bind(host: str, port: int, silence_timeout_s: float = 20.0) -> socket.socket
     `edge.silent_peers` says. `::` is every address of both families, whatever the host's default
     is. Raises `OSError` when the address cannot be had.
 
+    It listens at once: before that another socket with SO_REUSEADDR, as that of the admin port or
+    of a second router, can bind the same address, and the server would fail where it begins.
+
     The protocol is named because asyncio turns off Nagle's delay only for sockets that say TCP.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -190,6 +194,7 @@ def bind(host: str, port: int, silence_timeout_s: float = 20.0) -> socket.socket
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise OSError(

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 from engine.config import EngineConfig
+from engine.contracts.errors import EngineDeadError
 from engine.contracts.steps.step_log import StepLog
 from engine.contracts.steps.step_shapes import FULL_TOKENS
 from engine.executor.abstract import KVCaches
@@ -20,6 +21,7 @@ from host.life_signs import LifeSigns
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.connectors.group_connector import GroupConnector
+from kv_transfer.errors import KVTransferError
 from kv_transfer.factory import create_scheduler_connector
 
 logger = logging.getLogger(__name__)
@@ -69,15 +71,18 @@ def _connector(
     transfer = config.kv_transfer
     if transfer is not None and group > 0:
         transfer = _of_group(transfer, group, group * size * processes)
-    return create_scheduler_connector(
-        transfer,
-        config.name_of_group(group),
-        config.epoch,
-        config.kv_layout,
-        caches.handles[own],
-        caches.hosts[own],
-        signs.part(place) if signs is not None else None,
-    )
+    try:
+        return create_scheduler_connector(
+            transfer,
+            config.name_of_group(group),
+            config.epoch,
+            config.kv_layout,
+            caches.handles[own],
+            caches.hosts[own],
+            signs.part(place) if signs is not None else None,
+        )
+    except KVTransferError as error:
+        raise EngineDeadError(str(error)) from error
 
 
 def _of_group(transfer: KVTransferConfig, group: int, num_before: int) -> KVTransferConfig:

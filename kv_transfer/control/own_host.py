@@ -7,10 +7,12 @@ with equally many processes and addresses the first of one side talks to the fir
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from edge.address import join_address
 from host.named_addresses import NamedAddresses
 from host.network import Network
 from kv_transfer.control.process_config import TransferProcessConfig
@@ -52,6 +54,16 @@ def check_own(hosts: Sequence[str]) -> None:
                 f"({error.strerror}): name one of its own with --kv-host, and the one by which "
                 f"others reach it with --kv-advertise-host"
             ) from error
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> KVTransferError:
+    """Says that KV cannot be served there, and what else may be named. `port` 0: any."""
+    # Names that are not found have numbers of their own, below 0.
+    why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+    return KVTransferError(
+        f"KV cannot be served at {join_address(host, port)} ({why}): "
+        "choose another --kv-port or --kv-host"
+    )
 
 
 def _hosts(config: TransferProcessConfig) -> tuple[str, ...]:

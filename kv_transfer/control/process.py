@@ -18,6 +18,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ import zmq
 
 from edge.address import join_address
 from edge.logs.setup import setup_logging
+from edge.printable import printable
 from edge.security.credentials import Credentials
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSign
@@ -36,9 +38,10 @@ from host.sockets.message_reader import MessageReader
 from host.termination import termination_fd
 from kv_transfer.consumer.receiver import KVReceiver
 from kv_transfer.control.control_channel import connect_events, listen_for_commands
-from kv_transfer.control.own_host import advertised_host, own_host, source_host
+from kv_transfer.control.own_host import advertised_host, cannot_listen, own_host, source_host
 from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.control.sizing import available_cores, choose_check_threads
+from kv_transfer.errors import KVTransferError
 from kv_transfer.layer_times import behind_others
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.pool.host_pool import HostPool, PoolConfig
@@ -49,6 +52,7 @@ from kv_transfer.metadata import (
     ExportMeta,
     KVPeer,
     ProcessEvent,
+    ProcessFault,
     ProcessReport,
     RecvMeta,
     ReleaseMeta,
@@ -150,6 +154,12 @@ class TransferProcess:
             if self._host_pool is not None:
                 await self._host_pool.close()
 
+    def tell_fault(self, reason: str) -> None:
+        """Says why the process ends. It ends once that is sent, or cannot be."""
+        fault = ProcessFault(self._config.process, self._config.generation, printable(reason))
+        self._events.send(self._encoder.encode(fault))
+        self._context.destroy()
+
     @property
     def _gpu(self) -> str:
         return self._cache.device.pci_address
@@ -220,7 +230,7 @@ class TransferProcess:
     async def _listen(self, sender: KVSender) -> PullServer:
         """Listens where settings say; after a restart on the port that we had before, which peers
         know. If another has that one now, any will do: peers whose pulls fail ask again.
-        Raises OSError."""
+        Raises `KVTransferError`."""
         transfer, host = self._config.transfer, own_host(self._config, self._gpu)
         service = PullService(transfer, self._me, sender)
         methods = service.methods()
@@ -231,7 +241,7 @@ class TransferProcess:
             port = await server.listen(host, self._config.fixed_port or self._config.port)
         except OSError as error:
             if self._config.fixed_port or not self._config.port:
-                raise
+                raise cannot_listen(host, self._config.fixed_port, error) from error
             logger.warning("port %d is lost, so peers learn another: %s", self._config.port, error)
             port = await server.listen(host, 0)
         self._address = join_address(advertised_host(self._config, host), port)
@@ -380,8 +390,19 @@ def pool_config(config: TransferProcessConfig, num_slots: int) -> PoolConfig:
     )
 
 
-async def _run(config: TransferProcessConfig) -> None:
-    await TransferProcess(config).run()
+async def _run(config: TransferProcessConfig) -> int:
+    """Returns the exit code; what goes wrong is the scheduler half's to say, too."""
+    process = TransferProcess(config)
+    try:
+        await process.run()
+    except KVTransferError as error:
+        logger.error("%s", error)
+        process.tell_fault(str(error))
+        return 1
+    except Exception as error:
+        process.tell_fault(f"{type(error).__name__}: {error}")
+        raise
+    return 0
 
 
 def main() -> None:
@@ -390,7 +411,7 @@ def main() -> None:
     setup_logging(config.log, f"kv transfer {config.engine_id}/{config.process}", is_child=True)
     time.sleep(config.start_delay_s)
     collect_garbage_rarely()
-    asyncio.run(_run(config))
+    sys.exit(asyncio.run(_run(config)))
 
 
 if __name__ == "__main__":

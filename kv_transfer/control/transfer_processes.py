@@ -46,6 +46,7 @@ from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import (
     ProcessEvent,
+    ProcessFault,
     ProcessMessage,
     ProcessReport,
     TransferCommand,
@@ -56,6 +57,7 @@ from kv_transfer.tier import TierContents
 logger = logging.getLogger(__name__)
 
 _KILLED_WHILE_STARTING = 3
+_FAULT_TIMEOUT_S = 0.5  # The message that says why may arrive after the end.
 _START_TIMEOUT_S = 60.0
 
 _QUIET_GRPC = {"GRPC_VERBOSITY": "NONE"}
@@ -77,6 +79,8 @@ class _TransferProcess:
         self.report: ProcessReport | None = None
         self.past = ProcessReport(config.process)
         """Totals of its former lives."""
+        self.fault = ""
+        """Why it ended, if it has said so."""
         self.address = ""
         """That it listens on, or will again when it was restarted."""
         self._host = host
@@ -112,6 +116,15 @@ class _TransferProcess:
             self._let_port_go()
             self._commands.accept(report)
 
+    def note_fault(self, fault: ProcessFault) -> None:
+        """Notes why it ends."""
+        if fault.generation == self.config.generation:
+            self.fault = fault.reason
+
+    def describe_exit(self, child: HostedProcess) -> str:
+        """Says how its child ended, and why, if it has said so."""
+        return child.describe_exit() + (f" ({self.fault})" if self.fault else "")
+
     def restart(self) -> HostedProcess:
         """Starts it again after its death. Commands that it has not read are dropped."""
         if self.child is not None:
@@ -139,6 +152,7 @@ class _TransferProcess:
             port = int(self.report.address.rpartition(":")[2] or 0)
             self.past = _add_totals(self.past, self.report)
         self.report = None
+        self.fault = ""
         self.config = msgspec.structs.replace(
             self.config,
             generation=self.config.generation + 1,
@@ -296,6 +310,8 @@ class TransferProcesses:
                 self._messages.drop(0)
             elif isinstance(message, ProcessReport):
                 self._accept(message)
+            elif isinstance(message, ProcessFault):
+                self._processes[message.process].note_fault(message)
             elif isinstance(message, TransferEvent):
                 events.append(on_our_clock(message))
             elif not isinstance(message, TierContents) or self._is_alive(message):
@@ -319,7 +335,7 @@ class TransferProcesses:
         for number, process in enumerate(self._processes):
             child = process.child
             if child is not None and (number in frozen or child.exit_code is not None):
-                dead[number] = frozen.get(number) or child.describe_exit()
+                dead[number] = frozen.get(number) or process.describe_exit(child)
                 logger.error("%s and is started again", dead[number])
                 self._start_again(number, process, child)
         return dead
@@ -383,9 +399,7 @@ class TransferProcesses:
                 if child is None or child.exit_code is None:
                     continue
                 if child.exit_code > 0 or self.num_restarts >= _KILLED_WHILE_STARTING:
-                    raise TransferProcessFailed(
-                        f"{child.describe_exit()} while starting; its log says why"
-                    )
+                    raise TransferProcessFailed(self._why_not_started(process, child))
                 logger.warning("%s while starting, and is started again", child.describe_exit())
                 self._start_again(number, process, child)
             if time.monotonic() > deadline:
@@ -394,3 +408,13 @@ class TransferProcesses:
                 )
             self._poller.poll(1.0)
             self._early += self.receive()
+
+    def _why_not_started(self, process: _TransferProcess, child: HostedProcess) -> str:
+        if child.exit_code and child.exit_code > 0:
+            deadline = time.monotonic() + _FAULT_TIMEOUT_S
+            while not process.fault and time.monotonic() < deadline:
+                self._events.poll(100)
+                self._early += self.receive()
+        if process.fault:
+            return f"{process.name} could not start: {process.fault}"
+        return f"{child.describe_exit()} while starting; its log says why"

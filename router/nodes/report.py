@@ -189,6 +189,8 @@ def _name(text: str) -> str:
 
 
 def _adapters(load: NodeLoad) -> AdapterSet:
+    if not load.adapters:
+        return NO_ADAPTERS
     return adapter_set(
         AdapterId(_name(one.name), _name(one.digest[:_MAX_DIGEST]))
         for one in load.adapters[:_MAX_ADAPTERS]

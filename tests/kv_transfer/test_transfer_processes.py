@@ -399,8 +399,17 @@ def test_a_process_that_cannot_start_says_so(
 ) -> None:
     """An address that was this host's when it was looked at, and no longer is."""
     monkeypatch.setattr(connector_scheduler, "check_own", lambda hosts: None)
-    with pytest.raises(TransferProcessFailed, match="transfer process 0 of rank 0 ended with"):
+    with pytest.raises(TransferProcessFailed, match="transfer process 0 of rank 0 could not start"):
         make_node("prefill", layout(), hosts=("256.1.1.1",))
+
+
+def test_a_port_that_another_process_has_is_named(make_node: MakeNode) -> None:
+    """The operator sees this one line, and not the log of a child."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        reason = rf"KV cannot be served at 127.0.0.1:{port} \(Address already in use\)"
+        with pytest.raises(TransferProcessFailed, match=reason):
+            make_node("prefill", layout(), hosts=("127.0.0.1",), port=port)
 
 
 @pytest.mark.parametrize(("num_killed", "starts"), [(2, True), (9, False)])

@@ -114,9 +114,16 @@ async def test_who_came_while_a_draining_router_was_held_up_is_answered(cluster:
 
 def test_every_address_is_those_of_both_families() -> None:
     with bind("::", 0) as listener:
-        listener.listen()
         for host in ("127.0.0.1", "::1"):
             socket.create_connection((host, listener.getsockname()[1])).close()
+
+
+def test_an_address_is_taken_as_soon_as_it_is_bound() -> None:
+    """Another router may start at the same time, and the admin port may be the same by mistake."""
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} "):
+            bind("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(
