@@ -190,7 +190,7 @@ class DecodeNode:
         facts["grpc_address"] = join_address(self._settings.host, self._ports.grpc.port)
         if self._ports.probes is not None:
             facts["metrics_port"] = self._ports.probes.port
-        emit_ready(self._engine, **facts)
+        emit_ready(self._engine, self._settings.drain_timeout_s, **facts)
 
 
 def _create_http_server(

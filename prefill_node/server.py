@@ -136,7 +136,7 @@ class PrefillNode:
         facts: dict[str, object] = {"role": "prefill", "address": address}
         if self._ports.probes is not None:
             facts["metrics_port"] = self._ports.probes.port
-        emit_ready(self._engine, **facts)
+        emit_ready(self._engine, self._settings.drain_timeout_s, **facts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ class RouterServer(TlsServer):
         self.services: Services = app.state.services
         self._kept: KeptRoutes | None = getattr(app.state, "kept", None)
         self._drain_delay_s = settings.drain_delay_s
+        self._drain_timeout_s = settings.drain_timeout_s
         self._listener = listener
         self._closing: asyncio.TimerHandle | None = None
 
@@ -129,7 +130,8 @@ class RouterServer(TlsServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
-        facts = {"role": "router", "host": host, "port": port}
+        drain_s = self._drain_delay_s + self._drain_timeout_s
+        facts = {"role": "router", "host": host, "port": port, "drain_s": drain_s}
         if self._admin_listener is not None:
             facts["admin_port"] = self._admin_listener.getsockname()[1]
         tell_supervisor("ready", **facts)

@@ -6,7 +6,8 @@ Life of a service:
     2. READY      it reported `{"event": "ready", ...}`: it answers requests
     3. RESTARTING it died after it had been ready; started again after a growing pause
     4. FAILED     it died before it was ever ready: its final messages are the error
-    5. STOPPED    it was asked to end (SIGTERM, later SIGKILL) and has ended
+    5. STOPPED    it was asked to end (SIGTERM; SIGKILL when it takes longer than it should) and has
+                  ended
 
 Services run in sessions of their own: a Ctrl-C in the terminal reaches the supervisor alone,
 which then stops them in order. If the supervisor itself is killed, the kernel ends them.
@@ -31,6 +32,8 @@ from host.termination import bound
 _GIB = 1 << 30
 _LAST_WORDS = 25
 _STOP_TIMEOUT_S = 20.0
+"""Seconds that a process has to end once its open answers have ended: for these it says itself how
+long it waits."""
 
 
 class ServiceState(enum.Enum):
@@ -129,7 +132,8 @@ class Service:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+            drain_s = float(self.ready_info.get("drain_s", 0.0))
+            await asyncio.wait_for(process.wait(), drain_s + _STOP_TIMEOUT_S)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

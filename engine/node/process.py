@@ -49,12 +49,14 @@ def run_node(name: str, serve: Coroutine[None, None, int]) -> int:
         return 1
 
 
-def emit_ready(engine: AsyncLLM, **facts: object) -> None:
-    """Says that the node serves. `facts` tell where, and as what."""
+def emit_ready(engine: AsyncLLM, drain_s: float, **facts: object) -> None:
+    """Says that the node serves. `facts` tell where, and as what; `drain_s` how long it lets open
+    answers end when it is stopped."""
     config = engine.config
     tell_supervisor(
         "ready",
         **facts,
+        drain_s=drain_s,
         pid=os.getpid(),
         engine_id=config.engine_id,
         kv_cache_tokens=tokens_that_fit(

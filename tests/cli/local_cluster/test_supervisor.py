@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.local_cluster import supervisor as supervisor_module
 from cli.local_cluster.supervisor import (
     Listener,
     Service,
@@ -136,6 +137,21 @@ async def test_stages_stop_one_after_the_other() -> None:
     await supervisor.stop()
     stopped = [name for name, state in recorder.states if state is ServiceState.STOPPED]
     assert stopped == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 600.0])
+async def test_a_service_has_the_time_that_it_gives_its_open_answers(
+    monkeypatch: pytest.MonkeyPatch, drain_s: float
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_STOP_TIMEOUT_S", 0.1)
+    ready = READY.replace('"port": 7', f'"drain_s": {drain_s}')
+    recorder = Recorder()
+    holds = "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
+    says = "time.sleep(1); print('the last answer has ended', flush=True)"
+    supervisor = Supervisor([spec("slow", holds, ready, WAIT, says)], recorder.listener())
+    await supervisor.start()
+    await supervisor.stop()
+    assert recorder.logs == (["the last answer has ended"] if drain_s else [])
 
 
 async def test_kill_ends_a_stop_that_nobody_wants_to_wait_for() -> None:
