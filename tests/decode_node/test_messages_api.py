@@ -98,6 +98,20 @@ async def test_the_official_client_reads_a_whole_message() -> None:
         await client.close()
 
 
+async def test_usage_tells_how_many_tokens_are_thoughts() -> None:
+    """As many as chats tell, of a whole message and of a stream."""
+    async with one_node() as node:
+        asked = {"messages": [USER], "max_tokens": 500}
+        chat = (await node.client.post("/v1/chat/completions", json=asked)).json()
+        thoughts = chat["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        whole = (await node.client.post("/v1/messages", json=asked)).json()
+        assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": thoughts}
+        stream = (await node.client.post("/v1/messages", json={**asked, "stream": True})).text
+        assert (
+            thoughts > 0 and f'"output_tokens_details":{{"thinking_tokens":{thoughts}}}' in stream
+        )
+
+
 async def test_the_official_client_runs_a_loop_of_calls() -> None:
     async with one_node() as node, live(node) as url:
         client = client_of(url)

@@ -68,7 +68,7 @@ class MessagesFormat(ResponseFormat):
         self._has_begun = True
 
     def usage_events(self, usage: Usage, timeline: Timeline | UnsetType) -> list[bytes]:
-        delta: Json = {"type": "message_delta", "delta": self._stop, "usage": _usage_of(usage)}
+        delta: Json = {"type": "message_delta", "delta": self._stop, "usage": self._usage(usage)}
         if timeline is not UNSET:
             delta["timeline"] = timeline
         return [self._event(delta), self._event({"type": "message_stop"})]
@@ -86,7 +86,7 @@ class MessagesFormat(ResponseFormat):
         self._blocks.take(self._readers.read_whole(result))
         self._blocks.finish()
         self._note_end(result.choice, result.finish_reason, result.stop_reason)
-        message = self._message(self._blocks.blocks, _usage_of(usage))
+        message = self._message(self._blocks.blocks, self._usage(usage))
         if timeline is not UNSET:
             message["timeline"] = timeline
         return self._encoder.encode(message)
@@ -118,6 +118,14 @@ class MessagesFormat(ResponseFormat):
         elif self._blocks.num_calls:
             self._stop["stop_reason"] = "tool_use"
 
+    def _usage(self, usage: Usage) -> Json:
+        cached = usage.prompt_tokens_details.cached_tokens
+        told = _usage(usage.prompt_tokens, cached, usage.completion_tokens)
+        if self._readers.has_parsers:
+            count = self._readers.num_reasoning_tokens
+            told["output_tokens_details"] = {"thinking_tokens": count}
+        return told
+
     def _message(self, blocks: list[Json], usage: Json) -> Json:
         return {
             "id": self.id,
@@ -131,11 +139,6 @@ class MessagesFormat(ResponseFormat):
 
     def _event(self, data: Json) -> bytes:
         return event(self._encoder.encode(data), data["type"])
-
-
-def _usage_of(usage: Usage) -> Json:
-    cached = usage.prompt_tokens_details.cached_tokens
-    return _usage(usage.prompt_tokens, cached, usage.completion_tokens)
 
 
 def _usage(prompt: int, cached: int, output: int) -> Json:
