@@ -84,6 +84,11 @@ class AdmissionGate:
             retry_after=self._retry_after, num_routers=self.limits.num_routers
         )
 
+    @property
+    def is_used(self) -> bool:
+        """Returns whether requests have slots, or wait for some."""
+        return self.num_started > 0 or len(self.line) > 0
+
     def offer(self, request: RequestInfo, admit: Callable[[], None]) -> Waiting | None:
         """Calls `admit`, now (and returns None) or when there is room. A caller that learns later
         that nothing will answer says so (`give_back`).

@@ -36,7 +36,7 @@ class ModelGates:
         self._tenants = TenantLimits(
             retry_after=self._retry_after, num_routers=self.limits.num_routers
         )
-        self._gates = PerModel(self._make)
+        self._gates = PerModel(self._make, is_used=lambda gate: gate.is_used)
 
     def of(self, model: str) -> AdmissionGate:
         return self._gates.of(model)

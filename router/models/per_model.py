@@ -12,20 +12,30 @@ T = TypeVar("T")
 
 
 class PerModel(Generic[T]):
-    """Makes one by `make` when a model is asked for first. Of very many the oldest goes: who holds
-    it still can."""
+    """Makes one by `make` when a model is asked for first. Of very many the one goes that was asked
+    for longest ago, but none that `is_used`: another one of its model would begin anew."""
 
-    def __init__(self, make: Callable[[str], T]) -> None:
+    def __init__(
+        self, make: Callable[[str], T], is_used: Callable[[T], bool] = lambda one: False
+    ) -> None:
         self._make = make
+        self._is_used = is_used
         self._by_model: dict[str, T] = {}
+        """Begins with what was asked for longest ago."""
 
     def of(self, model: str) -> T:
-        found = self._by_model.get(model)
+        found = self._by_model.pop(model, None)
         if found is None:
-            if len(self._by_model) >= _MAX_MODELS:
-                del self._by_model[next(iter(self._by_model))]
-            found = self._by_model[model] = self._make(model)
+            self._make_room()
+            found = self._make(model)
+        self._by_model[model] = found
         return found
+
+    def _make_room(self) -> None:
+        if len(self._by_model) < _MAX_MODELS:
+            return
+        unused = (name for name, one in self._by_model.items() if not self._is_used(one))
+        self._by_model.pop(next(unused, ""), None)
 
     def get(self, model: str) -> T | None:
         """Returns the one of `model` if there is one."""
@@ -39,4 +49,4 @@ class PerModel(Generic[T]):
         return len(self._by_model)
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self._by_model.values())
+        return iter(list(self._by_model.values()))

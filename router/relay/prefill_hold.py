@@ -58,7 +58,11 @@ class PrefillHold:
     default_tokens_per_s: float
     rng: random.Random = field(default_factory=random.Random)
     clock: Callable[[], float] = time.monotonic
-    _held: PerModel[_Held] = field(default_factory=lambda: PerModel(lambda model: _Held()))
+    _held: PerModel[_Held] = field(
+        default_factory=lambda: PerModel(
+            lambda model: _Held(), is_used=lambda held: held.num_requests > 0
+        )
+    )
 
     async def wait(self, request: RequestInfo, time_left_s: float) -> None:
         """Returns when the request is to be placed.

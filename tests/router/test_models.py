@@ -313,6 +313,26 @@ def test_lines_are_apart_and_a_tenants_rates_are_not() -> None:
         small.check_rates(request(model="small", tenant=tenant))
 
 
+def test_names_that_clients_make_up_do_not_open_a_gate_again() -> None:
+    """One that has requests stays, and so does one that is asked for now and again."""
+    gates = ModelGates(
+        limits=GateLimits(slots_per_node=1),
+        num_nodes=lambda model: 1,
+        clock=ManualClock(),
+        rng=random.Random(1),
+    )
+    used, known = gates.of("used"), gates.of("known")
+    assert used.offer(request(model="used"), lambda: None) is None
+    for number in range(3000):
+        gates.of(f"made up {number}")
+        assert number % 500 or gates.of("known") is known
+    assert gates.of("used") is used and used.num_started == 1
+    used.free()
+    for number in range(3000):
+        gates.of(f"made up {number}")
+    assert gates.known("used") is gates.known("known") is None
+
+
 async def test_retries_of_one_model_are_not_paid_by_another(cluster: Cluster) -> None:
     busy = [
         await node_of(cluster, "busy", answer_json(503, {"error": {}}), f"b{i}") for i in range(2)
