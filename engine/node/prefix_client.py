@@ -2,7 +2,8 @@
 
 1. `ask`      one short call. Whatever goes wrong, nothing is pulled: the prompt is computed. Of
               many channels those are closed that nothing is asked over
-2. avoided    a peer that could not be reached, for a while: no prompt waits for it
+2. avoided    a peer that could not be reached, for a while: no prompt waits for it. The next
+              question goes over a new connection, since networks lose some and tell neither end
 3. `close`
 """
 
@@ -70,6 +71,8 @@ class PrefixClient:
             self._num_open[holder] -= 1
         self._avoid_until[holder] = time.monotonic() + _AVOID_S
         logger.warning("%s gives no prefixes for %g s: %s", ask.peer, _AVOID_S, why)
+        if not self._num_open[holder] and (channel := self._channels.pop(holder, None)):
+            await channel.close()
         return None, 0
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import grpc
@@ -34,6 +35,7 @@ from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.metadata import KVPeer
 from tandem_pb import prefixes_pb2, prefixes_pb2_grpc
 from tests.garbled_server import garbled_server, only_warning
+from tests.router.fault_proxy import FaultProxy
 
 LAYOUT = KVLayout(
     groups=(attention_group(layers=[0], heads=1, head_dim=4, dtype="float32", block_size=16),),
@@ -157,23 +159,47 @@ async def test_a_peer_of_bytes_that_are_no_message_is_left_alone(
 
 
 @pytest.mark.asyncio
+async def test_a_connection_that_the_network_has_lost_is_not_asked_over_again(node: Node) -> None:
+    """Neither end is told of it: the next question goes over a new one."""
+    port = int(node.address.rpartition(":")[2])
+    async with FaultProxy(port) as proxy:
+        chains = {16: [b"%032d" % i for i in range(3)]}
+        ask = PrefixAsk("r", 1, f"prefill/127.0.0.1:{proxy.port}", chains)
+        assert (await node.client.ask(ask))[1] == 32
+        proxy.lose()
+        assert await node.client.ask(ask) == (None, 0)
+        node.client._avoid_until.clear()
+        assert (await node.client.ask(ask))[1] == 32
+        await node.client.close()
+
+
+@pytest.mark.asyncio
 async def test_a_question_is_not_cut_off_by_questions_to_other_peers(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_client, "_MAX_PEERS", 1)
-    node.engine.may_answer.clear()
-    asked = asyncio.create_task(node.ask())
-    async with asyncio.timeout(30):
-        while not node.engine.asked:
-            await asyncio.sleep(0.01)
-    for port in (1, 2, 3):
-        ask = PrefixAsk("r", 1, f"prefill/127.0.0.1:{port}", {16: [b"%032d" % 0]})
-        assert await node.client.ask(ask) == (None, 0)
-    assert len(node.client._channels) == 2, "that is one more than there may be"
-    node.engine.may_answer.set()
-    assert (await asked)[1] == 32
-    await node.client.ask(PrefixAsk("r", 1, "prefill/127.0.0.1:4", {16: [b"%032d" % 0]}))
-    assert len(node.client._channels) == len(node.client._num_open) == 1
+    port = int(node.address.rpartition(":")[2])
+    async with AsyncExitStack() as stack:
+        proxies = [await stack.enter_async_context(FaultProxy(port)) for _ in range(4)]
+        asks = [
+            PrefixAsk("r", 1, f"prefill/127.0.0.1:{proxy.port}", {16: [b"%032d" % 0]})
+            for proxy in proxies
+        ]
+        node.engine.may_answer.clear()
+        first = asyncio.create_task(node.client.ask(asks[0]))
+        async with asyncio.timeout(30):
+            while not node.engine.asked:
+                await asyncio.sleep(0.01)
+        node.engine.may_answer, may_answer = asyncio.Event(), node.engine.may_answer
+        node.engine.may_answer.set()
+        for ask in asks[1:]:
+            assert (await node.client.ask(ask))[1] == 32
+        assert len(node.client._channels) == 2, "that is one more than there may be"
+        may_answer.set()
+        assert (await first)[1] == 32
+        await node.client.ask(asks[1])
+        assert len(node.client._channels) == len(node.client._num_open) == 1
+        await node.client.close()
 
 
 @pytest.mark.asyncio

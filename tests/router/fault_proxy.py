@@ -21,6 +21,13 @@ class FaultProxy:
     def cut(self) -> None:
         self._passing.clear()
 
+    def lose(self) -> None:
+        """Lets nothing pass any more on the connections that are there, as a firewall that has
+        forgotten them. New ones are well."""
+        self._passing.clear()
+        self._passing = asyncio.Event()
+        self._passing.set()
+
     async def drop(self) -> None:
         """Ends the connections that are there, as a proxy that starts anew."""
         tasks = list(self._tasks)
@@ -50,18 +57,20 @@ class FaultProxy:
             there, here = await asyncio.open_connection("127.0.0.1", self.target_port)
             try:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._pump(reader, here))
-                    group.create_task(self._pump(there, writer))
+                    group.create_task(self._pump(reader, here, self._passing))
+                    group.create_task(self._pump(there, writer, self._passing))
             except* OSError:
                 pass
             finally:
                 here.close()
                 writer.close()
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, passing: asyncio.Event
+    ) -> None:
         while data := await source.read(1 << 16):
-            await self._passing.wait()
+            await passing.wait()
             sink.write(data)
             await sink.drain()
-        await self._passing.wait()
+        await passing.wait()
         sink.close()
