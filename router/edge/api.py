@@ -41,7 +41,7 @@ from edge.http.unknown_path import path_without_slash
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
 from router.admission.admission_gate import AdmissionGate
-from router.admission.cluster_load import cluster_load
+from router.admission.cluster_load import ClusterLoads
 from router.admission.model_gates import ModelGates
 from router.admission.ticket import Ticket
 from router.errors import AdminOnly, NoNodeAvailable
@@ -78,6 +78,10 @@ class ProxyEndpoint:
     body_limits: BodyLimits
     may_name_nodes: Callable[[Tenant], bool] = lambda tenant: True
     tracer: Tracer = field(default_factory=Tracer)
+    _loads: ClusterLoads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._loads = ClusterLoads(self.models.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = RequestTrace(scope["state"]["trace"], scope["path"])
@@ -151,7 +155,7 @@ class ProxyEndpoint:
 
     def _load_headers(self, form: str, model: str) -> dict[str, str]:
         num_in_line = len(self.gates.of(model).line)
-        return load_headers(form, cluster_load(self.models.registry, model, num_in_line))
+        return load_headers(form, self._loads.of(model, num_in_line))
 
     async def _read(self, scope: Scope, receive: Receive, record: RequestHistory) -> ClientRequest:
         self.room.check()

@@ -18,7 +18,7 @@ from tests.helm.scenarios import (
     version_of,
     workload,
 )
-from tests.helm.service_settings import containers, environment, settings_of
+from tests.helm.service_settings import check, containers, environment, settings_of
 
 MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
 ADDED = ("log-shipper", "watcher", "fetch", "wait")
@@ -367,6 +367,22 @@ def test_pods_of_a_set_do_not_spread_by_a_label_that_they_lack() -> None:
         pod = serving_pod(rendered("disaggregated-set"), component)
         (rule,) = pod["spec"]["topologySpreadConstraints"]
         assert "matchLabelKeys" not in rule
+
+
+# Adapters -----------------------------------------------------------------------------------------
+
+
+def test_thousands_of_adapters_are_no_argument_that_is_too_long() -> None:
+    """Linux starts no program that has one of 128 KiB: the pods would end at once."""
+    modules = {f"customer-{i:05}-support": f"customers/{i:05}/support-v1" for i in range(3000)}
+    volume = {"type": "pvc", "claim": "adapters"}
+    adapters = {"enabled": True, "modules": modules, "volume": volume}
+    over = {"model": {"adapters": adapters}}
+    found = containers(HelmSdk.shared().render(overlay(MINIMAL, over)))
+    for service in ("prefill", "decode"):
+        assert max(map(len, found[service]["args"])) < 1 << 12
+        served = check(service, found[service])["lora_modules"]
+        assert served == [f"{name}=/adapters/{folder}" for name, folder in modules.items()]
 
 
 # Who reaches the nodes besides the router --------------------------------------------------------

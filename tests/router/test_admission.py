@@ -19,6 +19,7 @@ from router.admission.admission_gate import (
     Refusal,
     shed_probability,
 )
+from router.admission.cluster_load import ClusterLoads
 from router.admission.retry_after import RetryAfter
 from router.admission.ticket import Ticket
 from router.admission.token_bucket import TokenBucket
@@ -29,7 +30,7 @@ from router.placement.policy import Placement
 from router.request.info import RequestInfo
 from router.request.tenants import Priority, Tenant
 from tests.router.cluster import Cluster, RunningRouter, eventually
-from tests.router.factories import ManualClock, address, request
+from tests.router.factories import Fleet, ManualClock, address, report, request
 from tests.router.fakes import never_answer, stream_tokens
 
 BATCH, STANDARD, INTERACTIVE = Priority.BATCH, Priority.STANDARD, Priority.INTERACTIVE
@@ -474,3 +475,17 @@ async def status_of(router: RunningRouter, body: object) -> int:
     async with router.post(body) as response:
         await response.read()
         return int(response.status)
+
+
+def test_the_load_that_answers_tell_is_summed_up_once_a_moment() -> None:
+    """A look at all nodes for each answer would be a part of the work of a large cluster."""
+    fleet = Fleet()
+    where = fleet.add("a", num_waiting_requests=2, num_total_blocks=10, num_free_blocks=5).address
+    loads = ClusterLoads(fleet.registry)
+    first = loads.of("demo", 3)
+    assert (first.kv_usage, first.num_waiting) == (0.5, 5)
+    fleet.registry.apply_report(where, report(sequence=2, num_waiting_requests=9))
+    assert loads.of("demo", 4).num_waiting == 6
+    fleet.clock.now += 0.2
+    assert loads.of("demo", 0).num_waiting == 9
+    assert loads.of("another", 1).num_waiting == 1
