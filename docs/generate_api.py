@@ -27,7 +27,11 @@ from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.decisions.decisions import DecisionRequest
 from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
-from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
+from decode_node.protocol.responses.responses import (
+    CompactRequest,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from decode_node.protocol.tokens.derender import DerenderChatRequest, DerenderCompletionRequest
 from decode_node.protocol.tokens.generate import GenerateRequest
@@ -115,8 +119,8 @@ long = client.responses.retrieve(long.id)  # until long.status is completed, inc
   before anything is computed; others do not notice.
 
 Without `--response-store`, `previous_response_id`, `conversation` and `background` are a 400, and
-the paths of what is kept a 404 `no_response_store`. Stored prompts and `/v1/responses/compact` are
-not there in either case.
+the paths of what is kept a 404 `no_response_store`. Stored prompts are not
+there in either case, and `/v1/responses/compact` takes a whole conversation as `input`.
 """
 
 FIELDS = """
@@ -169,7 +173,6 @@ ROUTER_PATHS = {
     "/status": "Shows the cluster to people.",
     "/status/{file}": "Sends what that page is made of.",
     "/status/events": "Streams what that page shows, as server-sent events.",
-    "/v1/responses/compact": "Answers a 404 `no_compaction`, which says what to do in its place.",
     "/v1/responses/{response_id}": "Tells, or deletes, a [response that is kept]"
     "(#responses-that-are-kept); with `stream=true` its events.",
     "/v1/responses/{response_id}/cancel": "Ends the work on a background response.",
@@ -198,6 +201,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/generate": SGLangRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": InputTokensRequest,
+    "/v1/responses/compact": CompactRequest,
     "/v1/decisions": DecisionRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,

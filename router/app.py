@@ -30,7 +30,7 @@ from router.config import RouterSettings
 from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate
 from router.edge.error_answers import add_error_answers
-from router.edge.not_kept import no_batch_routes, no_compaction_routes, no_response_routes
+from router.edge.not_kept import no_batch_routes, no_response_routes
 from router.edge.operators.admin_api import probe_routes
 from router.edge.operators.operator_routes import operator_routes
 from router.make_batches import BatchParts, KeptBatches, make_batches
@@ -112,7 +112,6 @@ def _serve_requests(
     for path in PROXIED_PATHS:
         is_kept = kept is not None and path in KEPT_PATHS
         serve(app, [Route(path, kept.endpoint if kept and is_kept else endpoint, methods=["POST"])])
-    serve(app, no_compaction_routes(), is_named=False)
     if kept is not None:
         app.state.kept = kept
         serve(app, kept.routes)

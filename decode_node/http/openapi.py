@@ -20,7 +20,11 @@ from decode_node.protocol.completions import Completion, CompletionRequest
 from decode_node.protocol.decisions.decisions import Decision, DecisionRequest
 from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import Model, ModelList
-from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
+from decode_node.protocol.responses.responses import (
+    CompactRequest,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from decode_node.protocol.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -104,6 +108,12 @@ _POSTS = (
         name="countInputTokens",
         body=InputTokensRequest,
         answer='{"object": "response.input_tokens", "input_tokens": 12}',
+    ),
+    _Post(
+        path="/v1/responses/compact",
+        name="compactResponse",
+        body=CompactRequest,
+        answer="A CompactedResponse of OpenAI's API.",
     ),
     _Post(
         path="/v1/decisions",

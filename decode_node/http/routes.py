@@ -31,7 +31,11 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.decisions.decisions import DecisionRequest
 from decode_node.protocol.messages.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import ModelList
-from decode_node.protocol.responses.responses import InputTokensRequest, ResponsesRequest
+from decode_node.protocol.responses.responses import (
+    CompactRequest,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from decode_node.protocol.tokens.generate import GenerateRequest
 from decode_node.protocol.tokens.sglang import SGLangRequest
 from decode_node.serving.model_cards import ModelCards
@@ -144,7 +148,7 @@ def _parsed(raw: bytes, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
 
 def client_routes(api: Api) -> list[Route]:
     """Returns the routes of all that clients ask, but for the tokenizer's."""
-    return [*_answers(api), *_messages(api), *_state(api)]
+    return [*_answers(api), *_responses(api), *_messages(api), *_state(api)]
 
 
 def _answers(api: Api) -> list[Route]:
@@ -170,6 +174,23 @@ def _answers(api: Api) -> list[Route]:
         body, context = await api.read(request, SGLangRequest)
         return await api.serving.native(body, context)
 
+    async def decisions(request: Request) -> Response:
+        """Answers questions about an input by probabilities."""
+        body, context = await api.read(request, DecisionRequest)
+        return await api.serving.decisions(body, context)
+
+    return [
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/generate", native, methods=["POST"]),
+        Route("/v1/decisions", decisions, methods=["POST"]),
+    ]
+
+
+def _responses(api: Api) -> list[Route]:
+    """Returns those of OpenAI's newer API of chats."""
+
     async def responses(request: Request) -> Response:
         """Answers a chat in the shape of OpenAI's newer API, and keeps nothing."""
         body, context = await api.read(request, ResponsesRequest)
@@ -184,19 +205,15 @@ def _answers(api: Api) -> list[Route]:
             count = await api.tokenizer.count(body, is_long=context.is_long, model=context.model)
         return _json({"object": "response.input_tokens", "input_tokens": count})
 
-    async def decisions(request: Request) -> Response:
-        """Answers questions about an input by probabilities."""
-        body, context = await api.read(request, DecisionRequest)
-        return await api.serving.decisions(body, context)
+    async def compact(request: Request) -> Response:
+        """Sums a conversation up in one item, which stands for it in later inputs."""
+        body, context = await api.read(request, CompactRequest)
+        return await api.serving.compact(body, context)
 
     return [
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/inference/v1/generate", generate, methods=["POST"]),
-        Route("/generate", native, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
-        Route("/v1/decisions", decisions, methods=["POST"]),
+        Route("/v1/responses/compact", compact, methods=["POST"]),
     ]
 
 

@@ -16,14 +16,18 @@ from starlette.responses import Response
 
 from decode_node.answer.chat_format import ChatFormat
 from decode_node.answer.messages.messages_format import MessagesFormat
-from decode_node.answer.responses.responses_format import ResponsesFormat, SummaryFormat
+from decode_node.answer.responses.responses_format import (
+    CompactedFormat,
+    ResponsesFormat,
+    SummaryFormat,
+)
 from decode_node.answer.tokens.generate_format import GenerateFormat
 from decode_node.answer.tokens.sglang_format import SGLangFormat
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.decisions.decisions import DecisionRequest
 from decode_node.protocol.messages.messages import MessagesRequest
-from decode_node.protocol.responses.responses import ResponsesRequest
+from decode_node.protocol.responses.responses import CompactRequest, ResponsesRequest
 from decode_node.protocol.tokens.derender import (
     DerenderChatRequest,
     DerenderCompletionRequest,
@@ -123,6 +127,14 @@ class OpenAIServing:
             chat = await long_work.run(context.is_long, body.to_chat)
             read = await self._reader.chat(chat, context, make)
             return await self._answer(read, context)
+
+    async def compact(self, body: CompactRequest, context: RequestContext) -> Response:
+        """Sums a conversation up. Raises `HttpError`."""
+        with body.named_fields():
+            said = {"said": body.user_messages()}
+            make = partial(CompactedFormat, echoed_fields=said, tools=body.read_tools)
+            chat = await long_work.run(context.is_long, body.to_chat)
+            return await self._answer(await self._reader.chat(chat, context, make), context)
 
     async def check_response(self, body: ResponsesRequest, context: RequestContext) -> int:
         """Returns the number of tokens of the prompt of a request that would be answered. Raises

@@ -1,5 +1,4 @@
-"""Answers for what a router without a store does not keep, and for what none does. Needs no package
-of the stores."""
+"""Answers for what a router without a store does not keep. Needs no package of the stores."""
 
 from __future__ import annotations
 
@@ -19,20 +18,6 @@ def no_response_routes() -> list[Route]:
         _refusal(one + "/input_items", ["GET"], "response"),
         *_refusals_below("/v1/conversations", "response"),
     ]
-
-
-def no_compaction_routes() -> list[Route]:
-    """Returns the route of compaction, which is served nowhere. It stands before those of
-    responses, which would take its name for that of one."""
-
-    async def refuse(_request: Request) -> Response:
-        raise NotFound(
-            "responses are not compacted here; send their items to /v1/responses with a "
-            "compaction_trigger at the end, and the model sums them up",
-            code="no_compaction",
-        )
-
-    return [Route("/v1/responses/compact", refuse, methods=["POST"])]
 
 
 def no_batch_routes() -> list[Route]:

@@ -75,6 +75,13 @@ _ALL = (
     ),
     ProxiedPath(path="/v1/responses/input_tokens", generates=False),
     ProxiedPath(
+        path="/v1/responses/compact",
+        preamble="instructions",
+        prompt=("input",),
+        takes_text=True,
+        max_tokens=("max_output_tokens",),
+    ),
+    ProxiedPath(
         path="/v1/decisions",
         prompt=("input",),
         takes_text=True,

@@ -105,6 +105,14 @@ def decisions(client: openai.OpenAI) -> None:
     assert found.usage.output_tokens == 3
 
 
+def summaries(client: openai.OpenAI) -> None:
+    compacted = client.responses.compact(model="demo", input="Tell me about Ada.")
+    said, summary = compacted.output
+    assert said.type == "message" and summary.type == "compaction"
+    again = [*(one.to_dict() for one in compacted.output), {"role": "user", "content": "Go on."}]
+    assert client.responses.create(model="demo", input=again, max_output_tokens=20).output_text
+
+
 def errors(client: openai.OpenAI) -> None:
     for kind, fields in (
         (openai.NotFoundError, {"model": "no-such-model"}),
@@ -123,3 +131,4 @@ if __name__ == "__main__":
             part(used)
         if hasattr(used, "decisions"):  # From 3.57 on.
             decisions(used)
+            summaries(used)

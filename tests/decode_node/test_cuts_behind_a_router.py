@@ -51,7 +51,8 @@ DECISIONS = {
     ],
 }
 CASES = [(*request, stream) for request in REQUESTS for stream in (True, False)] + [
-    ("/v1/decisions", DECISIONS, False)
+    ("/v1/responses/compact", {"input": "hello", "seed": 0}, False),
+    ("/v1/decisions", DECISIONS, False),
 ]
 OPTIONS = {"stream": True, "stream_options": {"include_usage": True}}
 

@@ -57,6 +57,33 @@ async def test_a_stream_tells_of_the_summary_when_it_is_complete() -> None:
         assert events[4]["response"]["output"] == [events[3]["item"]]
 
 
+async def test_compact_repeats_what_the_user_said_in_front_of_the_summary() -> None:
+    answer = {"role": "assistant", "content": "Where?"}
+    async with summing_node() as node:
+        said = [HELLO, answer, {**HELLO, "id": "msg_1"}]
+        response = await node.client.post(f"{URL}/compact", json={"model": "tiny", "input": said})
+        assert response.status_code == 200, response.text
+        found = response.json()
+        first, second, item = found["output"]
+        assert first == {
+            "type": "message",
+            "status": "completed",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "hello"}],
+        }
+        assert second["id"] == "msg_1"
+        assert item["encrypted_content"] == SEAL + SUMMARY
+        assert found["object"] == "response.compaction" and found["usage"]["output_tokens"] > 0
+        again = await node.client.post(URL, json={"input": found["output"]})
+        assert again.status_code == 200, again.text
+        text = await node.client.post(f"{URL}/compact", json={"input": "hello"})
+        assert text.json()["output"][0]["content"][0]["text"] == "hello"
+        for fields, param in (({"stream": True}, "stream"), ({"input": []}, "input")):
+            body = {"input": "hello", **fields}
+            refused = await node.client.post(f"{URL}/compact", json=body)
+            assert refused.json()["error"]["param"] == param
+
+
 def test_the_model_is_asked_behind_all_that_was_said_in_no_form() -> None:
     request = ResponsesRequest(
         input=[HELLO, TRIGGER], text={"format": FORM}, tools=[TOOL], tool_choice="required"

@@ -347,10 +347,6 @@ async def test_who_wants_what_a_router_does_not_keep_learns_what_that_needs(
     async with router.client.get(router.url + paths[-1][1][:6]) as answer:
         listed = (await answer.json())["error"]["message"].partition("served: ")[2]
         assert listed and paths[-1][1].split("/")[2] not in listed, "nobody is led there"
-    async with router.client.post(router.url + "/v1/responses/compact", json={}) as answer:
-        error = (await answer.json())["error"]
-        assert (answer.status, error["code"]) == (404, "no_compaction")
-        assert f"--{store}-store" not in error["message"]
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])

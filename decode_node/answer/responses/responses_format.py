@@ -22,6 +22,7 @@ from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenTexts
 from decode_node.answer.responses.response_items import Event, ResponseItems
 from decode_node.observe.timeline import Timeline
+from decode_node.protocol.responses.compaction import ITEM
 from decode_node.protocol.responses.responses_tools import ResponseTools
 from decode_node.protocol.usage import Usage
 from edge.http.answers.kept_response import KeptResponse
@@ -179,3 +180,26 @@ class SummaryFormat(ResponsesFormat):
     """Forms the same where the input asks for a summary."""
 
     is_summary = True
+
+
+class CompactedFormat(SummaryFormat):
+    """Forms the bodies of /v1/responses/compact. All that they repeat of the request is what the
+    user said (`said`)."""
+
+    def _response(
+        self,
+        status: str,
+        output: list[Json],
+        usage: Usage | None,
+        timeline: Timeline | UnsetType = UNSET,
+    ) -> Json:
+        whole = super()._response(status, output, usage, timeline)
+        summaries = [item for item in output if item["type"] == ITEM]
+        response = {
+            "id": whole["id"],
+            "object": "response.compaction",
+            "created_at": whole["created_at"],
+            "output": [*whole["said"], *summaries],
+            "usage": whole["usage"],
+        }
+        return response if timeline is UNSET else {**response, "timeline": timeline}

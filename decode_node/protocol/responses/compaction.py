@@ -2,6 +2,7 @@
 
     input [..., compaction_trigger]    the model is asked for a summary
     output [compaction]                which is its answer; nothing is kept here
+    /v1/responses/compact              does the same, and repeats what the user said in front of it
     input [..., compaction, ...]       and stands in a later prompt as text
 
 Clients pass the item's `encrypted_content` on without looking at it. It is the text itself, behind
@@ -37,3 +38,18 @@ def summary_of(item: Json) -> str | None:
     if not isinstance(sealed, str) or not sealed.startswith(SEAL):
         return None
     return f"{_HEAD}\n\n{sealed.removeprefix(SEAL)}"
+
+
+def user_messages(items: str | list[Json]) -> list[Json]:
+    """Returns the messages of the user among the items, in the form of output."""
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return [
+        {"type": "message", "status": "completed", **item, "content": _parts(item["content"])}
+        for item in items
+        if item.get("type") in (None, "message") and item.get("role") == "user"
+    ]
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content

@@ -24,7 +24,7 @@ from decode_node.protocol.bodies.parse_body import validate
 from decode_node.protocol.chat.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
 from decode_node.protocol.responses.client_tools import CLIENT_TOOLS
-from decode_node.protocol.responses.compaction import is_summary_asked
+from decode_node.protocol.responses.compaction import is_summary_asked, user_messages
 from decode_node.protocol.responses.responses_input import (
     SETTINGS,
     chat_messages,
@@ -270,7 +270,12 @@ class ResponsesRequest(Settings, AccountFields, SessionFields, TransferFields):
         self.check_supported()
         fields = {name: getattr(self, name) for name in _SAME_IN_CHATS}
         fields |= {
-            "messages": chat_messages(self.instructions, self.input, self.read_tools.found),
+            "messages": chat_messages(
+                self.instructions,
+                self.input,
+                self.read_tools.found,
+                asks_summary=self.asks_summary,
+            ),
             "max_completion_tokens": self.max_output_tokens,
             "tools": self.read_tools.functions or self.tools,
             "tool_choice": None if self.asks_summary else _chat_choice(self.tool_choice),
@@ -326,6 +331,24 @@ class ResponsesRequest(Settings, AccountFields, SessionFields, TransferFields):
     @property
     def _wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+
+class CompactRequest(ResponsesRequest):
+    """The body of POST /v1/responses/compact: a conversation that is to be summed up. What would
+    shape the text of another answer changes nothing."""
+
+    @property
+    def asks_summary(self) -> bool:
+        return True
+
+    def check_supported(self) -> None:
+        super().check_supported()
+        if self.stream:
+            raise _refused("stream", "a summary is sent when it is complete")
+
+    def user_messages(self) -> list[dict[str, Any]]:
+        """Returns what the user said, as items."""
+        return user_messages(self.input)
 
 
 class InputTokensRequest(ResponsesRequest):

@@ -18,7 +18,6 @@ from decode_node.protocol.responses.compaction import (
     ITEM,
     REQUEST,
     TRIGGER,
-    is_summary_asked,
     summary_of,
 )
 from decode_node.protocol.responses.responses_tools import ADDITIONAL, INPUT, flat_name
@@ -47,25 +46,29 @@ def left_out_items(items: str | list[Json]) -> list[str]:
 
 
 def chat_messages(
-    instructions: str | None, items: str | list[Json], found: Mapping[int, list[Json]]
+    instructions: str | None,
+    items: str | list[Json],
+    found: Mapping[int, list[Json]],
+    *,
+    asks_summary: bool = False,
 ) -> list[Json]:
-    """Returns the messages. `found`: functions that searches have found, by the number
-    of the item. Raises `BadRequest` for items that need state, or are neither text nor images."""
+    """Returns the messages. `found`: functions that searches have found, by the number of the item;
+    `asks_summary`: the last message asks to sum up what is before it. Raises `BadRequest` for items
+    that need state, or are neither text nor images."""
     messages = _Messages()
     if instructions:
         messages.add("system", instructions)
     if isinstance(items, str):
         messages.add("user", items)
-        return messages.found
-    for i, item in enumerate(items):
+    for i, item in enumerate([] if isinstance(items, str) else items):
         if item.get("type") == OUTPUT and is_of_client(item):
             messages.take_search_output(item, f"input.{i}", found[i])
         else:
             messages.take(item, f"input.{i}")
-    if is_summary_asked(items):
-        messages.add("user", REQUEST)
     if not messages.found:
         raise BadRequest("input is empty", param="input")
+    if asks_summary:
+        messages.add("user", REQUEST)
     return messages.found
 
 
