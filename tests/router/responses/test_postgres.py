@@ -8,13 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from router.store.sql import shared_clock
 from router.store.sql.database import Database
 from router.store.sql.shared_clock import SharedClock
+from router.store.sql.transaction import Transaction
 from tests.postgres_server import needs_postgres, run_postgres
 from tests.router.cluster import Cluster, eventually
 from tests.router.fakes import FakeDecodeNode
+from tests.router.fault_proxy import FaultProxy
 from tests.router.responses.api import Api, Json, kept_of, said
 from tests.router.responses.node import ResponseNode
 from tests.router.responses.test_background import streamed, until
@@ -54,6 +57,27 @@ def test_the_database_is_asked_for_its_time_until_it_has_answered() -> None:
     clock.look(connection)
     assert was_due == [True, True]
     assert not clock.is_due and 0 <= clock() - 1e9 < 60
+
+
+@needs_postgres
+async def test_connections_that_the_network_has_lost_fail_no_request() -> None:
+    """Neither end is told of it: one that is asked over such a connection gets another in time."""
+    failures: list[bool] = []
+    async with run_postgres() as server, FaultProxy(server.port) as proxy:
+        url = server.url.replace(f":{server.port}/", f":{proxy.port}/")
+        database = Database(url, 4.0, lambda kind, seconds, has_failed: failures.append(has_failed))
+
+        def work(transaction: Transaction) -> None:
+            transaction.execute(text("SELECT pg_sleep(0.2)"))
+
+        await asyncio.gather(*(database.read(work) for _ in range(3)))
+        proxy.lose()
+        for _ in range(4):
+            await database.read(work)
+        proxy.lose()
+        await asyncio.gather(*(database.read(work) for _ in range(3)))
+        assert failures == [False] * 10
+        await database.close()
 
 
 @needs_postgres
