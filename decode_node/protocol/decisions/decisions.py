@@ -136,18 +136,22 @@ class DecisionRequest(SessionFields, CallerFields):
         """Returns a chat whose prompt ends as those of all questions do."""
         return self._chat([{"role": "user", "content": "?"}])
 
-    def to_chats(self, options: Sequence[Sequence[Option]]) -> list[ChatOfAnother]:
-        """Returns the chat of each question, whose options have labels. Raises `BadRequest`."""
-        messages = chat_messages(None, as_texts(self.input, "input"), {})
-        chats = []
-        for i, (question, labelled) in enumerate(zip(self.questions, options, strict=True)):
-            text = question_text(question.type, question.instructions, labelled, f"questions.{i}")
-            chat = self._chat(asked(messages, text))
-            if chat.image_params:
-                place = chat.image_params[0]
-                raise BadRequest(f"{place}: {_NO_IMAGES}", param=place)
-            chats.append(chat)
-        return chats
+    def messages(self) -> list[dict[str, Any]]:
+        """Returns the input as the messages of a chat. Raises `BadRequest`."""
+        return chat_messages(None, as_texts(self.input, "input"), {})
+
+    def to_chat(
+        self, messages: list[dict[str, Any]], number: int, options: Sequence[Option]
+    ) -> ChatOfAnother:
+        """Returns the chat of a question, whose options have labels; `messages` are those of the
+        input. Raises `BadRequest`."""
+        question, place = self.questions[number], f"questions.{number}"
+        text = question_text(question.type, question.instructions, options, place)
+        chat = self._chat(asked(messages, text))
+        if chat.image_params:
+            place = chat.image_params[0]
+            raise BadRequest(f"{place}: {_NO_IMAGES}", param=place)
+        return chat
 
     def _chat(self, messages: list[dict[str, Any]]) -> ChatOfAnother:
         return ChatOfAnother.of({

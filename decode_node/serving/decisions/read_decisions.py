@@ -38,9 +38,12 @@ class DecisionReader:
             [replace(one, label=label) for one, label in zip(few, token_ids, strict=False)]
             for few in options
         ]
-        chats = await long_work.run(context.is_long, partial(body.to_chats, labelled))
+        messages = await long_work.run(context.is_long, body.messages)
         prompts = []
-        for chat in chats:
+        for number, few in enumerate(labelled):
+            await long_work.pause()
+            make_chat = partial(body.to_chat, messages, number, few)
+            chat = await long_work.run(context.is_long, make_chat)
             use = chat.tool_use()
             _, tokens = await served.prompts.of_chat(chat, use, is_long=context.is_long)
             prompts.append(tokens)
