@@ -16,6 +16,7 @@ import heapq
 import os
 import random
 import select
+import socket
 import struct
 import subprocess
 import threading
@@ -35,6 +36,7 @@ _QUEUED = 10_000
 """Packets of a kernel that wait for us: when we are busy, they should not be lost."""
 _MAX_FRAME = 65536
 _AT_ONCE = 64
+_IPV4 = b"\x08\x00"
 _TCP_OVER_IP = 40
 _LARGE = 500
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -79,6 +81,7 @@ class LossySwitch:
         self._ports = [_Port(name, i) for i, name in enumerate((*names, HERE), 1)]
         self.addresses = {port.name: f"{network}.{port.index}" for port in self._ports}
         self._conditions: dict[tuple[str, str], Conditions] = {}
+        self._lost: set[int] = set()
         self._rng = random.Random(seed)
         self._due: list[tuple[float, int, int, bytes]] = []
         self._num_frames = 0
@@ -120,6 +123,11 @@ class LossySwitch:
     def set_from(self, source: str, target: str, conditions: Conditions) -> None:
         """Sets one direction."""
         self._conditions[source, target] = conditions
+
+    def lose(self, port: int) -> None:
+        """Drops every packet from and to a TCP port, as a firewall that has forgotten what goes
+        on there."""
+        self._lost.add(port)
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
@@ -186,6 +194,8 @@ class LossySwitch:
                 self._send(port, self._ports[target - 1], frame)
 
     def _send(self, source: _Port, target: _Port, frame: bytes) -> None:
+        if not self._lost.isdisjoint(_tcp_ports(frame)):
+            return
         it = self._conditions.get((source.name, target.name), CLEAN)
         if it.mtu and len(frame) > it.mtu + _ETHERNET_BYTES:
             return
@@ -210,6 +220,14 @@ class LossySwitch:
             _, _, tap, frame = heapq.heappop(self._due)
             with suppress(BlockingIOError, OSError):
                 os.write(tap, frame)
+
+
+def _tcp_ports(frame: bytes) -> tuple[int, ...]:
+    """Returns the ports of a frame with TCP over IPv4."""
+    if frame[12:14] != _IPV4 or frame[_ETHERNET_BYTES + 9] != socket.IPPROTO_TCP:
+        return ()
+    begin = _ETHERNET_BYTES + 4 * (frame[_ETHERNET_BYTES] & 15)
+    return struct.unpack_from("!HH", frame, begin)
 
 
 def _corrupted(frame: bytes, rng: random.Random) -> bytes:

@@ -20,9 +20,14 @@ from urllib.parse import urlsplit
 from edge.address import join_address
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
+from edge.silent_peers import set_silence_timeout
 from router.errors import NodeUnreachable
 from router.nodes.http.http_answer import HttpAnswer, Take
 from router.nodes.http.node_connection import NodeConnection
+
+_SILENCE_S = 40.0
+"""Seconds after which a connection breaks on which a node's kernel says nothing, however long its
+answer may take: a network has lost it. Longer than a node lets a body wait."""
 
 
 class UpstreamResponse(Protocol):
@@ -120,13 +125,14 @@ class HttpTransport:
         )
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await asyncio.get_running_loop().create_connection(
+                transport, connection = await asyncio.get_running_loop().create_connection(
                     new, host, port, ssl=tls, server_hostname=name
                 )
         except TimeoutError:
             raise NodeUnreachable(f"no connection within {self._connect_timeout_s:g} s") from None
         except (OSError, UnicodeError) as error:
             raise NodeUnreachable(f"{type(error).__name__}: {error}") from error
+        set_silence_timeout(transport.get_extra_info("socket"), _SILENCE_S)
         self._open.add(connection)
         return connection
 
