@@ -120,7 +120,7 @@ long = client.responses.retrieve(long.id)  # until long.status is completed, inc
 
 Without `--response-store`, `previous_response_id`, `conversation` and `background` are a 400, and
 the paths of what is kept a 404 `no_response_store`. Stored prompts are not
-there in either case, and `/v1/responses/compact` takes a whole conversation as `input`.
+there in either case.
 """
 
 FIELDS = """

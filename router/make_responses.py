@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 
-KEPT_PATHS = ("/v1/responses", "/v1/responses/input_tokens")
+KEPT_PATHS = ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact")
 """Paths whose requests may refer to what is kept."""
 
 

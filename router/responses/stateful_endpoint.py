@@ -37,7 +37,7 @@ from router.responses.body_check import check_body
 from router.responses.kept_answer import KeptAnswer
 from router.responses.kept_responses import KeptResponses
 
-INPUT_TOKENS = "/v1/responses/input_tokens"
+RESPONSES = "/v1/responses"
 _KEPT_HEADERS = (names.SESSION, *names.AGENT_SESSIONS, names.PRIORITY)
 _JSON = {"content-type": "application/json"}
 
@@ -81,8 +81,8 @@ class StatefulEndpoint:
             pass
 
     def _asked(self, scope: Scope, state: StateFields) -> StateFields:
-        """Returns what a request wants to be kept: of a mere count nothing."""
-        if scope["path"] != INPUT_TOKENS:
+        """Returns what a request wants to be kept: of a count or a summary nothing."""
+        if scope["path"] == RESPONSES:
             return state
         return StateFields(
             fields=state.fields,
@@ -94,7 +94,7 @@ class StatefulEndpoint:
     async def _at_once(self, turn: Turn, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = turn.node_body(self.kept.limits.max_body_bytes)
-            if scope["path"] != INPUT_TOKENS:
+            if scope["path"] == RESPONSES:
                 scope["state"]["kept"] = turn.kept_header().header()
             if turn.state.keeps:
                 send = answer = KeptAnswer(send, partial(self.kept.keep, turn))

@@ -78,7 +78,11 @@ async def test_compact_repeats_what_the_user_said_in_front_of_the_summary() -> N
         assert again.status_code == 200, again.text
         text = await node.client.post(f"{URL}/compact", json={"input": "hello"})
         assert text.json()["output"][0]["content"][0]["text"] == "hello"
-        for fields, param in (({"stream": True}, "stream"), ({"input": []}, "input")):
+        for fields, param in (
+            ({"stream": True}, "stream"),
+            ({"input": []}, "input"),
+            ({"input": None, "previous_response_id": "resp_1"}, "previous_response_id"),
+        ):
             body = {"input": "hello", **fields}
             refused = await node.client.post(f"{URL}/compact", json=body)
             assert refused.json()["error"]["param"] == param

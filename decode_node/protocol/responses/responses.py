@@ -36,6 +36,7 @@ from edge.http.errors import BadRequest
 from engine.models.config.sampling_defaults import SamplingDefaults
 
 _NEEDS_STATE = "nothing is kept between requests here; send all earlier items as input"
+_OF_STATE = ("previous_response_id", "conversation")
 _SAME_IN_CHATS = (
     "model", "temperature", "top_p", "stream", "seed", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "stop", "priority", "cache_salt",
@@ -199,13 +200,17 @@ class ResponsesRequest(Settings, AccountFields, SessionFields, TransferFields):
 
     @classmethod
     def check_meant(cls, content: dict[str, Any]) -> None:
-        """Raises `BadRequest` for a stored prompt, which stands for the input."""
+        """Raises `BadRequest` for what stands for the input: a stored prompt, and what only a
+        router knows that keeps responses."""
         if content.get("prompt") is not None:
             raise _refused("prompt", _NO_PROMPTS)
+        for name in _OF_STATE:
+            if content.get("input") is None and content.get(name) is not None:
+                raise _refused(name, _NEEDS_STATE)
 
     def check_supported(self) -> None:
         """Raises `BadRequest` for what needs state, or is not built."""
-        for name in ("previous_response_id", "conversation"):
+        for name in _OF_STATE:
             if getattr(self, name) is not None:
                 raise _refused(name, _NEEDS_STATE)
         if self.background:

@@ -289,14 +289,17 @@ async def test_fields_of_state_that_are_wrong_are_a_400(
     assert not node.bodies
 
 
-async def test_input_tokens_count_what_came_before(
-    api: Api, node: ResponseNode, store: Path
+@pytest.mark.parametrize("path", ["input_tokens", "compact"])
+async def test_counts_and_summaries_are_of_all_that_came_before_and_keep_nothing(
+    api: Api, node: ResponseNode, store: Path, path: str
 ) -> None:
     first = await api.create("one")
     before = rows(store)
     body = {"model": "demo", "input": "two", "previous_response_id": first["id"]}
-    await api("POST", "responses/input_tokens", body)
+    await api("POST", f"responses/{path}", body)
     assert len(node.bodies[-1]["input"]) == 3
+    await api("POST", f"responses/{path}", {"previous_response_id": first["id"]})
+    assert len(node.bodies[-1]["input"]) == 2
     assert rows(store) == before
 
 
