@@ -84,4 +84,4 @@ class NodeLifetime:
 
     def _tell(self) -> None:
         self._changed()
-        self._status.notify()
+        self._status.notify(is_urgent=True)

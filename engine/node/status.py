@@ -130,6 +130,7 @@ class NodeStatus:
         self._sequence = 0
         self._busy_since = time.monotonic()
         self._changed = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._prefixes: deque[int] = deque(maxlen=_MAX_PREFIXES)
         self._num_prefixes = 0
 
@@ -146,15 +147,24 @@ class NodeStatus:
         new = list(self._prefixes)[len(self._prefixes) - num_new :]
         return new, self._num_prefixes
 
-    def notify(self) -> None:
-        """Wakes watchers: something changed that they should learn of before the next interval."""
+    def notify(self, *, is_urgent: bool = False) -> None:
+        """Wakes watchers: something changed that they should learn of before the next interval.
+        What is urgent, those learn at once, too, who want few reports of changes."""
         self._changed.set()
         self._changed = asyncio.Event()
+        if is_urgent:
+            self._urgent.set()
+            self._urgent = asyncio.Event()
 
     @property
     def next_change(self) -> asyncio.Event:
         """Returns what the next change sets."""
         return self._changed
+
+    @property
+    def next_urgent_change(self) -> asyncio.Event:
+        """Returns what the next change that is urgent sets."""
+        return self._urgent
 
     async def wait_change(self, timeout_s: float, change: asyncio.Event | None = None) -> None:
         """Returns after `change`, the next one if it is not given, or after `timeout_s`."""
@@ -250,7 +260,7 @@ class NodeStatus:
             return False
         self.work.drained = is_drained
         logger.info("drained by call" if is_drained else "in use again, by call")
-        self.notify()
+        self.notify(is_urgent=True)
         return True
 
     def identity(self) -> node_pb2.SwitchRoleAnswer:
@@ -361,10 +371,11 @@ class NodeStatusServicer(RoleServicer):
     ) -> AsyncIterator[node_pb2.NodeLoad]:
         interval_s = request.interval_s if request.interval_s > 0 else _DEFAULT_INTERVAL_S
         interval_s = max(interval_s, _MIN_INTERVAL_S)
+        rest_s = min(max(request.change_interval_s, _MIN_INTERVAL_S), interval_s) - _MIN_INTERVAL_S
         num_seen = num_sent = num_aborts = 0
         sent: tuple[AdapterRef, ...] | None = None
         while True:
-            change = self._status.next_change
+            change, urgent = self._status.next_change, self._status.next_urgent_change
             if not self._status.is_silent:
                 load = self._status.load(sent)
                 sent = self._status.served_adapters if request.keeps_adapters else None
@@ -376,7 +387,9 @@ class NodeStatusServicer(RoleServicer):
                 load.abort_calls.extend(aborts)
                 yield load
             await asyncio.sleep(_MIN_INTERVAL_S)
-            await self._status.wait_change(interval_s - _MIN_INTERVAL_S, change)
+            if rest_s > 0:
+                await self._status.wait_change(rest_s, urgent)
+            await self._status.wait_change(interval_s - _MIN_INTERVAL_S - rest_s, change)
 
 
 def _adapter(ref: AdapterRef) -> node_pb2.Adapter:

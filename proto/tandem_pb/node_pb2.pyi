@@ -179,12 +179,14 @@ class ResetPrefixCacheAnswer(_message.Message):
     def __init__(self, is_reset: bool = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("interval_s", "keeps_adapters")
+    __slots__ = ("interval_s", "keeps_adapters", "change_interval_s")
     INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     KEEPS_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     interval_s: float
     keeps_adapters: bool
-    def __init__(self, interval_s: _Optional[float] = ..., keeps_adapters: bool = ...) -> None: ...
+    change_interval_s: float
+    def __init__(self, interval_s: _Optional[float] = ..., keeps_adapters: bool = ..., change_interval_s: _Optional[float] = ...) -> None: ...
 
 class KVPath(_message.Message):
     __slots__ = ("prefill_node", "bytes_per_s", "backlog_bytes", "avoided_s", "num_pulls")

@@ -59,6 +59,7 @@ class StatusService(NodeStatusServicer):
         self.interval_s = 0.05
         self.silent = False
         self.num_watchers = 0
+        self.watched: list[WatchRequest] = []
         self.num_resets = 0
         self.aborts: list[AbortAnswersRequest] = []
         self.may_act = asyncio.Event()
@@ -77,6 +78,7 @@ class StatusService(NodeStatusServicer):
         self, request: WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[NodeLoad]:
         self.num_watchers += 1
+        self.watched.append(request)
         adapters: list[Adapter] | None = None
         try:
             while True:

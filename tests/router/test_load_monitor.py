@@ -6,11 +6,13 @@ import asyncio
 import time
 
 import grpc
+import pytest
 
 from router.nodes.node import Node, NodeState
 from router.nodes.report import NodeReport
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, Adapter, NodeLoad
 from tests.router.cluster import Cluster, RunningRouter, eventually
+from tests.router.factories import address
 
 
 def node_at(router: RunningRouter, target: str) -> Node:
@@ -158,6 +160,31 @@ async def test_as_many_adapters_as_a_node_may_have_are_taken(cluster: Cluster) -
     router = await cluster.router(decode)
     await decode.status.serve_adapters({f"{i:0512}": f"{i:064}" for i in range(4096)})
     await eventually(lambda: len(node_at(router, decode.target).adapters) == 4096)
+
+
+async def test_reports_are_asked_for_further_apart_when_there_are_many_nodes(
+    cluster: Cluster,
+) -> None:
+    """Nodes have some for each prompt, of whichever router: they would be all a router does."""
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    await eventually(lambda: decode.status.num_watchers == 1)
+    few = decode.status.watched[-1]
+    assert few.change_interval_s < 0.02 and few.interval_s == pytest.approx(0.25)
+    await decode.status.serve_adapters({"poet": "a" * 64})
+    monitor = router.services.monitor
+    [own] = [node.address for node in router.services.registry.all_nodes()]
+    others = {address(f"10.255.0.{i}") for i in range(199)}
+    node = node_at(router, decode.target)
+    monitor.set_members({own, *others})
+    await eventually(lambda: decode.status.watched[-1].change_interval_s == 0.1)
+    assert decode.status.watched[-1].interval_s == pytest.approx(0.25)
+    await eventually(lambda: decode.status.num_watchers == 1)
+    await decode.status.change(num_running_requests=5)
+    await eventually(lambda: node.predicted_requests == 5)
+    assert node_at(router, decode.target) is node and node.adapters.names == {"poet"}
+    assert router.metric("tandem_router_watch_failures_total", tier="decode") == 0
+    assert len(decode.status.watched) == 2
 
 
 def test_nodes_with_equal_adapters_share_one_set() -> None:

@@ -240,6 +240,40 @@ async def test_watch_reports_at_once_then_on_change(
     watch.cancel()
 
 
+async def test_who_wants_few_reports_of_changes_gets_the_urgent_ones_at_once(
+    status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    few = node_pb2.WatchRequest(interval_s=2 * LONG_S, change_interval_s=LONG_S)
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+    watch, all_changes = stub.Watch(few), stub.Watch(node_pb2.WatchRequest(interval_s=LONG_S))
+    async with asyncio.timeout(LONG_S / 2):
+        first = await watch.read()
+        await all_changes.read()
+        status.work.num_queued = 3
+        status.notify()
+        while (await all_changes.read()).num_waiting_requests != 3:
+            pass
+        status.set_drained(True)
+        load = await watch.read()
+    assert load.drained and load.num_waiting_requests == 3
+    assert load.sequence > first.sequence + 1, "the other watcher had one between"
+    watch.cancel()
+    all_changes.cancel()
+
+
+async def test_what_changed_meanwhile_is_reported_when_the_rest_is_over(
+    status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    few = node_pb2.WatchRequest(interval_s=LONG_S, change_interval_s=0.1)
+    watch = node_pb2_grpc.NodeStatusStub(channel).Watch(few)
+    async with asyncio.timeout(LONG_S / 2):
+        await watch.read()
+        status.work.num_queued = 3
+        status.notify()
+        assert (await watch.read()).num_waiting_requests == 3
+    watch.cancel()
+
+
 async def test_watchers_hear_at_once_which_answers_a_router_ends(
     status: NodeStatus, channel: grpc.aio.Channel
 ) -> None:
