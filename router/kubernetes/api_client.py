@@ -14,11 +14,15 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from edge.silent_peers import set_silence_timeout
 from router.kubernetes.endpoint_slices import EndpointSlice, Metadata
 
 _MAX_EVENT_BYTES = 16 << 20
 _CONNECT_S = 5.0
 _LIST_S = 15.0
+_SILENCE_S = 30.0
+"""Seconds after which a watch breaks on whose connection the API's kernel says nothing: networks
+forget connections that are quiet, and it would see no change for minutes."""
 _GONE = 410
 
 
@@ -125,6 +129,7 @@ class EndpointSliceApi:
                 self._get(session, query) as response,
             ):
                 await _check(response)
+                _break_when_lost(response)
                 async for line in _lines(response.content):
                     yield _event(line)
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
@@ -148,6 +153,12 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         hint = {401: ": the token is not valid", 403: ": the service account needs get, list and "
                 "watch on endpointslices"}.get(response.status, "")  # fmt: skip
         raise ApiUnavailable(f"status {response.status}{hint}")
+
+
+def _break_when_lost(response: aiohttp.ClientResponse) -> None:
+    connection = response.connection
+    if connection is not None and connection.transport is not None:
+        set_silence_timeout(connection.transport.get_extra_info("socket"), _SILENCE_S)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -25,6 +25,8 @@ def a_slice(name: str, *endpoints: dict[str, Any], version: int = 1) -> dict[str
 class FakeApi:
     """`items` is what a list gives; `send` goes to the open watches. `requests`: their queries."""
 
+    host = "127.0.0.1"
+
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self.version = 1
@@ -33,6 +35,8 @@ class FakeApi:
         self.requests: list[dict[str, str]] = []
         self.tokens: list[str] = []
         self.watches: set[web.StreamResponse] = set()
+        self.ports: list[int] = []
+        """Says where requests have come from."""
         self.url = ""
         self._runner: web.AppRunner | None = None
         [self._port] = free_ports(1)
@@ -46,9 +50,11 @@ class FakeApi:
         app.router.add_get(PATH, self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._port}"
+        await self._site(self._runner).start()
+        self.url = f"http://{self.host}:{self._port}"
+
+    def _site(self, runner: web.AppRunner) -> web.BaseSite:
+        return web.TCPSite(runner, self.host, self._port, reuse_address=True)
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -69,6 +75,8 @@ class FakeApi:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         query = dict(request.query)
+        assert request.transport is not None
+        self.ports.append(request.transport.get_extra_info("peername")[1])
         self.requests.append(query)
         self.tokens.append(request.headers.get("authorization", ""))
         if self.status != 200:

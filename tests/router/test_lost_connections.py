@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 from aiohttp import web
 
+from router.kubernetes import api_client
 from router.nodes.http import transport
 from router.nodes.http.transport import HttpTransport
 from tests.lossy_switch import LossySwitch, NoSwitchError, opened_switch
-from tests.router.cluster import Cluster
+from tests.router.cluster import Cluster, eventually
 from tests.router.fakes import FakeDecodeNode, stream_tokens
+from tests.router.kubernetes_fake import FakeApi, a_slice, endpoint
+from tests.router.test_kubernetes import endpoints, following
 
 ANSWER = stream_tokens(3)
 BODY = {"model": "demo", "prompt": "hello", "stream": True}
@@ -67,3 +71,35 @@ async def test_a_request_on_a_lost_connection_goes_to_another_node(
         while "Connection timed out" not in caplog.text:
             assert await router.text(BODY) == whole
     assert len(far.requests) == 1
+
+
+class RemoteApi(FakeApi):
+    """Serves on the host `a` of the switch."""
+
+    def __init__(self, switch: LossySwitch) -> None:
+        super().__init__()
+        self._switch = switch
+        self.host = switch.addresses["a"]
+
+    def _site(self, runner: web.AppRunner) -> web.BaseSite:
+        with self._switch.on("a"):
+            return web.SockSite(runner, socket.create_server((self.host, self._port)))
+
+
+async def test_a_watch_of_kubernetes_on_a_lost_connection_begins_again(
+    switch: LossySwitch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router would not know of new pods for four minutes."""
+    monkeypatch.setattr(api_client, "_SILENCE_S", 2.0)
+    api = RemoteApi(switch)
+    await api.start()
+    (tmp_path / "namespace").write_text("ns")
+    try:
+        async with following(api, tmp_path) as followed:
+            await eventually(lambda: bool(api.watches))
+            switch.lose(api.ports[-1])
+            await eventually(lambda: len(api.watches) == 2)
+            await api.send("ADDED", a_slice("a", endpoint("10.0.0.1")))
+            await followed.last(endpoints("10.0.0.1"))
+    finally:
+        await api.stop()
