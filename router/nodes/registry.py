@@ -30,6 +30,14 @@ _IN_USE = (NodeState.READY, NodeState.HALF_OPEN)
 _IN_DOUBT = (NodeState.SUSPECT, NodeState.LEAVING, NodeState.EJECTED)
 
 
+Life = tuple[str, int]
+"""Is a node's id and epoch: one start of it."""
+
+
+def life_of(report: NodeReport) -> Life:
+    return report.node_id, report.epoch
+
+
 class ReportOutcome(StrEnum):
     """Says what became of a report."""
 
@@ -58,6 +66,10 @@ class NodeRegistry:
     on_prefixes: PrefixListener | None = None
     """Records prompts that nodes say they have the KV of."""
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
+    _listed_of: dict[Life, NodeAddress] = field(default_factory=dict)
+    """Says where the node list has each node that reports, by one start of it."""
+    _warned_of: set[NodeAddress] = field(default_factory=set)
+    """Holds further addresses of such nodes."""
 
     def set_members(
         self, addresses: Iterable[NodeAddress], leaving: Collection[NodeAddress] = ()
@@ -67,6 +79,12 @@ class NodeRegistry:
         self._nodes = {address: self._nodes.get(address) or Node(address) for address in addresses}
         for address, node in self._nodes.items():
             node.leaving = address in leaving
+        self._listed_of = {
+            life_of(node.report): address
+            for address, node in self._nodes.items()
+            if node.report is not None
+        }
+        self._warned_of &= self._nodes.keys()
         self.version += 1
         self.members_version += 1
 
@@ -122,7 +140,9 @@ class NodeRegistry:
 
         An epoch is a random number, so which of two is newer is not in the numbers: a new one
         replaces the current one, and one that was replaced never comes back. A node that changes
-        its role is followed to where it serves in the one that it reports.
+        its role is followed to where it serves in the one that it reports. One that the list has by
+        two addresses, as names with both families of IP do, is one node: that of the first address
+        that it reports from, and of the other once it no longer does.
 
         `address`: as the node list has it.
         """
@@ -142,6 +162,8 @@ class NodeRegistry:
         place = address.in_role(report.role, report.http_port)
         if place != address and place in self._nodes:
             return self._is_listed_twice(node)
+        if self._reports_from_elsewhere(node, report):
+            return self._is_listed_twice(node)
         known = node.report
         self.learn_calls(report.model_name, *report.adapter_calls)
         if place != node.address or (known is not None and known.epoch != report.epoch):
@@ -156,6 +178,33 @@ class NodeRegistry:
         if known is None:
             self._check_partners(place, report)
         return ReportOutcome.APPLIED
+
+    def _reports_from_elsewhere(self, node: Node, report: NodeReport) -> bool:
+        """Returns whether a node reports from another address as well, which is in use."""
+        if not report.node_id:
+            return False
+        life = life_of(report)
+        first = self._nodes.get(self._listed_of.get(life, node.listed))
+        if (
+            first is None
+            or first is node
+            or first.report is None
+            or life_of(first.report) != life
+            or not first.connected
+            or self.state(first) is NodeState.DOWN
+        ):
+            self._listed_of[life] = node.listed
+            self._warned_of.discard(node.listed)
+            return False
+        if node.listed not in self._warned_of:
+            self._warned_of.add(node.listed)
+            logger.warning(
+                "%s and %s are one %s node: it counts once, by the first address",
+                first.address,
+                node.listed,
+                first.address.role,
+            )
+        return True
 
     def learn_calls(self, model: str, *calls: AdapterCall) -> None:
         """Notes calls about adapters of a model: names of models follow at once."""
@@ -205,6 +254,8 @@ class NodeRegistry:
         else:
             logger.info("%s node %s is %s node %s now", old.role, old, place.role, place)
         epochs = (*node.retired_epochs, *([node.report.epoch] if node.report else []))
+        if node.report is not None and self._listed_of.get(life_of(node.report)) == node.listed:
+            del self._listed_of[life_of(node.report)]
         listed_as = node.listed if node.listed != place else None
         new = Node(
             place,

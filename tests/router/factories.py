@@ -25,7 +25,7 @@ def address(name: str, role: NodeRole = NodeRole.DECODE) -> NodeAddress:
 
 
 def report(role: NodeRole = NodeRole.DECODE, **fields: Any) -> NodeReport:
-    defaults = {"node_id": "n", "role": role, "epoch": 1, "sequence": 1, "model_name": "demo"}
+    defaults = {"node_id": "", "role": role, "epoch": 1, "sequence": 1, "model_name": "demo"}
     return NodeReport(**{**defaults, **fields})
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge.adapter_call import AdapterCall
-from router.nodes.address import NodeRole
+from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.health import EjectionPolicy, Health
 from router.nodes.node import NodeState
 from router.nodes.registry import ReportOutcome
@@ -244,6 +244,35 @@ def test_a_node_that_flaps_is_the_same_member() -> None:
     members = registry.members_version
     registry.set_members([])
     assert registry.members_version > members
+
+
+def test_a_node_with_two_addresses_is_one_node(caplog: pytest.LogCaptureFixture) -> None:
+    """A name has an address of each family of IP; counted twice, a node got twice its requests."""
+    fleet = Fleet()
+    registry = fleet.registry
+    first, second, other = address("10.0.0.1"), address("[fd00::1]"), address("10.0.0.2")
+    registry.set_members([first, second, other])
+
+    def tell(where: NodeAddress, name: str, **fields: Any) -> ReportOutcome:
+        return registry.apply_report(where, report(node_id=name, **fields))
+
+    def used() -> list[str]:
+        return [node.address.target for node in registry.usable(NodeRole.DECODE)]
+
+    assert tell(first, "a") is tell(other, "b") is ReportOutcome.APPLIED
+    for sequence in (2, 3):
+        assert tell(second, "a", sequence=sequence) is ReportOutcome.LISTED_TWICE
+    assert used() == [first.target, other.target]
+    assert caplog.text.count("are one decode node") == 1
+    registry.set_members([first, second, other])
+    assert tell(second, "a", sequence=4) is ReportOutcome.LISTED_TWICE
+    registry.mark_disconnected(first)
+    assert tell(second, "a", sequence=5) is ReportOutcome.APPLIED
+    assert tell(first, "a", sequence=6) is ReportOutcome.LISTED_TWICE
+    assert used() == [second.target, other.target]
+    assert tell(second, "a", epoch=2) is ReportOutcome.RESTARTED
+    assert tell(first, "a", epoch=2, sequence=2) is ReportOutcome.LISTED_TWICE
+    assert used() == [second.target, other.target]
 
 
 def test_one_failure_after_an_ejection_ejects_again_for_longer() -> None:
