@@ -164,7 +164,7 @@ class NoWebSockets(HttpError):
     default_code = "no_websockets"
 
     def headers(self) -> dict[str, str]:
-        return {**super().headers(), "upgrade": "HTTP/1.1"}
+        return {**super().headers(), "upgrade": "HTTP/1.1", "connection": "upgrade"}
 
 
 class RequestTimeout(HttpError):

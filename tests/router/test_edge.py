@@ -299,6 +299,7 @@ async def test_who_wants_a_websocket_is_led_to_http(cluster: Cluster) -> None:
             if status == 426:
                 error = (await answer.json())["error"]
                 assert (error["code"], answer.headers["upgrade"]) == ("no_websockets", "HTTP/1.1")
+                assert answer.headers["connection"] == "upgrade"
 
 
 @pytest.mark.parametrize(
