@@ -30,6 +30,7 @@ def bare_root() -> Iterator[io.StringIO]:
     handlers, level = root.handlers[:], root.level
     hooks = sys.excepthook, threading.excepthook
     root.handlers.clear()
+    logging.captureWarnings(False)  # Libraries may have asked for it.
     token = current_trace.set(None)
     try:
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
