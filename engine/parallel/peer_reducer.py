@@ -44,7 +44,7 @@ _NOISE = 1.03
 @dataclass(frozen=True, slots=True)
 class ReduceLimits:
     """The largest messages, in bytes, that are summed in one shot and in two, and those whose
-    residual stream and norm are in the same launch; 0: none."""
+    residual stream and norm are in the same launch, which has as many shots; 0: none."""
 
     one_shot: int = 0
     two_shot: int = 0
@@ -116,19 +116,22 @@ class PeerReducer:
     def reduce_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         """Returns the norm [T, H] of `residual`, which becomes the sum of itself and of `x` over
         ranks; None, with nothing changed: these are better done one after the other."""
-        if x.numel() * x.element_size() > self.limits.norm:
+        num_bytes = x.numel() * x.element_size()
+        if num_bytes > self.limits.norm:
             return None
-        return self.reduce_norm_at_once(x, residual, weight, eps)
+        two_shot = num_bytes > self.limits.one_shot
+        return self.reduce_norm_at_once(x, residual, weight, eps, two_shot=two_shot)
 
     def reduce_norm_at_once(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, two_shot: bool
     ) -> Tensor | None:
         """Does the same whatever the limits are; None: there is no room, or such rows."""
         from tandem_kernels.collectives.peer_reduce_norm import peer_reduce_norm, reduces_norm
 
         if not reduces_norm(x, residual, self._memory.of_ranks):
             return None
-        return peer_reduce_norm(x.contiguous(), residual, weight, eps, self._memory.of_ranks)
+        given = x.contiguous(), residual, weight, eps, self._memory.of_ranks
+        return peer_reduce_norm(*given, two_shot=two_shot)
 
     def measure(self, library: AllReduce, dtype: torch.dtype, hidden_size: int) -> None:
         """Sets the limits to where something else becomes quicker. `library`: NCCL's all-reduce;
@@ -188,7 +191,7 @@ class PeerReducer:
         self, x: Tensor, summed: Callable[[Tensor], Tensor], hidden_size: int
     ) -> list[float]:
         """Returns the times of sum, residual stream and norm in one launch, and by themselves, the
-        sum by `summed`."""
+        sum by `summed`, whose shots the one launch has."""
         from tandem_kernels import ops
 
         rows = x[: max(len(x) // hidden_size, 1) * hidden_size]
@@ -196,9 +199,10 @@ class PeerReducer:
             rows = x.new_zeros(hidden_size)
         rows = rows.view(-1, hidden_size)
         residual, weight = torch.zeros_like(rows), x.new_ones(hidden_size)
+        reduce_norm = partial(self.reduce_norm_at_once, two_shot=summed == self._two_shot)
 
         def at_once(x: Tensor) -> Tensor:
-            normed = self.reduce_norm_at_once(x, residual, weight, 1e-5)
+            normed = reduce_norm(x, residual, weight, 1e-5)
             assert normed is not None, "asked for below"
             return normed
 
@@ -207,7 +211,7 @@ class PeerReducer:
             return normed
 
         later = microseconds_in_graph(by_itself, rows)
-        if self.reduce_norm_at_once(rows, residual, weight, 1e-5) is None:
+        if reduce_norm(rows, residual, weight, 1e-5) is None:
             return [float("inf"), later]
         return [microseconds_in_graph(at_once, rows), later]
 

@@ -1976,8 +1976,9 @@ def collective_cases(capability: int) -> Iterator[Case]:
         options = {"num_warps": tuning.num_warps}
         kernel = peer_reduce.peer_reduce_kernel
         yield Case(kernel, f"two_shot={two_shot}", types, constants, options)
-    kernel = peer_reduce_norm.peer_reduce_norm_kernel
-    yield Case(kernel, "", types, {**common, "SIZE": 4096}, {"num_warps": 8})
+        constants |= {"SIZE": 4096, "OVERLAP": capability >= 90}
+        kernel = peer_reduce_norm.peer_reduce_norm_kernel
+        yield Case(kernel, f"two_shot={two_shot}", types, constants, {"num_warps": 8})
     constants = {**common, "SIZE": tuning.size}
     kernel = peer_exchange.peer_scatter_kernel
     yield Case(kernel, "", types, constants, {"num_warps": tuning.num_warps})

@@ -55,7 +55,7 @@ CASES = [
     (2048, torch.float32, False),
 ]
 """Numbers, their type, and whether there are two shots: each call has blocks of its own."""
-ROWS = [(1, 80), (66, 24)]
+ROWS = [(1, 80), (66, 24), (133, 8)]
 """Rows and their width: more rows than blocks in the end."""
 SMALL = ReduceTuning(blocks=3, size=2048, num_warps=1)
 """Few programs, which take several turns."""
@@ -99,7 +99,11 @@ def reduces(memory: RankMemories, generators: list[torch.Generator]) -> bool:
             if not torch.equal(found, summed(parts)):
                 print(f"rank {rank}: {tuning}, {size} numbers of {dtype}, two shots: {two_shot}")
                 return False
-    return all(norms(memory, generators, *shape) for shape in ROWS)
+    return all(
+        norms(memory, generators, *shape, two_shot=two_shot)
+        for shape in ROWS
+        for two_shot in (False, True)
+    )
 
 
 def exchanges(
@@ -136,7 +140,14 @@ def exchanges(
     return is_right
 
 
-def norms(memory: RankMemories, generators: list[torch.Generator], rows: int, width: int) -> bool:
+def norms(
+    memory: RankMemories,
+    generators: list[torch.Generator],
+    rows: int,
+    width: int,
+    *,
+    two_shot: bool,
+) -> bool:
     """Says whether a sum with residual stream and norm is what these are one after the other."""
     parts = [torch.randn(rows, width, generator=one).half() for one in generators]
     shared = torch.Generator().manual_seed(rows)
@@ -147,9 +158,12 @@ def norms(memory: RankMemories, generators: list[torch.Generator], rows: int, wi
     if not reduces_norm(x, residual, memory):
         print(f"rank {memory.rank}: {rows} x {width} is refused")
         return False
-    found = peer_reduce_norm(x, residual, weight, EPS, memory)
+    found = peer_reduce_norm(x, residual, weight, EPS, memory, two_shot=two_shot)
     torch.testing.assert_close(found, normed)
-    return torch.equal(residual, carried)
+    if not torch.equal(residual, carried):
+        print(f"rank {memory.rank}: norms of {rows} x {width}, two shots: {two_shot}")
+        return False
+    return True
 
 
 def count_from(calls: int, memory: mmap.mmap, quiet_calls: int) -> None:

@@ -8,6 +8,7 @@ order of ranks, bit for bit, and every gather the rows of all.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from datetime import timedelta
 from functools import partial
@@ -42,7 +43,9 @@ def summed(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def check_norm(reducer: PeerReducer, rank: int, size: int, rows: int, width: int) -> None:
+def check_norm(
+    reducer: PeerReducer, rank: int, size: int, rows: int, width: int, *, two_shot: bool
+) -> None:
     """Sum, residual stream and norm in one launch are what they are one after the other, in a
     graph, too."""
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -50,11 +53,12 @@ def check_norm(reducer: PeerReducer, rank: int, size: int, rows: int, width: int
     parts = [part.view(rows, width) for part in inputs(rows * width, size, rows, device)]
     carried = inputs(rows * width, 1, rows + 1, device)[0].view(rows, width)
     x, residual = parts[rank].clone(), carried.clone()
-    found = reducer.reduce_norm_at_once(x, residual, weight, 1e-5)
+    reduce_norm = partial(reducer.reduce_norm_at_once, two_shot=two_shot)
+    found = reduce_norm(x, residual, weight, 1e-5)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = reducer.reduce_norm_at_once(x, residual, weight, 1e-5)
+        again = reduce_norm(x, residual, weight, 1e-5)
     for normed in (found, again):
         expected, carried = fused_add_rms_norm(summed(parts), carried, weight, 1e-5)
         assert normed is not None and torch.equal(residual, carried)
@@ -128,8 +132,8 @@ def main(rank: int, size: int, rendezvous: str) -> None:
                 once = summed(others)
                 assert torch.equal(first, once)
                 assert torch.equal(second, summed([once] * size))
-    for rows, width in ROWS:
-        check_norm(reducer, rank, size, rows, width)
+    for (rows, width), two_shot in itertools.product(ROWS, (False, True)):
+        check_norm(reducer, rank, size, rows, width, two_shot=two_shot)
     room = room_for(size, *EXCHANGED[-1]) * 2
     memory = MappedMemory.connect(store, rank, size, device, room, "exchange of tokens")
     assert memory is not None, "ranks of one host map each other's memory"

@@ -138,18 +138,18 @@ def test_what_is_larger_than_the_limit_has_its_norm_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
-    given: list[int] = []
+    given: list[tuple[int, bool]] = []
 
-    def at_once(self: PeerReducer, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        given.append(len(x))
+    def at_once(self: PeerReducer, x: torch.Tensor, *rest: Any, two_shot: bool) -> torch.Tensor:
+        given.append((len(x), two_shot))
         return x
 
     monkeypatch.setattr(PeerReducer, "reduce_norm_at_once", at_once)
-    reducer = reducer_with(ReduceLimits(1 << 12, 1 << 12, norm=2 * 32))
+    reducer = reducer_with(ReduceLimits(32, 1 << 12, norm=2 * 32))
     for rows in (1, 2, 3):
         found = reducer.reduce_norm(torch.zeros(rows, 8), torch.zeros(rows, 8), torch.ones(8), 1e-5)
         assert (found is None) == (rows > 2)
-    assert given == [1, 2]
+    assert given == [(1, False), (2, True)], "in as many shots as its sum"
 
 
 @pytest.mark.parametrize(("norm", "fixed_order", "fuses"), [
