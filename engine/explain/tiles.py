@@ -167,7 +167,11 @@ def _fused(kernel: str, *, gated: bool) -> Callable[..., tuple[str, str]]:
 
 def _few_rows(x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
     from tandem_kernels.gemm.few_row_gemm import few_row_tuning
+    from tandem_kernels.gemm.few_row_warp_shapes import few_row_warp_tuning, takes_warps
 
+    if takes_warps(x, weight):
+        warps = few_row_warp_tuning(x.device, *weight.shape)
+        return "few_row_warp_kernel", fields_of(warps, "warps", "ahead")
     tuning = few_row_tuning(x.device, len(x), *weight.shape)
     return "few_row_gemm_kernel", fields_of(tuning, "cols", "depth", "num_warps", "num_stages")
 

@@ -8,6 +8,7 @@ import torch
 
 from engine.config import DeviceConfig
 from tandem_kernels.device import has_warpgroup_mma, is_gpu, multiplies_halves, supports_pdl
+from tandem_kernels.gemm import few_row_warp_shapes
 from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 
 _INT8_ROWS = 64
@@ -38,8 +39,8 @@ class GemmPolicy:
             rows by our own kernel for any size, some with the convolution behind them; 0: never.
         adds_few_rows: And row layers add them to the residual stream themselves.
         few_row_heads: Of layers that no kernel of their own serves either, at most this many rows
-            become rotated heads, and keys and values in the cache, in one launch, the norm in front
-            included; 0: never.
+            become rotated heads, and keys and values in the cache, in one launch; of few of them
+            (`GemmThresholds.register_rows`) the norm in front included; 0: never.
         fused_router_rows: Mixtures of experts compute at most this many rows with the norm in their
             router; fewer (`GemmThresholds.routed_rows`), where router and method can, with the
             choice in their first GEMM, which adds to the residual stream, or with a shared expert
@@ -106,7 +107,7 @@ class GemmPolicy:
             beside_rows=rows.beside_rows if beside else 0,
             few_rows=rows.few_rows if few_rows else 0,
             adds_few_rows=few_rows and tp_size == 1,
-            few_row_heads=rows.register_rows if heads else 0,
+            few_row_heads=few_row_warp_shapes.MOST_ROWS if heads else 0,
             fused_router_rows=rows.normed_rows if fused_router and tp_size == 1 else 0,
             int8=int8 and _multiplies_bytes(device, dtype),
             int8_rows=_INT8_ROWS if int8 else 0,

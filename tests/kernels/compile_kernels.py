@@ -115,6 +115,8 @@ from tandem_kernels.experts.fp8 import sorted_rows
 from tandem_kernels.gemm import (
     few_row_gemm,
     few_row_qkv,
+    few_row_warp_shapes,
+    few_row_warps,
     fp4_dequantise,
     fp4_gemm,
     fp4_tuning,
@@ -410,6 +412,8 @@ def few_row_cases(capability: int) -> Iterator[Case]:
             {"num_warps": 4, "launch_pdl": True},
         )  # fmt: skip
     yield from few_row_qkv_cases()
+    if capability == 90:
+        yield from few_row_warp_cases()
 
 
 def few_row_qkv_cases() -> Iterator[Case]:
@@ -446,6 +450,31 @@ def few_row_qkv_cases() -> Iterator[Case]:
             },
             tuning.options,
         )
+
+
+def few_row_warp_cases() -> Iterator[Case]:
+    """Yields what Hopper alone runs: attention's layers of gpt-oss-20b, of eight rows."""
+    types = {
+        **named("*bf16", "x", "weight", "bias", "out", "kv_cache"),
+        **named("*i64", "positions", "slot_mapping"),
+        "cos_sin_cache": "*fp32",
+    }
+    heads = {"NUM_Q_HEADS": 64, "NUM_KV_HEADS": 8, "HALF": 32, "BLOCK_SIZE": 128}
+    for kernel, outputs, inner, own in (
+        (few_row_warps.few_row_warp_kernel, 2880, 4096, {"ADDS": True}),
+        (few_row_warps.few_row_warp_qkv_kernel, 5120, 2880, heads),
+    ):
+        tuning = few_row_warp_shapes.few_row_warp_tuning(CPU, outputs, inner)
+        yield Case(
+            kernel,
+            f"outputs={outputs}",
+            types,
+            {
+                **own, "WARPS": tuning.warps, "AHEAD": tuning.ahead, "INNER": inner,
+                "HAS_BIAS": True, "OVERLAP": True,
+            },
+            {"num_warps": tuning.warps, "maxnreg": tuning.registers},
+        )  # fmt: skip
 
 
 def fp8_cases(capability: int) -> Iterator[Case]:
@@ -1436,21 +1465,22 @@ def normed_router_cases(capability: int) -> Iterator[Case]:
         "eps": "fp32",
     }
     for rows in (1, 4, 8) if capability >= 90 else ():
-        lanes = normed_router.TUNING.lanes // (1 if rows <= router_shapes.FEW else 2)
+        few = rows <= router_shapes.FEW
+        tuning = normed_router.TUNING if few else normed_router.TUNING_OF_MANY
         yield Case(
             normed_router.normed_router_kernel,
             f"rows={rows}",
             types,
             {
                 "ROWS": rows,
-                "COLS": normed_router.TUNING.cols,
+                "COLS": tuning.cols,
                 "DEPTH": 4096,
                 "SHARE": 48,
                 "VECTOR": normed_router.VECTOR,
                 "HAS_BIAS": True,
                 "OVERLAP": True,
             },
-            {"num_warps": 4096 // (32 * lanes)},
+            {"num_warps": 4096 // (32 * tuning.lanes)},
         )
 
 

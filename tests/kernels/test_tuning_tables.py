@@ -24,6 +24,7 @@ from tandem_kernels.attention.window_rows_attention import window_rows_tuning
 from tandem_kernels.device import GpuFacts, as_on
 from tandem_kernels.experts.fp4.one_row.shapes import one_row_tuning
 from tandem_kernels.gemm.few_row_gemm import few_row_tuning
+from tandem_kernels.gemm.few_row_warp_shapes import few_row_warp_tuning
 from tandem_kernels.gemm.fp4_tuning import fp4_tuning
 from tandem_kernels.gemm.fp8_few_rows import few_fp8_tuning
 from tandem_kernels.gemm.fp8_paths import fp8_path
@@ -113,6 +114,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "block_sparse": partial(block_sparse_tuning, CPU),
     "small_m": partial(small_m_tuning, CPU),
     "few_row": partial(few_row_tuning, CPU),
+    "few_row_warps": partial(few_row_warp_tuning, CPU),
     "few_fp8": partial(few_fp8_tuning, CPU),
     "fp8": _fp8,
     "int8": partial(int8_tuning, CPU),

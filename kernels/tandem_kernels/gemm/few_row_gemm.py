@@ -1,6 +1,7 @@
 """Linear layers for few rows whatever their sizes: bias and residual stream included.
 
     rows up to 4    a program multiplies a few outputs' weights where they are loaded, in registers
+    up to 8         matrix units, from registers (`few_row_warps`), where they take rows and weights
     more            matrix units, weights as the first operand
 
 A program goes through the whole inner dimension, so that nothing sums parts: that its outputs are
@@ -21,6 +22,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
+from tandem_kernels.gemm.few_row_warp_shapes import few_row_warp_tuning, takes_warps
+from tandem_kernels.gemm.few_row_warps import run_few_rows_by_warps
 from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 from tandem_kernels.product_precision import precision_of
 from tandem_kernels.tunings.table import plain_table
@@ -224,6 +227,10 @@ def few_row_gemm(
     if out is None:
         size = x.shape[0], weight.shape[0]
         out = torch.empty(size, dtype=out_dtype or x.dtype, device=x.device)
+    if takes_warps(x, weight):
+        of_warps = few_row_warp_tuning(x.device, *weight.shape)
+        run_few_rows_by_warps(x, weight, bias, out, of_warps, adds=residual is not None)
+        return out
     tuning = few_row_tuning(x.device, x.shape[0], *weight.shape)
     run_few_rows(x, weight, bias, out, tuning, adds=residual is not None)
     return out

@@ -8,7 +8,8 @@ rotates them by itself. No program knows a row's mean square before it has read 
 does anyway: it multiplies by the norm's weight, sums up the squares beside the products, and scales
 the products at the end. Numbers are rounded once, where three kernels round three times.
 
-Weights, angles and slots are on their way before the kernel in front has ended (PDL).
+Weights, angles and slots are on their way before the kernel in front has ended (PDL). More rows,
+which a norm of its own has normalised, are multiplied by matrix units (`few_row_warps`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tandem_kernels.gemm.few_row_gemm import (
     products_in_registers,
     word_places,
 )
+from tandem_kernels.gemm.few_row_warp_shapes import few_row_warp_tuning, takes_warps
+from tandem_kernels.gemm.few_row_warps import run_few_row_qkv_by_warps
 
 
 @triton.jit
@@ -143,8 +146,12 @@ def few_row_qkv(
     """See `reference.gemm.few_row_qkv`; only for what `few_row_shapes.takes_heads` says."""
     heads = len(weight) // kv_cache.shape[-1], kv_cache.shape[-1]
     out = torch.empty(len(x), *heads, dtype=x.dtype, device=x.device)
-    given = x, weight, bias, positions, cos_sin_cache, kv_cache, slot_mapping, norm_weight, eps
-    run_few_row_qkv(*given, out, few_row_tuning(x.device, len(x), len(weight)))
+    given = x, weight, bias, positions, cos_sin_cache, kv_cache, slot_mapping
+    if takes_warps(x, weight) and norm_weight is None:
+        of_warps = few_row_warp_tuning(x.device, *weight.shape)
+        run_few_row_qkv_by_warps(*given, out, of_warps)
+        return out
+    run_few_row_qkv(*given, norm_weight, eps, out, few_row_tuning(x.device, len(x), len(weight)))
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem_kernels.gemm.few_row_warp_shapes import takes_warps
 from tandem_kernels.gemm.gemm_thresholds import gemm_thresholds
 
 MAX_ROWS = 16
@@ -38,11 +39,15 @@ def takes_heads(x: Tensor, weight: Tensor, kv_cache: Tensor) -> bool:
     """Returns whether `few_row_qkv` takes `x` [T, K] and `weight` [(Hq + 2 Hkv) D, K], whose keys
     and values go to `kv_cache` [N, 2, Hkv, B, D]."""
     return (
-        len(x) <= gemm_thresholds(x.device).register_rows
-        and takes(x, weight)
+        ((takes_norm(x) and takes(x, weight)) or takes_warps(x, weight))
         and kv_cache.dtype == x.dtype
         and kv_cache.shape[-1] % _HEAD_MULTIPLE == 0
     )
+
+
+def takes_norm(x: Tensor) -> bool:
+    """Returns whether `few_row_qkv` normalises rows, too."""
+    return len(x) <= gemm_thresholds(x.device).register_rows
 
 
 def takes_by_head(x: Tensor, weight: Tensor) -> bool:

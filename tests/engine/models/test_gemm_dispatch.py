@@ -109,13 +109,13 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
     fp8 = capability[0] == 9
     assert choose() == GemmPolicy(
         False, small_m, gate_up, 1024, 256, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0,
-        few_row_heads=4 if small_m else 0, fused_router_rows=8 if small_m else 0,
+        few_row_heads=8 if small_m else 0, fused_router_rows=8 if small_m else 0,
         fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64, fp4_rows=256,
         small_m_wide_rows=4 * small_m,
     )  # fmt: skip
     four = GemmPolicy(
         False, small_m, gate_up, 0, 256, fp8, 512, few_rows=small_m,
-        few_row_heads=4 if small_m else 0, fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64,
+        few_row_heads=8 if small_m else 0, fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64,
         fp4_rows=256, small_m_wide_rows=4 * small_m,
     )  # fmt: skip
     assert choose(tp_size=4) == four

@@ -1,5 +1,6 @@
 """Attention's front for few rows: norm, projection, rotation and the cache in one launch.
 
+Of more rows than are multiplied in registers, the norm has a launch of its own in front.
 Of sizes that `small_m` takes, the projection stays with its kernels, as in `few_rows`.
 """
 
@@ -19,13 +20,17 @@ class FewRowHeads(Wrapped):
     def project_heads(
         self, layer: LinearLayer, x: Rows | UnnormedRows, places: HeadPlaces
     ) -> Tensor | None:
-        rows, norm_weight, eps = x, None, 0.0
-        if isinstance(x, UnnormedRows) and x.weight.dtype == x.stream.dtype:
-            rows, norm_weight, eps = x.stream, x.weight, x.eps
-        elif isinstance(x, UnnormedRows):
-            return self.inner.project_heads(layer, x, places)
+        rows = x.stream if isinstance(x, UnnormedRows) else x
         if not isinstance(rows, Tensor) or not self._takes(layer, rows, places.kv_cache):
             return self.inner.project_heads(layer, x, places)
+        norm_weight, eps = None, 0.0
+        if isinstance(x, UnnormedRows):
+            if not few_row_shapes.takes_norm(rows):
+                rows = x.normed()
+            elif x.weight.dtype == rows.dtype:
+                norm_weight, eps = x.weight, x.eps
+            else:
+                return self.inner.project_heads(layer, x, places)
         return ops.few_row_qkv(
             rows,
             layer.weight,
