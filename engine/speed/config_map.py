@@ -7,25 +7,48 @@ else.
 from __future__ import annotations
 
 import json
+import logging
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _URL = "https://kubernetes.default.svc"
 _TIMEOUT_S = 30
+_PAUSES_S = (1.0, 4.0, 16.0, 60.0)
+"""They lie between tries while the API is away or busy: what is written was measured for minutes
+on GPUs. To set the same keys twice does no harm."""
+_BUSY = 429
 
 
 class ClusterError(Exception):
     """The Kubernetes API cannot be reached, or refuses; the message says what to do."""
 
 
+class ClusterAway(ClusterError):
+    """It may answer a moment later."""
+
+
 def write_config_map(
     name: str, data: Mapping[str, str], account: Path = _ACCOUNT, url: str = _URL
 ) -> None:
     """Sets keys of the ConfigMap; others stay. Raises `ClusterError`."""
+    for pause_s in _PAUSES_S:
+        try:
+            return _patch(name, data, account, url)
+        except ClusterAway as error:
+            logger.warning("%s; trying again in %g s", error, pause_s)
+            time.sleep(pause_s)
+    return _patch(name, data, account, url)
+
+
+def _patch(name: str, data: Mapping[str, str], account: Path, url: str) -> None:
+    """Does the same once, with the token of now. Raises `ClusterError`."""
     try:
         namespace = (account / "namespace").read_text().strip()
         token = (account / "token").read_text().strip()
@@ -52,9 +75,10 @@ def write_config_map(
         with opener.open(request, timeout=_TIMEOUT_S):
             pass
     except urllib.error.HTTPError as error:
-        raise ClusterError(
+        kind = ClusterAway if error.code == _BUSY or error.code >= 500 else ClusterError
+        raise kind(
             f"Kubernetes answered {error.code} to a patch of the ConfigMap {name} in {namespace}: "
             "it must exist, and the pod's service account may patch it"
         ) from None
     except OSError as error:
-        raise ClusterError(f"the Kubernetes API cannot be reached: {error}") from None
+        raise ClusterAway(f"the Kubernetes API cannot be reached: {error}") from None

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trustme
@@ -15,6 +16,7 @@ import trustme
 from engine.calibration.__main__ import main as calibrate
 from engine.models.checkpoint import load_model_config
 from engine.speed import __main__ as command
+from engine.speed import config_map
 from engine.speed.config_map import ClusterError, write_config_map
 from engine.speed.measurements import MeasurementPlan
 from engine.speed.profile import load_profile
@@ -137,10 +139,30 @@ def test_a_config_map_gets_one_key(
     assert json.loads(body) == {"data": {"profile.json": "{}"}}
 
 
+@pytest.mark.parametrize("answers", [429, 500, 503])
+def test_what_was_measured_is_written_once_the_api_is_back(
+    api: type[_Api], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int
+) -> None:
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        api.answers = 200 if len(pauses) == 2 else answers
+
+    monkeypatch.setattr(config_map, "time", SimpleNamespace(sleep=pause))
+    api.answers = answers
+    write_config_map("speed", {"profile.json": "{}"}, tmp_path, api.url)
+    assert len(api.seen) == 3 and pauses == sorted(pauses)
+    monkeypatch.setattr(config_map, "_PAUSES_S", (0.0,))
+    with pytest.raises(ClusterError, match="cannot be reached"):
+        write_config_map("speed", {}, tmp_path, "https://127.0.0.1:9")
+
+
 def test_a_refusal_says_what_to_do(api: type[_Api], tmp_path: Path) -> None:
     api.answers = 403
     with pytest.raises(ClusterError, match="answered 403 to a patch of the ConfigMap speed in llm"):
         write_config_map("speed", {}, tmp_path, api.url)
+    assert len(api.seen) == 1
     (tmp_path / "token").unlink()
     with pytest.raises(ClusterError, match="set automountServiceAccountToken"):
         write_config_map("speed", {}, tmp_path, api.url)
