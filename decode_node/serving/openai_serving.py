@@ -131,9 +131,9 @@ class OpenAIServing:
     async def compact(self, body: CompactRequest, context: RequestContext) -> Response:
         """Sums a conversation up. Raises `HttpError`."""
         with body.named_fields():
+            chat = await long_work.run(context.is_long, body.to_chat)
             said = {"said": body.user_messages()}
             make = partial(CompactedFormat, echoed_fields=said, tools=body.read_tools)
-            chat = await long_work.run(context.is_long, body.to_chat)
             return await self._answer(await self._reader.chat(chat, context, make), context)
 
     async def check_response(self, body: ResponsesRequest, context: RequestContext) -> int:

@@ -81,11 +81,27 @@ async def test_compact_repeats_what_the_user_said_in_front_of_the_summary() -> N
         for fields, param in (
             ({"stream": True}, "stream"),
             ({"input": []}, "input"),
+            ({"input": [{"role": "user"}]}, "input.0.content"),
             ({"input": None, "previous_response_id": "resp_1"}, "previous_response_id"),
         ):
             body = {"input": "hello", **fields}
             refused = await node.client.post(f"{URL}/compact", json=body)
             assert refused.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("script", "fields", "status"),
+    [(SUMMARY, {"max_output_tokens": 5}, 400), ("", {}, 500)],
+    ids=["cut off", "empty"],
+)
+async def test_compact_gives_no_half_of_a_summary(
+    script: str, fields: dict[str, Any], status: int
+) -> None:
+    """Its body could not say so, and the client would forget the rest."""
+    async with http_node(scripts=[script], context=1024) as node:
+        response = await node.client.post(f"{URL}/compact", json={"input": "hello", **fields})
+        assert response.status_code == status, response.text
+        assert response.json()["error"]["param"] == next(iter(fields), None)
 
 
 def test_the_model_is_asked_behind_all_that_was_said_in_no_form() -> None:

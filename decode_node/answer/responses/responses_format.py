@@ -21,6 +21,7 @@ from decode_node.answer.format import CUT, FormatOptions, ResponseFormat
 from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenTexts
 from decode_node.answer.responses.response_items import Event, ResponseItems
+from decode_node.errors import CannotFollow, GenerationFailed
 from decode_node.observe.timeline import Timeline
 from decode_node.protocol.responses.compaction import ITEM
 from decode_node.protocol.responses.responses_tools import ResponseTools
@@ -184,7 +185,22 @@ class SummaryFormat(ResponsesFormat):
 
 class CompactedFormat(SummaryFormat):
     """Forms the bodies of /v1/responses/compact. All that they repeat of the request is what the
-    user said (`said`)."""
+    user said (`said`). No field tells of a summary that is cut off or missing, and clients forget
+    the conversation for it, so that is an error."""
+
+    def body(
+        self, results: Sequence[ChoiceResult], usage: Usage, timeline: Timeline | UnsetType
+    ) -> bytes:
+        body = super().body(results, usage, timeline)
+        if self._finish_reason == "length":
+            raise CannotFollow(
+                "the summary did not end within max_output_tokens, or what is left of the context",
+                param="max_output_tokens",
+            )
+        has_summary = any(item["type"] == ITEM for item in self._items.items)
+        if self._finish_reason in CUT or not has_summary:
+            raise GenerationFailed("there is no summary: the model wrote none, or was ended")
+        return body
 
     def _response(
         self,

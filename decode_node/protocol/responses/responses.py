@@ -352,7 +352,7 @@ class CompactRequest(ResponsesRequest):
             raise _refused("stream", "a summary is sent when it is complete")
 
     def user_messages(self) -> list[dict[str, Any]]:
-        """Returns what the user said, as items."""
+        """Returns what the user said, as items, of an input that `to_chat` can read."""
         return user_messages(self.input)
 
 
