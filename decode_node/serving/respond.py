@@ -56,7 +56,8 @@ class Responder:
             wants_timeline=context.wants_timeline,
             wants_metrics=bool(body.include_metrics),
         )
-        known_as = {body.given_name or form.id, context.request_id, form.id}
+        own = filter(None, (body.request_id, body.rid))
+        known_as = {*own, context.request_id, form.id}
         early, is_aborted = context.early, context.is_aborted
         runs = AbortableRuns(self._proxy, known_as, early, is_aborted=is_aborted)
         answer = Answer(runs, self._answers, choices, form, self._metrics, journal, options)

@@ -55,6 +55,8 @@ class _Message(msgspec.Struct):
 _Body = dict[str, msgspec.Raw]
 Bytes: TypeAlias = bytes | memoryview
 _NOTHING = msgspec.Raw(b"")
+_OWN_NAMES = ("request_id", "rid")
+"""Fields in which a client names the answer."""
 _NULL = msgspec.Raw(b"null")
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -83,7 +85,7 @@ class RequestInfo:
         generates: False for a question that any decode node answers at once.
         is_stream: The client wants events, as they come.
         asked_model: The name that the client wrote; empty when it wrote none.
-        given_name: The client's own for the answer, in place of `request_id`.
+        given_names: The client's own for the answer, besides `request_id`.
         model_name: The model it stands for, whose versions may be several.
         model: The version that serves it, by its nodes' first name for it.
         adapter: The adapter of that model that answers; empty for the model itself.
@@ -107,7 +109,7 @@ class RequestInfo:
 
     path: str
     request_id: str
-    given_name: str = ""
+    given_names: tuple[str, ...] = ()
     generates: bool = True
     is_stream: bool = False
     asked_model: str = ""
@@ -205,7 +207,7 @@ def read_request_info(
     return RequestInfo(
         path=path,
         request_id=request_id,
-        given_name=_text(_first_given(fields, ("request_id", "rid"))),
+        given_names=tuple(filter(None, (_text(fields.get(k)) for k in _OWN_NAMES))),
         generates=form.generates,
         is_stream=form.generates and _is_true(fields.get("stream", _NOTHING)),
         asked_model=asked,

@@ -91,7 +91,7 @@ class RequestHistory:
 
     def read(self, info: RequestInfo) -> None:
         self.generates = info.generates
-        self.names = frozenset((info.given_name or info.request_id, info.request_id))
+        self.names = frozenset((*info.given_names, info.request_id))
         self.is_aborted |= any(not self.names.isdisjoint(names) for names in self.early_aborts)
         self.model = info.model
         self.session = info.session_key

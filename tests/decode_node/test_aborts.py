@@ -43,6 +43,16 @@ async def test_what_was_generated_stays() -> None:
         assert found["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.parametrize("name", ["mine", "too"])
+async def test_an_answer_has_all_names_that_its_client_gives(name: str) -> None:
+    async with http_node(auto=False) as node:
+        body = {"prompt": IDS, "max_tokens": 9, "request_id": "mine", "rid": "too"}
+        answer = begun(node, "/v1/completions", body)
+        node.engine.produce(await node.engine.added(), 3)
+        assert await abort(node, rid=name) == 1
+        assert (await answer).json()["choices"][0]["finish_reason"] == "abort"
+
+
 async def test_several_are_named_or_all_are_meant() -> None:
     """A stream, a prompt with several choices, and several prompts: each ends as a whole."""
     async with http_node(auto=False) as node:

@@ -50,7 +50,10 @@ async def test_every_decode_node_is_asked_by_the_names_of_both_apis(cluster: Clu
     assert [node.status.aborts for node in nodes] == [[], []]
 
 
-async def test_what_waits_in_the_line_goes_to_a_node_as_aborted(cluster: Cluster) -> None:
+@pytest.mark.parametrize("called", ["mine", "the mine one"])
+async def test_what_waits_in_the_line_goes_to_a_node_as_aborted(
+    cluster: Cluster, called: str
+) -> None:
     may_answer = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -62,10 +65,11 @@ async def test_what_waits_in_the_line_goes_to_a_node_as_aborted(cluster: Cluster
     asked = [asyncio.create_task(router.text(BODY))]
     await eventually(lambda: node.num_open == 1)
     for name in ("mine", "other"):
-        asked.append(asyncio.create_task(router.text({**BODY, "rid": name})))
+        names = {"rid": name, "request_id": f"the {name} one"}
+        asked.append(asyncio.create_task(router.text({**BODY, **names})))
     line = router.services.gates.of("demo").line
     await eventually(lambda: len(line) == 2)
-    async with router.post({"rid": "mine"}, path="/abort_request") as response:
+    async with router.post({"rid": called}, path="/abort_request") as response:
         told = {"nodes": {f"decode {node.target}": "aborted 1"}, "router": "aborted 1"}
         assert (response.status, await response.json()) == (200, told)
     may_answer.set()
