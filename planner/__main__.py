@@ -35,6 +35,8 @@ from planner.traffic.traffic import Traffic
 
 _DEFAULT_PROFILE = "h200-llama-3.1-8b"
 _MAX_BLOCK_TOKENS = 65536
+_FEWEST_REQUESTS, _MOST_REQUESTS = 3000, 20_000
+"""Are simulated where nothing says how many."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,8 +64,10 @@ def main(argv: list[str] | None = None) -> int:
 def _plan(arguments: argparse.Namespace) -> Report:
     objectives = _objectives(arguments)
     profile, is_example = _profile(arguments)
-    traffic = _traffic(arguments)
-    simulated = traffic.busiest(arguments.requests)
+    traffic = simulated = _traffic(arguments, objectives)
+    if arguments.trace is not None:
+        count = _num_requests(arguments, objectives, traffic.rate, traffic.mean_output)
+        simulated = traffic.busiest(count)
     console = Console(stderr=True)
     with console.status("reading the traffic") as status:
         search = Search(
@@ -100,15 +104,26 @@ def _objectives(arguments: argparse.Namespace) -> Objectives:
     if not 50 <= arguments.percentile < 100:
         raise PlanError(f"--percentile {arguments.percentile:g}: it is 50 to less than 100")
     needed = round(100 / (100 - arguments.percentile))
-    if arguments.requests < needed:
+    count = _FEWEST_REQUESTS if arguments.requests is None else arguments.requests
+    if count < needed:
         raise PlanError(
-            f"--requests {arguments.requests}: percentile {arguments.percentile:g} needs {needed} "
-            "at least"
+            f"--requests {count}: percentile {arguments.percentile:g} needs {needed} at least"
         )
     return Objectives(arguments.slo_ttft_ms / 1e3, arguments.slo_itl_ms / 1e3, arguments.percentile)
 
 
-def _traffic(arguments: argparse.Namespace) -> Traffic:
+def _num_requests(
+    arguments: argparse.Namespace, objectives: Objectives, rate: float, mean_output: float
+) -> int:
+    """Returns the number of requests to simulate: as many as come while nodes fill up, within what
+    can be waited for."""
+    if arguments.requests is not None:
+        return int(arguments.requests)
+    num_settled = rate * objectives.settled_s(mean_output)
+    return math.ceil(min(_MOST_REQUESTS, max(_FEWEST_REQUESTS, num_settled)))
+
+
+def _traffic(arguments: argparse.Namespace, objectives: Objectives) -> Traffic:
     if arguments.trace is not None:
         if arguments.rate is not None:
             raise PlanError("give either --trace or --rate")
@@ -120,13 +135,14 @@ def _traffic(arguments: argparse.Namespace) -> Traffic:
         return read_trace(arguments.trace, block_tokens=arguments.block_tokens, load=arguments.load)
     if arguments.rate is None:
         raise PlanError("say what the traffic is: --trace FILE, or --rate, --input and --output")
+    output = read_lengths(arguments.output)
     return Description(
         rate=arguments.rate,
         prompt=read_lengths(arguments.input),
-        output=read_lengths(arguments.output),
+        output=output,
         hit_share=arguments.hit_share,
         burstiness=arguments.burstiness,
-        count=arguments.requests,
+        count=_num_requests(arguments, objectives, arguments.rate, output.mean),
         seed=arguments.seed,
     ).traffic()
 
@@ -168,8 +184,9 @@ def _parser() -> argparse.ArgumentParser:
                          "all share")  # fmt: skip
     traffic.add_argument("--burstiness", type=float, default=1.0, help="coefficient of variation "
                          "of the times between requests; 1: Poisson")  # fmt: skip
-    traffic.add_argument("--requests", type=int, default=3000, help="that are simulated; of a "
-                         "longer trace the busiest so many")  # fmt: skip
+    traffic.add_argument("--requests", type=int, help="that are simulated; of a longer trace the "
+                         "busiest so many. Default: 3000, or those of 10 s and of two answers, "
+                         "20000 at most")  # fmt: skip
     traffic.add_argument("--seed", type=int, default=1)
     speed = parser.add_argument_group("speed of a node")
     speed.add_argument("--profile", default="", help="a file that `tandem bench` wrote, or one of: "

@@ -19,6 +19,7 @@ from router.placement.tandem_policy import TandemParameters, TandemPolicy
 
 _NUM_ROUTERS = 2
 _SEED = 1
+_SETTLED_S = 10.0
 STEP_LEAD_S = 0.003
 """The lead that `tests/engine/core/virtual_steps.py` finds where a worker's host takes 0.8 to 1.5
 ms to start a step."""
@@ -37,6 +38,11 @@ class Objectives:
     def tail(self) -> str:
         """Returns the percentile's name in reports."""
         return f"p{self.percentile:g}"
+
+    def settled_s(self, mean_output: float) -> float:
+        """Returns the seconds of traffic in which nodes fill up and queues show how long they get:
+        twice an answer's, and ten at least."""
+        return max(_SETTLED_S, 2 * mean_output * self.itl_s)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,9 +15,12 @@ from engine.speed.profile import SpeedProfile
 from planner.evaluation import Forecast, Nodes, Objectives
 from planner.kv_store import store_sentence
 from planner.search import Plan
+from planner.traffic.described import MAX_REQUESTS
 from planner.traffic.traffic import Traffic
 
 _WIDEST = 200
+_SHORT = 0.8
+"""Says which part of the time in which nodes fill up is too short a one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,7 @@ class Report:
 
     def sentences(self) -> Iterator[str]:
         yield self._recommendation()
+        yield from self._short()
         yield from self._bottleneck()
         yield self._undivided()
         share = self.simulated.hit_limit()
@@ -193,6 +198,18 @@ class Report:
                 f"With {change}: TTFT {limits.tail} {1e3 * outcome.ttft_tail_s:.0f} ms, "
                 f"ITL {limits.tail} {1e3 * outcome.itl_tail_s:.1f} ms, "
                 f"{outcome.attained:.1%} in time; {verdict}."
+            )
+
+    def _short(self) -> Iterator[str]:
+        """Says where too short a part of the traffic was simulated."""
+        simulated = self.simulated
+        settled_s = self.objectives.settled_s(simulated.mean_output)
+        if simulated.goes_on and simulated.span_s < _SHORT * settled_s:
+            count = min(MAX_REQUESTS, math.ceil(simulated.rate * settled_s))
+            yield (
+                f"{len(simulated.arrivals)} requests are {simulated.span_s:.1f} s of this traffic, "
+                f"and nodes fill up in {settled_s:.0f} s: it may take more of them. Give "
+                f"--requests {count}, which takes longer."
             )
 
     def _undivided(self) -> str:

@@ -11,7 +11,7 @@ from planner.errors import TrafficError
 from planner.traffic.traffic import MAX_SPAN_S, Arrival, Traffic
 
 _BLOCK_TOKENS = 64
-_MAX_REQUESTS = 1_000_000
+MAX_REQUESTS = 1_000_000
 _REGULAR = 1e-3
 """Times between requests that vary by less are all alike; squared, a tiny number would be 0."""
 _LENGTHS = re.compile(r"([0-9.]+)(?:~([0-9.]+))?|([0-9.]+)-([0-9.]+)")
@@ -88,7 +88,8 @@ class Description:
             arrivals.append(Arrival(now, num_prompt, self.output.draw(rng), "", tuple(blocks)))
             now += self._pause(rng)
         name = f"{self.rate:g} requests/s of {self.prompt.mean:g} tokens in and "
-        return Traffic(f"{name}{self.output.mean:g} out", tuple(arrivals), _BLOCK_TOKENS)
+        name += f"{self.output.mean:g} out"
+        return Traffic(name, tuple(arrivals), _BLOCK_TOKENS, goes_on=True)
 
     def _pause(self, rng: random.Random) -> float:
         if self.burstiness < _REGULAR:
@@ -113,5 +114,5 @@ class Description:
                 f"--rate {self.rate:g}: {self.count} requests would take "
                 f"{self.count / self.rate / 86_400:.0f} days to come, and 400 are the most"
             )
-        if self.count > _MAX_REQUESTS:
-            raise TrafficError(f"--requests {self.count}: at most {_MAX_REQUESTS} are simulated")
+        if self.count > MAX_REQUESTS:
+            raise TrafficError(f"--requests {self.count}: at most {MAX_REQUESTS} are simulated")

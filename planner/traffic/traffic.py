@@ -30,11 +30,13 @@ class Arrival:
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Holds arrivals in order of time, the first at 0 or later. `name` says where they are from;
-    `block_tokens` is the length of their blocks."""
+    `block_tokens` is the length of their blocks. `goes_on`: they are a part, behind which others
+    come."""
 
     name: str
     arrivals: tuple[Arrival, ...]
     block_tokens: int = 512
+    goes_on: bool = False
 
     @property
     def span_s(self) -> float:
@@ -77,7 +79,8 @@ class Traffic:
         )
         start_s = arrivals[first].at_s
         part = arrivals[first : first + count]
-        return replace(self, arrivals=tuple(replace(a, at_s=a.at_s - start_s) for a in part))
+        part = tuple(replace(a, at_s=a.at_s - start_s) for a in part)
+        return replace(self, arrivals=part, goes_on=True)
 
     def sim_requests(self) -> list[SimRequest]:
         seen: set[str] = set()

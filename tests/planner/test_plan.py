@@ -62,6 +62,31 @@ def test_the_fewest_nodes_of_a_case_computed_by_hand() -> None:
     assert found.best.prefill_busy == pytest.approx(0.83, abs=0.05)
 
 
+def test_as_many_requests_are_simulated_as_come_while_nodes_fill_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fast = ["--input", "10", "--output", "2", "--rate", "450", "--json", "--max-nodes", "64"]
+    assert main(fast) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["traffic"]["simulated"] == 4500
+    assert main([*fast, "--requests", "200"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["traffic"]["simulated"] == 200
+    assert any("Give --requests 4" in sentence for sentence in plan["recommendation"])
+
+
+def test_of_a_trace_too_the_part_is_long_enough_to_fill_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = '{"arrival_s": %f, "input_tokens": 10, "output_tokens": 2}\n'
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(line % (i / 450) for i in range(6000)))
+    assert main(["--trace", str(path), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["traffic"]["simulated"] == pytest.approx(4500, abs=1)
+    assert not any("Give --requests" in sentence for sentence in plan["recommendation"])
+
+
 def test_the_time_between_tokens_sets_decode_nodes() -> None:
     """Twenty short prompts a second with answers of 501 tokens. On D nodes each n solves
     n = 20/D · 500 · (9 + n) / 1000: 45 on 12 nodes, 30 on 13. A step of 45.5 ms has 36."""
