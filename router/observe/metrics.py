@@ -6,6 +6,7 @@ at each scrape, so they vanish together with their node.
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from prometheus_client import (
@@ -20,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from edge.http.event_loop.loop_lateness import LoopLateness
 from router.nodes.address import NodeRole
-from router.nodes.node import NodeState
+from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry, ReportOutcome
 from router.observe.first_byte_times import FIRST_BYTE_BUCKETS, FirstByteTimes
 from router.observe.tally import Tally
@@ -32,53 +33,61 @@ _DURATION_BUCKETS = (
 # fmt: on
 
 
+_PART_NODES = 100
+
+
 class NodeCollector(Collector):
-    """Collects gauges about the nodes that exist now."""
+    """Collects gauges about the nodes that exist now, a family of many nodes in parts: a scrape is
+    made in slices."""
 
     def __init__(self, nodes: NodeRegistry) -> None:
         self._nodes = nodes
 
     def collect(self) -> Iterator[Metric]:
         yield self._states()
-        yield from self._per_node()
+        yield from self._per_node(
+            "tandem_router_node_open_requests",
+            "Our requests on the node",
+            lambda node: node.work.num_requests,
+        )
+        yield from self._per_node(
+            "tandem_router_node_pending_tokens",
+            "Prompt tokens we have sent that have not led to a first byte yet",
+            lambda node: node.work.num_tokens,
+        )
+        yield from self._per_node(
+            "tandem_router_node_report_age_seconds",
+            "Since the last load report",
+            lambda node: None if node.report is None else self._nodes.clock() - node.reported_at,
+        )
+        yield from self._per_node(
+            "tandem_router_node_drained",
+            "1 while an operator has taken the node out of use, else 0",
+            lambda node: self._nodes.state(node) is NodeState.DRAINED,
+        )
 
     def _states(self) -> Metric:
         family = GaugeMetricFamily(
             "tandem_router_nodes", "Nodes by tier and state", labels=["tier", "state"]
         )
         for role in NodeRole:
-            states = [self._nodes.state(node) for node in self._nodes.nodes(role)]
+            states = Counts(self._nodes.state(node) for node in self._nodes.nodes(role))
             for state in NodeState:
-                family.add_metric([role, state], states.count(state))
+                family.add_metric([role, state], states[state])
         return family
 
-    def _per_node(self) -> Iterator[Metric]:
-        labels = ["tier", "node"]
-        requests = GaugeMetricFamily(
-            "tandem_router_node_open_requests", "Our requests on the node", labels=labels
-        )
-        tokens = GaugeMetricFamily(
-            "tandem_router_node_pending_tokens",
-            "Prompt tokens we have sent that have not led to a first byte yet",
-            labels=labels,
-        )
-        age = GaugeMetricFamily(
-            "tandem_router_node_report_age_seconds", "Since the last load report", labels=labels
-        )
-        drained = GaugeMetricFamily(
-            "tandem_router_node_drained",
-            "1 while an operator has taken the node out of use, else 0",
-            labels=labels,
-        )
-        now = self._nodes.clock()
-        for node in self._nodes.all_nodes():
-            name = [node.address.role, node.address.target]
-            requests.add_metric(name, node.work.num_requests)
-            tokens.add_metric(name, node.work.num_tokens)
-            drained.add_metric(name, self._nodes.state(node) is NodeState.DRAINED)
-            if node.report is not None:
-                age.add_metric(name, now - node.reported_at)
-        yield from (requests, tokens, age, drained)
+    def _per_node(
+        self, name: str, text: str, figure: Callable[[Node], float | None]
+    ) -> Iterator[Metric]:
+        """Yields a figure of each node that has one."""
+        nodes = self._nodes.all_nodes()
+        for start in range(0, max(len(nodes), 1), _PART_NODES):
+            family = GaugeMetricFamily(name, text, labels=["tier", "node"])
+            for node in nodes[start : start + _PART_NODES]:
+                value = figure(node)
+                if value is not None:
+                    family.add_metric([node.address.role, node.address.target], value)
+            yield family
 
 
 class RouterMetrics:

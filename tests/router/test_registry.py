@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from router.nodes.health import EjectionPolicy, Health
 from router.nodes.node import NodeState
 from router.nodes.registry import ReportOutcome
 from router.nodes.report import NodeReport
+from router.observe.metrics import NodeCollector
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NodeLoad
 from tests.router.factories import Fleet, address, report
 
@@ -273,6 +275,27 @@ def test_a_node_with_two_addresses_is_one_node(caplog: pytest.LogCaptureFixture)
     assert tell(second, "a", epoch=2) is ReportOutcome.RESTARTED
     assert tell(first, "a", epoch=2, sequence=2) is ReportOutcome.LISTED_TWICE
     assert used() == [second.target, other.target]
+
+
+def test_figures_of_many_nodes_are_collected_in_parts() -> None:
+    """A scrape serves streams between two of them."""
+    fleet = Fleet()
+    places = [address(f"n{i}") for i in range(250)]
+    fleet.registry.set_members(places)
+    fleet.registry.apply_report(places[7], report())
+    families = list(NodeCollector(fleet.registry).collect())
+    assert max(len(family.samples) for family in families) <= 100
+    names = [name for name, _ in itertools.groupby(family.name for family in families)]
+    assert len(names) == len(set(names)) == 5, "parts of a family are one after the other"
+    samples = [sample for family in families for sample in family.samples]
+    counts = Counter(sample.name.removeprefix("tandem_router_") for sample in samples)
+    assert counts == {
+        "nodes": len(NodeRole) * len(NodeState),
+        "node_open_requests": 250,
+        "node_pending_tokens": 250,
+        "node_report_age_seconds": 1,
+        "node_drained": 250,
+    }
 
 
 def test_one_failure_after_an_ejection_ejects_again_for_longer() -> None:
