@@ -96,7 +96,10 @@ class Node:
     work: OwnWork = field(default_factory=OwnWork)
     pace: Pace = field(default_factory=Pace)
     followed: dict[str, AdapterCall] = field(default_factory=dict)
-    """The newest call about each adapter that the node says it has followed, by name."""
+    """The newest call about each adapter that the node says it has followed, by name; what it said
+    last stands last."""
+    num_followed: int = 0
+    """How many it has said in all."""
     listed_as: NodeAddress | None = None
     """Its address in the node list, if that is not where it serves."""
     hash_seed: int = field(init=False)
@@ -132,7 +135,10 @@ class Node:
         self.reported_at = now
         self.connected = True
         self.work.forget_recent()
-        self.followed.update((call.name, call) for call in report.adapter_calls)
+        for call in report.adapter_calls:
+            self.followed.pop(call.name, None)
+            self.followed[call.name] = call
+        self.num_followed += len(report.adapter_calls)
 
     @property
     def fingerprint(self) -> str:

@@ -4,13 +4,16 @@ back."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from edge.adapter_call import AdapterCall
 from router.nodes.adapter_ledger import AdapterLedger
 from router.nodes.adapter_set import AdapterId, AdapterSet, adapter_set
+from router.nodes.adapters import adapter_sync
 from router.nodes.adapters.adapter_asker import (
     LOADED,
     OUTDATED,
@@ -333,6 +336,44 @@ async def test_what_a_node_has_followed_is_not_looked_at_again(
     assert nodes.sync.num_behind()[NodeRole.DECODE] == 3
     assert set(looks) == {(f"d{i}:80", "lora-7") for i in range(3)}
     assert await nodes.step() == [(f"d{i}", "load", 100) for i in range(3)]
+
+
+async def test_a_tier_that_starts_anew_is_looked_at_in_parts(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has missed hundreds of thousands of calls, and requests wait while they are looked at."""
+    monkeypatch.setattr(adapter_sync, "_MOST_LOOKS", 100)
+    calls = [AdapterCall(f"lora-{i}", f"{i:064}", f"lora-{i}", i + 1, "demo") for i in range(100)]
+    nodes.fleet.registry.adapters.learn("demo", calls)
+    nodes.add("p", NodeRole.PREFILL, calls[50])
+    for i in range(10):
+        nodes.add(f"d{i}", NodeRole.DECODE)
+    looks: list[Node] = []
+    is_turn = AdapterSync._is_turn
+
+    def look(sync: AdapterSync, node: Node, *rest: Any) -> bool:
+        looks.append(node)
+        return is_turn(sync, node, *rest)
+
+    monkeypatch.setattr(AdapterSync, "_is_turn", look)
+    asked: Counter[str] = Counter()
+    for _ in range(20):
+        looks.clear()
+        asked.update(name for name, _, version in await nodes.step() if version == 51)
+        assert len(looks) <= 100
+    assert asked == Counter(f"d{i}" for i in range(10)), "each has its turn once it has been found"
+    assert nodes.sync.num_behind()[NodeRole.DECODE] == 990
+
+
+async def test_a_node_is_asked_to_unload_few_names_at_once(nodes: Nodes) -> None:
+    """Each is a connection, and a node that starts anew has missed a thousand."""
+    gone = [AdapterCall(f"lora-{i}", "", "", i + 1, "demo") for i in range(20)]
+    nodes.fleet.registry.adapters.learn("demo", gone)
+    nodes.held |= {"lora-19", "lora-18"}
+    nodes.add("d", NodeRole.DECODE)
+    nums = [len(await nodes.step()) for _ in range(4)]
+    assert nums == [8, 6, 6, 0]
+    assert nodes.sync.num_behind()[NodeRole.DECODE] == 2
 
 
 def test_calls_are_given_from_the_one_that_was_seen_last() -> None:

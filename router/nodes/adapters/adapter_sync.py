@@ -8,7 +8,7 @@ A node is behind in a name if it has not followed the newest call that the regis
 
 Turns follow the tiers: a decode node loads an adapter once a prefill node that works for it has it,
 or if there is none at all; a prefill node unloads one when no decode node has it any more. Each
-node loads one adapter at a time; to unload one takes as long as its requests, and holds up nothing.
+node loads one adapter at a time, and unloads a few: one takes as long as its requests.
 Several routers may ask for the same: the version says so.
 """
 
@@ -19,6 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from edge.adapter_call import AdapterCall
 from router.nodes.adapters.adapter_asker import OUTDATED, NodeAnswer, failure
@@ -33,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MOST_LOOKS, _LEAST_LOOKS = 10_000, 8
+"""Calls that one step looks at, of all nodes that are behind and of one: a tier that has started
+anew has missed hundreds of thousands, and all else waits meanwhile."""
+_MOST_UNLOADS = 8
+"""Counts those of one node that are asked at once: each is a connection."""
 _IN_TOUCH = (NodeState.READY, NodeState.HALF_OPEN, NodeState.EJECTED, NodeState.DRAINED)
 
 
@@ -46,11 +52,28 @@ class _Tries:
 
 @dataclass(slots=True)
 class _Missed:
-    """Holds the calls that a node has not followed, of the first `num_known` of its model. Once it
-    has, nothing is looked at until there are others."""
+    """Holds the calls that a node has not followed, by name: of the first `num_known` of its model,
+    when it had said `num_said`. Only what is new of both is looked at. A call that was looked at in
+    vain stands behind the others."""
 
     num_known: int = 0
-    calls: dict[str, AdapterCall] = field(default_factory=dict)
+    num_said: int = 0
+    loads: dict[str, AdapterCall] = field(default_factory=dict)
+    unloads: dict[str, AdapterCall] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.loads) + len(self.unloads)
+
+    def note(self, call: AdapterCall) -> None:
+        self.drop(call.name)
+        (self.loads if call.digest else self.unloads)[call.name] = call
+
+    def drop(self, name: str) -> None:
+        self.loads.pop(name, None)
+        self.unloads.pop(name, None)
+
+    def find(self, name: str) -> AdapterCall | None:
+        return self.loads.get(name) or self.unloads.get(name)
 
 
 class _Tiers:
@@ -116,24 +139,28 @@ class AdapterSync:
     def step(self) -> None:
         """Starts to ask every node that is behind, not busy, and whose turn it is."""
         self._forget()
-        now = self._registry.clock()
-        for node, call in self._turns():
-            tries = self._tries.get((node, call))
-            key = node, "" if call.digest else call.name
-            if key not in self._busy and (tries is None or now >= tries.retry_at):
-                self._busy[key] = asyncio.create_task(self._bring(key, call))
+        tiers, behind = _Tiers(self._registry), list(self._behind())
+        num_looks = max(_LEAST_LOOKS, _MOST_LOOKS // max(1, len(behind)))
+        num_unloads = Counter(node for node, name in self._busy if name)
+        for node, missed in behind:
+            num_free = _MOST_UNLOADS - num_unloads[node]
+            self._ask_some(node, missed.unloads, tiers, num_looks, num_free)
+            if (node, "") not in self._busy:
+                self._ask_some(node, missed.loads, tiers, num_looks, 1)
 
     def num_behind(self) -> dict[NodeRole, int]:
         """Returns how many calls the nodes of each tier have not followed yet."""
-        behind = Counter(node.address.role for node, _ in self._behind())
+        behind: Counter[NodeRole] = Counter()
+        for node, missed in self._behind():
+            behind[node.address.role] += len(missed)
         return {role: behind[role] for role in NodeRole}
 
     @property
     def _registry(self) -> NodeRegistry:
         return self.adapters.registry
 
-    def _behind(self) -> Iterator[tuple[Node, AdapterCall]]:
-        """Yields the calls that nodes in touch have not followed, by node."""
+    def _behind(self) -> Iterator[tuple[Node, _Missed]]:
+        """Yields the nodes in touch that have not followed some calls, and those of each model."""
         ledger = self._registry.adapters
         decodes = [one for one in self._registry.nodes(NodeRole.DECODE) if ledger.calls(one.model)]
         groups = by_weights(self._registry.nodes(NodeRole.PREFILL)) if decodes else {}
@@ -144,13 +171,24 @@ class AdapterSync:
             if node.report is None or self._registry.state(node) not in _IN_TOUCH:
                 continue
             missed = self._missed.setdefault((node, model), _Missed())
-            new, missed.num_known = ledger.since(model, missed.num_known)
-            missed.calls.update((call.name, call) for call in new)
-            for call in list(missed.calls.values()):
-                if ledger.calls(model).get(call.name) is not call or self._follows(node, call):
-                    del missed.calls[call.name]
-                elif (model, call.name) not in self.adapters.changing:
-                    yield node, call
+            self._update(missed, node, model)
+            if missed:
+                yield node, missed
+
+    def _update(self, missed: _Missed, node: Node, model: str) -> None:
+        """Takes in the calls that are new, and those that a node has said to have followed."""
+        new, missed.num_known = self._registry.adapters.since(model, missed.num_known)
+        is_fresh = not node.followed and node not in self._answered
+        for call in new:
+            if not is_fresh and self._follows(node, call):
+                missed.drop(call.name)
+            else:
+                missed.note(call)
+        num_new, missed.num_said = node.num_followed - missed.num_said, node.num_followed
+        for said in islice(reversed(node.followed.values()), num_new):
+            known = missed.find(said.name)
+            if known is not None and said.order >= known.order:
+                missed.drop(call.name)
 
     def _follows(self, node: Node, call: AdapterCall) -> bool:
         """Returns whether a node has followed a call or a newer one, as far as it has said."""
@@ -158,17 +196,39 @@ class AdapterSync:
         said = (node.followed.get(name), self._answered.get(node, {}).get(name))
         return any(one is not None and one.order >= call.order for one in said)
 
-    def _turns(self) -> Iterator[tuple[Node, AdapterCall]]:
-        """Yields what of it may be done now."""
-        tiers = _Tiers(self._registry)
-        for node, call in self._behind():
-            is_prefill = node.address.role is NodeRole.PREFILL
-            computed = None if is_prefill or not call.digest else tiers.computed(node)
-            if computed is not None and call.digest not in computed:
+    def _ask_some(
+        self,
+        node: Node,
+        missed: dict[str, AdapterCall],
+        tiers: _Tiers,
+        num_looks: int,
+        num_free: int,
+    ) -> None:
+        """Looks at some calls that a node has missed, and asks it to follow `num_free` at most."""
+        for call in list(islice(missed.values(), num_looks)):
+            if num_free <= 0:
+                return
+            del missed[call.name]
+            if self._registry.adapters.calls(call.model).get(call.name) is not call:
                 continue
-            if not call.digest and is_prefill and call.name in tiers.answered(node):
-                continue
-            yield node, call
+            missed[call.name] = call
+            key = node, "" if call.digest else call.name
+            if key not in self._busy and self._is_turn(node, call, tiers):
+                self._busy[key] = asyncio.create_task(self._bring(key, call))
+                num_free -= 1
+
+    def _is_turn(self, node: Node, call: AdapterCall, tiers: _Tiers) -> bool:
+        """Returns whether a node may be asked now."""
+        tries = self._tries.get((node, call))
+        if tries is not None and self._registry.clock() < tries.retry_at:
+            return False
+        if (call.model, call.name) in self.adapters.changing:
+            return False
+        is_prefill = node.address.role is NodeRole.PREFILL
+        if not call.digest:
+            return not (is_prefill and call.name in tiers.answered(node))
+        computed = None if is_prefill else tiers.computed(node)
+        return computed is None or call.digest in computed
 
     async def _bring(self, key: tuple[Node, str], call: AdapterCall) -> None:
         """Asks a node to follow a call."""
@@ -187,6 +247,7 @@ class AdapterSync:
         if not answer.failed:
             self._tries.pop(key, None)
             self._answered.setdefault(node, {})[call.name] = call
+            self._drop(node, call)
             if answer.said != OUTDATED:
                 where, name = f"{node.address.role} node {node.address}", call.name
                 what = "loaded" if call.digest else "unloaded"
@@ -205,16 +266,22 @@ class AdapterSync:
             answer.said,
         )
 
+    def _drop(self, node: Node, call: AdapterCall) -> None:
+        """Notes that a node misses a call no longer."""
+        missed = self._missed.get((node, call.model))
+        if missed is not None and missed.find(call.name) is call:
+            missed.drop(call.name)
+
     def _forget(self) -> None:
         """Forgets nodes that have gone, and calls that newer ones have replaced."""
         nodes = set(self._registry.all_nodes())
         self._missed = {key: missed for key, missed in self._missed.items() if key[0] in nodes}
         self._answered = {node: one for node, one in self._answered.items() if node in nodes}
-        newest = {call for _, call in self._registry.adapters.all_calls()}
+        calls = self._registry.adapters.calls
         self._tries = {
             (node, call): tries
             for (node, call), tries in self._tries.items()
-            if node in nodes and call in newest
+            if node in nodes and calls(call.model).get(call.name) == call
         }
 
 
