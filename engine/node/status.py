@@ -349,7 +349,7 @@ class NodeStatusServicer(RoleServicer):
         if not request.call:
             return node_pb2.AbortAnswersAnswer(num_aborted=end(names))
         num_aborted = self._status.abort_calls.end(request.call, names, end)
-        self._status.notify()
+        self._status.notify(is_urgent=True)
         return node_pb2.AbortAnswersAnswer(num_aborted=num_aborted)
 
     async def SetDrained(

@@ -277,11 +277,12 @@ async def test_what_changed_meanwhile_is_reported_when_the_rest_is_over(
 async def test_watchers_hear_at_once_which_answers_a_router_ends(
     status: NodeStatus, channel: grpc.aio.Channel
 ) -> None:
-    """Many names come in parts, which fit into reports. A later watcher gets them, too."""
+    """Many names come in parts, which fit into reports. Who wants few reports of changes gets them
+    as soon, and a later watcher does, too."""
     stub = node_pb2_grpc.NodeStatusStub(channel)
     names = [f"{i:05}" * 10 for i in range(8000)]
     async with asyncio.timeout(LONG_S / 2):
-        watch = stub.Watch(node_pb2.WatchRequest(interval_s=LONG_S))
+        watch = stub.Watch(node_pb2.WatchRequest(interval_s=LONG_S, change_interval_s=LONG_S))
         await watch.read()
         await stub.AbortAnswers(node_pb2.AbortAnswersRequest(names=["mine"]))
         await stub.AbortAnswers(node_pb2.AbortAnswersRequest(call=7, names=names))
