@@ -143,7 +143,7 @@ class LoadMonitor:
         call = stub.Watch(request, metadata=self._credentials.metadata())
         try:
             while True:
-                if self._spacing_s > 2 * max(request.change_interval_s, _SOONEST_CHANGE_S):
+                if self._wants_others(request):
                     call.cancel()
                     adapters, request = NO_ADAPTERS, self._request()
                     call = stub.Watch(request, metadata=self._credentials.metadata())
@@ -171,6 +171,12 @@ class LoadMonitor:
     def _spacing_s(self) -> float:
         """Returns how far apart the reports of a node have to be, so that all are few enough."""
         return len(self._tasks) / _MOST_REPORTS_PER_S
+
+    def _wants_others(self, request: WatchRequest) -> bool:
+        """Returns whether reports should come much further apart than asked for, or much closer."""
+        asked_s = max(request.change_interval_s, _SOONEST_CHANGE_S)
+        wanted_s = max(self._spacing_s, _SOONEST_CHANGE_S)
+        return wanted_s > 2 * asked_s or asked_s > 2 * wanted_s
 
     def _request(self) -> WatchRequest:
         spacing_s = self._spacing_s

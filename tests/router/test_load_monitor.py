@@ -185,6 +185,10 @@ async def test_reports_are_asked_for_further_apart_when_there_are_many_nodes(
     assert node_at(router, decode.target) is node and node.adapters.names == {"poet"}
     assert router.metric("tandem_router_watch_failures_total", tier="decode") == 0
     assert len(decode.status.watched) == 2
+    monitor.set_members({own})
+    await decode.status.change(num_running_requests=6)
+    await eventually(lambda: decode.status.watched[-1].change_interval_s < 0.02)
+    assert len(decode.status.watched) == 3
 
 
 def test_nodes_with_equal_adapters_share_one_set() -> None:
