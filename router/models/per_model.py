@@ -35,7 +35,8 @@ class PerModel(Generic[T]):
         if len(self._by_model) < _MAX_MODELS:
             return
         unused = (name for name, one in self._by_model.items() if not self._is_used(one))
-        self._by_model.pop(next(unused, ""), None)
+        if (oldest := next(unused, None)) is not None:
+            del self._by_model[oldest]
 
     def get(self, model: str) -> T | None:
         """Returns the one of `model` if there is one."""

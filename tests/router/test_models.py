@@ -18,6 +18,7 @@ from router.admission.admission_gate import GateLimits
 from router.admission.model_gates import ModelGates
 from router.errors import Overloaded, RateLimited
 from router.models.open_request_limit import OpenRequestLimit
+from router.models.per_model import PerModel
 from router.nodes.address import NodeRole
 from router.nodes.health import EjectionPolicy
 from router.placement.prefill_outcome import PrefillOutcome
@@ -331,6 +332,14 @@ def test_names_that_clients_make_up_do_not_open_a_gate_again() -> None:
     for number in range(3000):
         gates.of(f"made up {number}")
     assert gates.known("used") is gates.known("known") is None
+
+
+def test_requests_without_a_model_keep_their_gate_beside_very_many_that_are_used() -> None:
+    places = PerModel[list[str]](lambda model: [model], is_used=lambda one: True)
+    first = places.of("")
+    for number in range(3000):
+        places.of(f"m{number}")
+    assert places.of("") is first
 
 
 async def test_retries_of_one_model_are_not_paid_by_another(cluster: Cluster) -> None:
