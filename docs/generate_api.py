@@ -270,7 +270,8 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
 - `/v1/decisions` of OpenAI's API is there for every model whose chat template lets it answer
   without thinking first; vLLM has it for a few. Options get letters as labels, and beyond 26 pairs
   of letters, of which a model has some as one token. `confidence` is how likely the best label is
-  among all tokens: near 0 the model would have said something else.
+  among all tokens: near 0 the model would have said something else. Small models lean to the first
+  label, whatever it stands for: SmolLM2-135M finds any statement true with some 0.85.
 - `/generate` is SGLang's own API. A single prompt may have images (`image_data`). Streams have no
   log probabilities. Each event has all of an answer so far, so they come more seldom the longer it
   is.
