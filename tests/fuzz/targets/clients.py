@@ -122,6 +122,31 @@ _BODIES: list[tuple[str, Any]] = [
             "stop_sequences": ["x"],
         },
     ),
+    (
+        "/v1/responses/compact",
+        {
+            "input": [
+                {"role": "user", "content": "hi"},
+                {"type": "compaction", "encrypted_content": "tandem-summary:so"},
+                {"type": "compaction_trigger"},
+            ],
+        },
+    ),
+    (
+        "/v1/decisions",
+        {
+            "input": [{"role": "user", "content": [{"type": "input_json", "data": {"a": [1]}}]}],
+            "questions": [
+                {"type": "predicate", "instructions": [{"type": "input_text", "text": "so"}]},
+                {
+                    "type": "choice",
+                    "instructions": "?",
+                    "choices": [{"value": "a"}, {"value": True}],
+                },
+                {"type": "score", "instructions": "?", "levels": [{"label": "a"}, {"label": "b"}]},
+            ],
+        },
+    ),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
     ("/tokenize", {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}),
     ("/tokenize", {"prompt": "hi"}),
@@ -164,7 +189,7 @@ class _Node:
         self.loop = asyncio.new_event_loop()
         self.faults: list[Any] = []
         self.loop.set_exception_handler(lambda _, context: self.faults.append(context))
-        self._context = http_node()
+        self._context = http_node(context=1024)
         self.node: HttpNode = self.loop.run_until_complete(self._context.__aenter__())
 
     def post(self, path: str, body: bytes) -> httpx.Response:
