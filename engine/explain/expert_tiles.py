@@ -93,6 +93,7 @@ def fp4_experts(x: Tensor, w13: Tensor, w2: Tensor, width: int, weights: Tensor,
                  ranks: int = 1) -> tuple[str, str]:  # fmt: skip
     from tandem_kernels.experts.fp4 import experts as fp4_experts
     from tandem_kernels.experts.fp4.ahead_shapes import HEIGHT, multiplies_ahead
+    from tandem_kernels.experts.fp4.few_rows.shapes import expert_warp_tuning, takes_few_rows
     from tandem_kernels.experts.fp4.pair_shapes import format_of
 
     given = x, w13, width, experts.numel()
@@ -101,6 +102,9 @@ def fp4_experts(x: Tensor, w13: Tensor, w2: Tensor, width: int, weights: Tensor,
     shape = ExpertShape(len(w2), width, x.shape[1], format_of(w13))
     own = experts.numel() / ranks
     tunings = _Tunings(shape, x, own, fp4_experts.FIXED if fixed else None)
+    if tunings.share_out and takes_few_rows(x, w13, experts, width, gate):
+        tiles = fields_of(expert_warp_tuning(x.device, width, x.shape[1]), "ahead", "strips")
+        return "fp4_few_row_gate_up_kernel, fp4_experts kernels", f"gate·up {tiles}; {tunings}"
     return "fp4_experts kernels", str(tunings)
 
 
@@ -137,6 +141,11 @@ class _Tunings:
         rows = ", down ".join(map(_rows_of, (first, second)))
         self._found = first, second
         self._source = f"table {of}/{table.file_name.removesuffix('.json')}, gate·up {rows}"
+
+    @property
+    def share_out(self) -> bool:
+        """Returns whether programs of the first GEMM share all tiles out evenly."""
+        return self._found[0].tuning.runs > 0
 
     def within(self, itemsize: int, *matrices: Callable[[ExpertTuning], int]) -> str:
         """Describes them with as few stages as shared memory has room for. `matrices`: for each

@@ -106,6 +106,8 @@ from tandem_kernels.experts import (
 from tandem_kernels.experts.fp4 import even_runs, expert_tiles, experts_ahead
 from tandem_kernels.experts.fp4 import experts as fp4_experts
 from tandem_kernels.experts.fp4 import pairs as fp4_pairs
+from tandem_kernels.experts.fp4.few_rows import experts as fp4_few_rows
+from tandem_kernels.experts.fp4.few_rows.shapes import expert_warp_tuning
 from tandem_kernels.experts.fp4.one_row import experts as fp4_one_row
 from tandem_kernels.experts.fp4.one_row.shapes import one_row_tuning
 from tandem_kernels.experts.fp8 import experts as fp8_experts
@@ -1345,6 +1347,27 @@ def fp4_even_cases(capability: int) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def fp4_few_row_cases(capability: int) -> Iterator[Case]:
+    """Yields what Hopper alone runs."""
+    if capability != 90:
+        return
+    tuning = expert_warp_tuning(CPU, 2880, 2880)
+    yield Case(
+        fp4_few_rows.fp4_few_row_gate_up_kernel,
+        "",
+        {
+            **named("*bf16", "x", "out", "bias"),
+            **named("*i32", "weight", "experts"),
+            **named("fp32", "limit", "alpha"),
+        },
+        {
+            "TOP_K": 4, "WARPS": tuning.warps, "AHEAD": tuning.ahead, "STRIPS": tuning.strips,
+            "COLUMNS": 45, "HAS_BIAS": True, "GATE": 1, "OVERLAP": True,
+        },
+        {"num_warps": tuning.warps, "maxnreg": tuning.registers},
+    )  # fmt: skip
+
+
 def fp4_expert_ahead_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out"),
@@ -2430,6 +2453,7 @@ def cases_of(capability: int) -> Iterator[Case]:
         fp8_ahead_cases,
         fp4_expert_cases,
         fp4_even_cases,
+        fp4_few_row_cases,
         fp4_expert_ahead_cases,
         fp4_pair_cases,
         fp4_one_row_cases,

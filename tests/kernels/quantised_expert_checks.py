@@ -18,6 +18,8 @@ from tandem_kernels.experts.fp4.ahead_shapes import HEIGHT, multiplies_ahead
 from tandem_kernels.experts.fp4.even_runs import fp4_even_gemm
 from tandem_kernels.experts.fp4.expert_tiles import ExpertTiles
 from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
+from tandem_kernels.experts.fp4.few_rows.experts import fp4_few_row_gate_up
+from tandem_kernels.experts.fp4.few_rows.shapes import ExpertWarpTuning
 from tandem_kernels.experts.fp4.pair_shapes import takes_even_runs
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.experts.fp8.experts import fp8_gemm
@@ -362,6 +364,29 @@ def fp4_even_runs(
         outs.append(sum_pairs(parts, chosen))
     assert oracle.relative_error(outs[0], expected) < ROUNDED[dtype]
     assert all(torch.equal(other, outs[0]) for other in outs)
+
+
+def fp4_few_rows(tuning: ExpertWarpTuning, sizes: Sizes) -> None:
+    """Warps that multiply by themselves give what the format means, and always the same bits."""
+    num_tokens, top_k, num_experts, hidden, width = sizes
+    w13, _, wide13 = fp4_weight("mxfp4", (num_experts, 2, width, hidden), "cuda")
+    x, _, chosen = _step(sizes, torch.bfloat16, "cuda")
+    x /= 16
+    _, (b13, _, gate) = _gate(sizes, torch.bfloat16, "cuda")
+    outs = []
+    for _ in range(3):
+        outs.append(x.new_full((num_tokens * top_k, width), torch.nan))
+        fp4_few_row_gate_up(x, w13, chosen, outs[-1], tuning, b13, gate)
+    for pair, expert in enumerate(chosen.flatten().tolist()):
+        if expert < 0:
+            assert outs[0][pair].isnan().all()
+            continue
+        both = (wide13[expert] @ x[pair // top_k].double()).flatten() + b13[expert].double()
+        left, up = both.split(width)
+        left, up = left.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+        expected = (up + 1) * left / (1 + (-gate.alpha * left).exp())
+        assert oracle.relative_error(outs[0][pair], expected) < ROUNDED[x.dtype]
+    assert all(torch.equal(other.view(torch.int16), outs[0].view(torch.int16)) for other in outs)
 
 
 def _exact_in_e4m3(x: Tensor) -> Tensor:

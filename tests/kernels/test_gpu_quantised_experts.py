@@ -13,6 +13,7 @@ from fp4_checks import Form
 from tandem_kernels import ops
 from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.experts.expert_tuning import ExpertTuning
+from tandem_kernels.experts.fp4.few_rows.shapes import ExpertWarpTuning
 
 pytestmark = pytest.mark.gpu
 
@@ -128,6 +129,21 @@ def test_fp4_experts_by_even_runs(form: Form, sizes: check.Sizes, runs: int) -> 
     for tuning in check.EVEN_RUNS:
         own = msgspec.structs.replace(tuning, runs=runs)
         check.fp4_even_runs(own, sizes, torch.bfloat16, "cuda", form=form)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (8, 4, 32, 2880, 2880), (7, 4, 32, 960, 320), (8, 4, 6, 320, 704), (8, 1, 2, 256, 192),
+        (3, 4, 128, 128, 64),
+    ],
+    ids=["as gpt-oss", "some warps have less", "shared experts", "one of two", "one tile"],
+)  # fmt: skip
+@pytest.mark.parametrize("tuning", [(1, 2, 2, 128), (1, 3, 1, 112), (2, 2, 2, 128)])
+def test_fp4_experts_of_few_rows_by_warps(
+    sizes: check.Sizes, tuning: tuple[int, int, int, int]
+) -> None:
+    check.fp4_few_rows(ExpertWarpTuning(*tuning, least_pairs=1), sizes)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ HOPPER_ALONE = {
     "sparse_pieces_kernel",
     "window_rows_ahead_kernel",
     "fp4_experts_ahead_kernel",
+    "fp4_few_row_gate_up_kernel",
     "fp4_one_row_down_kernel",
     "fp4_one_row_gate_up_kernel",
     "lora_gemm_kernel",

@@ -1,4 +1,4 @@
-"""The instructions that multiply a row with part of an MXFP4 tile, run one by one without a GPU."""
+"""The instructions that multiply rows with part of an MXFP4 tile, run one by one without a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tandem_kernels.gemm.fp4_tiles import untile_mxfp4
 
 pytest.importorskip("triton")
 
+from tandem_kernels.experts.fp4.few_rows.products import TILE_PRODUCTS
 from tandem_kernels.experts.fp4.one_row.products import row_products
 
 LANE = torch.arange(32)
@@ -65,6 +66,11 @@ class Warp:
             self.registers[high] = self._value(given[0]) >> 32 & WORD
         elif operation in ("mov.b32", "mov.f32"):
             self.registers[target] = self._value(given[0])
+        elif operation == "bfe.u32":
+            first, count = (int(name) for name in given[1:])
+            self.registers[target] = self._value(given[0]) >> first & (1 << count) - 1
+        elif operation == "mul.lo.u32":
+            self.registers[target] = self._value(given[0]) * self._value(given[1]) & WORD
         elif operation == "shl.b32":
             self.registers[target] = self._value(given[0]) << int(given[1]) & WORD
         elif operation == "shf.l.wrap.b32":
@@ -120,3 +126,28 @@ def test_products_of_a_row_with_part_of_a_tile(count: int) -> None:
                 found = warp.registers[f"${4 * i + 2 * side + half}"][QUAD == 0]
                 own = expected[16 * quarter + 8 * side :][:8, half]
                 torch.testing.assert_close(found.double() * 2.0**30, own, rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_eight_rows_with_part_of_two_tiles() -> None:
+    """Each row's sums of both parts, with their powers, are added to its column."""
+    tiles = torch.randint(-(2**31), 2**31, (2, 1, 1, 544)).to(torch.int32)
+    powers = torch.randint(248, 255, (2, 1, 1, 128)).to(torch.uint8)
+    tiles[..., 512:] = powers.view(torch.int32)
+    x = torch.randn(8, 64).bfloat16()
+    words = tiles[:, 0, 0].long() & WORD
+    inputs = x.view(torch.int32).long() & WORD
+    given = [inputs[GROUP, QUAD + 4 * i] for i in range(8)]
+    before = [torch.randn(32) for _ in range(8)]
+    for quarter in range(4):
+        at = 64 * quarter + 2 * LANE
+        pairs = [own[at + s] | own[at + s + 1] << 32 for own in words for s in (0, 256)]
+        scales = [own[512 + 8 * quarter + GROUP] for own in words]
+        warp = Warp([*pairs, *scales, *given, *before], 8)
+        warp.run(TILE_PRODUCTS.value)
+        for part in range(2):
+            expected = untile_mxfp4(tiles[part], 64, 64).double() @ x.double().T
+            for i in range(4):
+                place = 16 * quarter + GROUP + 8 * (i // 2), 2 * QUAD + i % 2
+                own = expected[place] + before[4 * part + i].double()
+                found = warp.registers[f"${4 * part + i}"].double()
+                torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-4)

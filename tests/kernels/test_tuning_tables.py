@@ -22,6 +22,7 @@ from tandem_kernels.attention.prefill_tuning import prefill_tuning
 from tandem_kernels.attention.sparse_latent_attention import sparse_tuning
 from tandem_kernels.attention.window_rows_attention import window_rows_tuning
 from tandem_kernels.device import GpuFacts, as_on
+from tandem_kernels.experts.fp4.few_rows.shapes import expert_warp_tuning
 from tandem_kernels.experts.fp4.one_row.shapes import one_row_tuning
 from tandem_kernels.gemm.few_row_gemm import few_row_tuning
 from tandem_kernels.gemm.few_row_warp_shapes import few_row_warp_tuning
@@ -127,6 +128,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "mamba_prompts": partial(chunk_tuning, CPU),
     "fused": partial(fused_tuning, CPU),
     "fp4_one_row": partial(one_row_tuning, CPU),
+    "fp4_few_rows": partial(expert_warp_tuning, CPU),
 }
 
 

@@ -81,3 +81,15 @@ def test_gemms_that_do_more_say_their_row(name: str, cols: int) -> None:
         found, tile = describe(Launch(name, "gemm", "", (rows,)))
     assert found == f"{name}_kernel" and f"rows 128, cols {cols}" in tile
     assert str(asked[-1]).startswith("sm_90/fused_gemm row")
+
+
+@pytest.mark.parametrize(("rows", "by_warps"), [(6, False), (7, True), (8, True), (9, False)])
+def test_gate_and_up_of_few_mxfp4_rows_are_by_warps(rows: int, by_warps: bool) -> None:
+    """Experts of gpt-oss-20b: of fewer pairs tiles are shared out, of more a program has a tile."""
+    x, experts = _meta(rows, 2880, dtype=torch.bfloat16), _meta(rows, 4, dtype=torch.int32)
+    w13, w2 = _meta(32, 2, 45, 45, 544), _meta(32, 45, 45, 544)
+    given = x, w13, w2, 2880, _meta(rows, 4, dtype=torch.float32), experts
+    with as_on(H200):
+        kernels, tiles = describe(Launch("fp4_experts", "experts", "", given))
+    assert ("fp4_few_row_gate_up_kernel" in kernels) == by_warps
+    assert ("even runs" in tiles) == (rows < 9)

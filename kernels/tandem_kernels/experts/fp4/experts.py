@@ -29,6 +29,8 @@ from tandem_kernels.experts.fp4.even_runs import fp4_even_gemm
 from tandem_kernels.experts.fp4.expert_tile import expert_tile
 from tandem_kernels.experts.fp4.expert_tiles import ExpertTiles
 from tandem_kernels.experts.fp4.experts_ahead import fp4_experts_ahead
+from tandem_kernels.experts.fp4.few_rows.experts import fp4_few_row_gate_up
+from tandem_kernels.experts.fp4.few_rows.shapes import expert_warp_tuning, takes_few_rows
 from tandem_kernels.experts.fp4.pair_shapes import (
     format_of,
     takes_each_pair,
@@ -189,8 +191,12 @@ def multiply(
     factors: Tensor | None = None,
 ) -> None:
     """Computes one of the two GEMMs by even runs where a tuning asks for them and may, else by
-    tiles; see `fp4_expert_gemm`."""
-    if takes_even_runs(tuning, len(pair_weights), *out.shape):
+    tiles; see `fp4_expert_gemm`. Of the first, warps multiply by themselves where it is faster."""
+    num_outputs = out.shape[1]
+    if tuning.runs and takes_few_rows(x, weight, rows.experts, num_outputs, gate):
+        of_warps = expert_warp_tuning(x.device, num_outputs, x.shape[1])
+        fp4_few_row_gate_up(x, weight, rows.experts, out, of_warps, bias, gate)
+    elif takes_even_runs(tuning, len(pair_weights), *out.shape):
         fp4_even_gemm(x, weight, pair_weights, rows.experts, out, tuning, bias, gate, factors)
     else:
         fp4_expert_gemm(x, weight, pair_weights, rows, out, tuning, bias, gate, factors)

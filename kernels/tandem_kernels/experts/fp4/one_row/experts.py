@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
 from tandem_kernels.experts.fp4.one_row.choice import top_expert
 from tandem_kernels.experts.fp4.one_row.shapes import one_row_tuning
+from tandem_kernels.experts.fp4.one_row.threads import activated, threads_of
 from tandem_kernels.experts.fp4.one_row.turns import (
     TURN_TILES,
     asked,
@@ -34,33 +35,6 @@ from tandem_kernels.experts.fp4.one_row.turns import (
     walked,
 )
 from tandem_kernels.small_launches import in_turn
-
-
-@gluon.jit
-def _activated(
-    gate: gl.tensor, up: gl.tensor, limit: gl.tensor, alpha: gl.tensor, GATE: gl.constexpr
-) -> gl.tensor:
-    """Does what `expert_gate.activated` does, for the kinds of `shapes`."""
-    if GATE == 1:
-        gate = gl.minimum(gate, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit)
-        return (up + 1.0) * gate / (1.0 + gl.exp(-alpha * gate))
-    if GATE == 5:
-        gate = gl.minimum(gate, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit)
-    found = gate / (1.0 + gl.exp(-gate))
-    if GATE == 3:
-        found = gl.minimum(found, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit)
-    return found * up
-
-
-@gluon.jit
-def _threads(WARPS: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
-    """Returns the number of each warp [WARPS], and of its threads [WARPS, 32]."""
-    THREADS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, THREADS))
-    return warp, gl.arange(0, 32, gl.SliceLayout(0, THREADS))[None, :] + (warp * 0)[:, None]
 
 
 @gluon.jit
@@ -130,7 +104,7 @@ def fp4_one_row_gate_up_kernel(
     HAS_BIAS: gl.constexpr, GATE: gl.constexpr, OVERLAP: gl.constexpr,
 ) -> None:  # fmt: skip
     """Computes, in program (j, p), outputs 16 * j and on of the expert in place p."""
-    warp, thread = _threads(WARPS)
+    warp, thread = threads_of(WARPS)
     group, quad = thread // 4, thread % 4
     unit, pair = gl.program_id(0), gl.program_id(1)
     slot = gl.load(slot_mapping)
@@ -164,7 +138,7 @@ def fp4_one_row_gate_up_kernel(
     if HAS_BIAS:
         gates += gl.load(of_col, mask=real, other=0.0).to(gl.float32)
         ups += gl.load(of_col + num_outputs, mask=real, other=0.0).to(gl.float32)
-    total = _activated(gates, ups, limit, alpha, GATE).to(out.dtype.element_ty)
+    total = activated(gates, ups, limit, alpha, GATE).to(out.dtype.element_ty)
     gl.store(out + pair * num_outputs + col, total, mask=real)
 
 
@@ -188,7 +162,7 @@ def fp4_one_row_down_kernel(
     AHEAD: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAP: gl.constexpr,
 ) -> None:  # fmt: skip
     """Computes, in program j, outputs 16 * j and on of all experts, each in OF_PAIR warps."""
-    warp, thread = _threads(WARPS)
+    warp, thread = threads_of(WARPS)
     group, quad = thread // 4, thread % 4
     unit, pair = gl.program_id(0), warp // OF_PAIR
     if OVERLAP:
