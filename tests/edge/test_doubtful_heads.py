@@ -77,9 +77,15 @@ async def test_a_doubtful_head_is_refused_before_anything_acts_on_it(case: str) 
         b"GET /x HTTP/1.0\r\n" + KEY + b"\r\n",
         coded(b"chunked"),
         coded(b"Chunked"),
+        GET + b"host:  a \r\n" + KEY.replace(b"\r", b" \r") + b"\r\n",
+        POST + KEY + LENGTH.replace(b"\r", b" \r") + b"\r\n{}",
+        coded(b"chunked "),
     ],
-    ids=["name", "none named", "IPv6", "capitals", "HTTP/1.0", "chunks", "chunks, capital"],
-)
+    ids=[
+        "name", "none named", "IPv6", "capitals", "HTTP/1.0", "chunks", "chunks, capital",
+        "blanks", "a blank behind a length", "chunks and a blank",
+    ],
+)  # fmt: skip
 async def test_a_plain_head_is_answered(sent: bytes) -> None:
     async with service() as running:
         reader, writer = await running.connect(sent)

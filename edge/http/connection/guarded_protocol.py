@@ -221,8 +221,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header without spaces behind its value, which the parser leaves there."""
         if not self._framing.has_begun:
-            super().on_header(name, value)
+            super().on_header(name, value.rstrip(b" "))
         else:
             self._raise(self._framing.add_trailer(len(name) + len(value) + 4))
 
