@@ -324,6 +324,7 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "block_sparse_attention": _attended,
     "rope_and_cache": _like_first,
     "latent_rope_and_cache": _nothing,
+    "small_m_qkv": _heads,
     "few_row_qkv": _heads,
     "fused_qkv": _heads,
     "gather_context": _gathered_context,

@@ -79,6 +79,7 @@ def _of_library(launch: Launch, policy: GemmPolicy) -> str:
 RULES: dict[str, tuple[str, str]] = {
     "small_m_gemm": ("rows {rows} <= small_m_rows {limit}, whole tiles", "small_m_rows"),
     "small_m_gate_up": ("rows {rows} <= small_m_rows {limit}, whole tiles", "small_m_rows"),
+    "small_m_qkv": ("rows {rows} <= small_m_heads {limit}, whole tiles", "small_m_heads"),
     "few_row_gemm": ("rows {rows} <= few_rows {limit}, sizes that small_m leaves", "few_rows"),
     "head_gemm": ("rows {rows} are few, one product for each head", ""),
     "few_row_conv": ("few rows of plain weights, and the convolution behind them", "few_rows"),

@@ -29,6 +29,7 @@ def describe(launch: Launch) -> tuple[str, str]:
 
 
 def _paged(q: Tensor, kv_cache: PagedKV, metadata: Any, *rest: Any) -> tuple[str, str]:
+    from tandem_kernels.attention.decode_merge import FEW_UNITS
     from tandem_kernels.attention.decode_tuning import decode_tuning
     from tandem_kernels.attention.paged_attention import kernel_of_decode
     from tandem_kernels.attention.prefill_attention import tuning_of
@@ -42,7 +43,9 @@ def _paged(q: Tensor, kv_cache: PagedKV, metadata: Any, *rest: Any) -> tuple[str
         tiles.append(f"the window of {metadata.window} at once, {decodes} x {heads}")
     elif kind == "decode":
         tuning = decode_tuning(q.device, decodes * heads, q.shape[-1], kv_cache.dtype)
-        kernels.append("decode_attention_kernel, merge_kernel")
+        kernels.append("decode_attention_kernel")
+        if decodes * heads <= FEW_UNITS:
+            kernels[-1] += ", merge_kernel"
         tiles.append(fields_of(tuning, "tile", "num_warps", "num_stages", "programs_per_sm"))
     if kind == "prefill" or decodes < requests:
         fixed = metadata.fixed_order
@@ -176,7 +179,7 @@ def _few_rows(x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
     return "few_row_gemm_kernel", fields_of(tuning, "cols", "depth", "num_warps", "num_stages")
 
 
-def _small_m(gated: bool) -> Callable[..., tuple[str, str]]:
+def _small_m(gated: bool, kernel: str = "small_m_gemm_kernel") -> Callable[..., tuple[str, str]]:
     def of(*arguments: Any) -> tuple[str, str]:
         from tandem_kernels.gemm.small_m_gemm import small_m_tuning
 
@@ -184,7 +187,7 @@ def _small_m(gated: bool) -> Callable[..., tuple[str, str]]:
         outputs = outputs_of(weight, gated=gated)
         tuning = small_m_tuning(x.device, gated, len(x), outputs, weight.shape[1])
         fields = "cols", "depth", "splits", "num_warps", "num_stages"
-        return "small_m_gemm_kernel", fields_of(tuning, *fields)
+        return kernel, fields_of(tuning, *fields)
 
     return of
 
@@ -271,6 +274,7 @@ _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "few_row_conv": lambda *given: ("few_row_conv_kernel", _few_rows(*given)[1]),
     "small_m_gemm": _small_m(gated=False),
     "small_m_gate_up": _small_m(gated=True),
+    "small_m_qkv": _small_m(gated=False, kernel="small_m_qkv_kernel"),
     "fp8_gemm": _fp8(gated=False),
     "fp8_gate_up": _fp8(gated=True),
     "fp8_group_gemm": _fp8(gated=False),

@@ -24,6 +24,8 @@ class GemmPolicy:
         small_m_rows: Column layers compute at most this many rows by kernels of our own.
         small_m_wide_rows: So do, at most this many, all layers whose tiles fill the SMs once
             (`small_m.fills_once`), row layers among them.
+        small_m_heads: At most this many rows become rotated heads, and keys and values in the
+            cache, in one launch of them; 0: never.
         fused_gate_up_rows: From this many rows on, gate·up and its activation are one GEMM of our
             own; 0: never.
         fused_qkv_rows: From this many rows on, queries, keys and values are rotated and written to
@@ -71,6 +73,7 @@ class GemmPolicy:
     int8_rows: int = 0
     fp4_rows: int = 0
     small_m_wide_rows: int = 0
+    small_m_heads: int = 0
 
     @classmethod
     def choose(
@@ -98,6 +101,7 @@ class GemmPolicy:
         return cls(
             small_m_rows=rows.small_m_rows if small_m else 0,
             small_m_wide_rows=rows.wide_rows if small_m else 0,
+            small_m_heads=rows.small_m_heads if small_m else 0,
             fused_gate_up_rows=rows.fused_gate_up_rows if gate_up else 0,
             fused_qkv_rows=rows.fused_qkv_rows if qkv else 0,
             residual_rows=rows.residual_rows if residual and tp_size == 1 else 0,

@@ -40,6 +40,7 @@ from tandem_kernels.attention import (
     close_rows,
     context_gather,
     decode_attention,
+    decode_join,
     decode_merge,
     decode_tuning,
     index_candidates,
@@ -139,6 +140,7 @@ from tandem_kernels.gemm import (
     int8_weights,
     invariant_gemm,
     small_m_gemm,
+    small_m_qkv,
 )
 from tandem_kernels.linear_attention import (
     causal_conv,
@@ -370,6 +372,40 @@ def small_m_cases(capability: int) -> Iterator[Case]:
                 "HAS_BIAS": not gated,
                 "OVERLAP": capability >= 90,
                 **({"bias": None} if gated else {}),
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+
+
+def small_m_qkv_cases(capability: int) -> Iterator[Case]:
+    """Yields a rank of four of Llama-3.1-70B, whose inner dimension is cut, and Llama-3.1-8B."""
+    types = {
+        **named("*bf16", "x", "weight", "bias", "kv_cache", "out"),
+        **named("*i64", "positions", "slot_mapping"),
+        **named("*fp32", "cos_sin_cache", "parts"),
+        "tickets": "*i32",
+    }
+    shapes = itertools.product((16, 64), ((16, 2, 8192), (32, 8, 4096)))
+    for rows, (num_q_heads, num_kv_heads, inner) in shapes if capability >= 90 else ():
+        outputs = (num_q_heads + 2 * num_kv_heads) * 128
+        tuning = small_m_gemm.small_m_tuning(CPU, False, rows, outputs, inner)
+        yield Case(
+            small_m_qkv.small_m_qkv_kernel,
+            f"rows={rows} outputs={outputs}",
+            types,
+            {
+                "NUM_Q_HEADS": num_q_heads,
+                "NUM_KV_HEADS": num_kv_heads,
+                "HALF": 64,
+                "BLOCK_SIZE": 64,
+                "ROWS": rows,
+                "PAIRS": tuning.cols // 2,
+                "DEPTH": tuning.depth,
+                "SPLITS": tuning.splits,
+                **({} if tuning.splits > 1 else {"parts": None, "tickets": None}),
+                "HAS_BIAS": rows > 16,
+                "OVERLAP": True,
+                **({} if rows > 16 else {"bias": None}),
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
@@ -919,7 +955,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
     for head_dim, value_dim, is_fp8 in [*sizes, *quantised]:
         types = {
             **named(f"*{dtype}", "q", "kv_cache", "out"),
-            **named("*i32", "block_tables", "query_start_loc", "seq_lens", "arrived"),
+            **named("*i32", "block_tables", "query_start_loc", "seq_lens", "arrived", "tickets"),
             **named("*fp32", "partial_acc", "partial_state", "sinks", "k_scale", "v_scale"),
             **named("fp32", "scale", "cap"),
         }
@@ -943,6 +979,8 @@ def attention_cases(capability: int) -> Iterator[Case]:
         few = not is_fp8 and (vary or head_dim == 64)
         decodes = [(64, False), *([(16, False)] if vary else []), *([(64, True)] if few else [])]
         for block_size, ahead in decodes:
+            joins = {"JOINED": not ahead, "HEADS": 4}
+            joins["PARTS"] = decode_join.parts_at_once(4, shape["BLOCK_VALUE"])
             decode = decode_tuning.decode_tuning(CPU, 8 if ahead else 8 * 64, head_dim, cached)
             yield Case(
                 decode_attention.decode_attention_kernel,
@@ -954,6 +992,8 @@ def attention_cases(capability: int) -> Iterator[Case]:
                     "TILE": decode.tile,
                     "OVERLAP": capability >= 90,
                     "AHEAD": ahead,
+                    **joins,
+                    **({"tickets": None} if ahead else {}),
                     "NATIVE": True,
                     "BLOCK_SIZE": block_size,
                     "ROWS": 16,
@@ -2435,6 +2475,7 @@ def cases_of(capability: int) -> Iterator[Case]:
     makers = [
         elementwise_cases,
         small_m_cases,
+        small_m_qkv_cases,
         few_row_cases,
         fp8_cases,
         fused_gate_up_cases,

@@ -111,6 +111,11 @@ def fused_qkv(
         assert torch.equal(in_place, layer.cached(cache))
 
 
+def keeping(op: Op) -> Op:
+    """Returns a column that always keeps keys and values as one that may."""
+    return lambda *given: op(*given[:-1])
+
+
 def fused_qkv_as_two(
     op: Op,
     rope_and_cache: Op,

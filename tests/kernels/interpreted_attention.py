@@ -24,7 +24,6 @@ from interpreted_fixtures import (  # noqa: F401
 
 from tandem_kernels import ops
 from tandem_kernels.attention import (
-    decode_merge,
     prefill_attention,
     prefill_parts,
     ragged_attention,
@@ -85,33 +84,6 @@ def test_paged_attention(
         dtype=dtype,
     )
     check.paged_attention(ops.paged_attention.kernel, batch)
-
-
-def test_heads_that_are_merged_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_merge, "_COLUMNS", 16)
-    monkeypatch.setattr(decode_merge, "_PARTS", 2)
-    shape = {"num_kv_heads": 1, "group": 2, "head_dim": 24, "block_size": 16}
-    check.paged_attention(ops.paged_attention.kernel, oracle.paged_batch([900, 0], [1, 1], **shape))
-
-
-@pytest.mark.parametrize(
-    ("seq_lens", "query_lens", "num_padded"),
-    [
-        ([300, 70, 40], [1, 1, 9], 4),
-        ([60, 150], [1, 33], 33),
-        ([40, 9], [40, 9], 2),
-        ([5, 90], [1, 1], 3),
-        ([7 + i for i in range(45)] + [30], [1] * 45 + [20], 2),
-    ],
-    ids=["few", "padding at the end of the tokens", "prompts alone", "decodes alone", "many"],
-)
-def test_decodes_that_a_recorded_step_hides(
-    seq_lens: list[int], query_lens: list[int], num_padded: int
-) -> None:
-    shape = {"num_kv_heads": 2, "group": 3, "head_dim": 16, "block_size": 16}
-    check.hidden_decodes(ops.paged_attention.kernel, seq_lens, query_lens, num_padded, **shape)
-    latents = ops.latent_attention.kernel, (seq_lens, query_lens), num_padded
-    check.hidden_decodes_of_latents(*latents, (3, 24, 8))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])

@@ -33,12 +33,13 @@ from triton.runtime import interpreter
 
 from tandem_kernels import ops
 from tandem_kernels.elementwise.gate_form import GateForm
-from tandem_kernels.gemm import few_row_gemm, few_row_qkv, fp4_gemm, int4_gemm
+from tandem_kernels.gemm import few_row_gemm, few_row_qkv, fp4_gemm, int4_gemm, small_m_qkv
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
 from tandem_kernels.gemm.fp4_tuning import Fp4Tuning
 from tandem_kernels.gemm.fp8_gemm import fp8_small_m
 from tandem_kernels.gemm.fp8_tuning import Fp8Tuning
 from tandem_kernels.gemm.int4_tuning import Int4Tuning
+from tandem_kernels.gemm.small_m_gemm import SmallMTuning
 from tandem_kernels.lora import lora_gemm
 from tandem_kernels.lora.lora_gemm_tuning import LoraGemmTuning
 
@@ -101,6 +102,26 @@ def test_front_of_attention_in_one_launch(
     if tuning is not None:
         monkeypatch.setattr(few_row_qkv, "few_row_tuning", lambda *sizes: tuning)
     few_row_checks.few_row_qkv(ops.few_row_qkv.kernel, rows, inner, heads, torch.float16, **parts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tuning"),
+    [
+        (QkvShape(num_tokens=1, inner=256), None),
+        (QkvShape(num_tokens=33, inner=768), SmallMTuning(64, 128, 4, 1, splits=3)),
+        (QkvShape(num_tokens=5, inner=512, head_dim=64), SmallMTuning(32, 128, 4, 1, splits=2)),
+    ],
+    ids=["one row", "parts", "small heads"],
+)
+def test_heads_of_a_decode_step_in_one_launch(
+    shape: QkvShape, tuning: SmallMTuning | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tuning is not None:
+        monkeypatch.setattr(small_m_qkv, "small_m_tuning", lambda *sizes: tuning)
+    op = fused_qkv_checks.keeping(ops.small_m_qkv.kernel)
+    for has_bias in (False, True):
+        options = {"has_bias": has_bias, "keep_kv": True}
+        fused_qkv_checks.fused_qkv(op, shape, torch.float16, **options)
 
 
 def test_fused_gate_up_of_many_rows() -> None:

@@ -97,6 +97,8 @@ def test_fused_qkv_of_many_rows(dtype: torch.dtype, has_bias: bool) -> None:
     shape = QkvShape(num_q_heads=6, head_dim=24, inner=40, num_tokens=7)
     options = {"has_bias": has_bias, "keep_kv": has_bias}
     fused_qkv_checks.fused_qkv(ops.fused_qkv, shape, dtype, **options)
+    op = fused_qkv_checks.keeping(ops.small_m_qkv)
+    fused_qkv_checks.fused_qkv(op, shape, dtype, has_bias=has_bias, keep_kv=True)
     columns = ops.fused_qkv, ops.rope_and_cache
     fused_qkv_checks.fused_qkv_as_two(*columns, shape, dtype, has_bias=has_bias)
 

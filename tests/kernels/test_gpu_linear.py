@@ -75,6 +75,19 @@ def test_front_of_attention_in_one_launch(
     few_row_checks.few_row_qkv(*given, bias=False, norm=False)
 
 
+@halves
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+@pytest.mark.parametrize(
+    ("heads", "inner"), [((16, 2, 128), 8192), ((32, 8, 128), 4096), ((8, 4, 64), 2560)]
+)
+def test_heads_of_a_decode_step_in_one_launch(
+    dtype: torch.dtype, rows: int, heads: tuple[int, int, int], inner: int
+) -> None:
+    op, shape = fused_qkv_checks.keeping(ops.small_m_qkv), QkvShape(*heads, inner, rows, 64)
+    for has_bias in (False, True):
+        fused_qkv_checks.fused_qkv(op, shape, dtype, "cuda", has_bias=has_bias, keep_kv=True)
+
+
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 2049), (torch.float16, 33)])
 def test_rows_of_fp8(dtype: torch.dtype, rows: int, group: int) -> None:

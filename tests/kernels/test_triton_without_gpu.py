@@ -12,7 +12,7 @@ from tests.kernels.triton_program import run_triton
 pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
-PARTS = ["layers", "attention", "sparse", "rows", "experts", "sampling"]
+PARTS = ["layers", "attention", "decodes", "sparse", "rows", "experts", "sampling"]
 
 
 @pytest.fixture(scope="module")

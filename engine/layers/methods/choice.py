@@ -11,7 +11,7 @@ from engine.layers.methods.plain.fused_qkv import FusedQkv
 from engine.layers.methods.plain.invariant import Invariant
 from engine.layers.methods.plain.plain import Plain
 from engine.layers.methods.plain.residual_gemm import ResidualGemm
-from engine.layers.methods.plain.small_m import SmallM
+from engine.layers.methods.plain.small_m import SmallM, SmallMHeads
 from engine.layers.methods.registry import quantised_linear
 from engine.quantization import Scheme
 
@@ -26,6 +26,8 @@ def qkv_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) ->
     method = _column(policy)
     if policy.fused_qkv_rows > 0:
         method = FusedQkv(method, policy.fused_qkv_rows)
+    if policy.small_m_heads > 0:
+        method = SmallMHeads(method, policy.small_m_heads)
     if policy.few_row_heads > 0:
         method = FewRowHeads(method, policy.few_row_heads)
     return quantised_linear(scheme, method, share, policy)

@@ -26,6 +26,7 @@ def ask_ahead(
     ends: tl.tensor,
     here: tl.tensor,
     length: tl.tensor,
+    step: tl.tensor,
     block_stride: tl.tensor,
     value_stride: tl.tensor,
     head_stride: tl.tensor,
@@ -47,8 +48,9 @@ def ask_ahead(
     seq_len = tl.load(seq_lens + r, mask=exists, other=0)
     first = skipped(seq_len, TILE, WINDOW)
     tiles = tl.maximum(tl.cdiv(seq_len, TILE) - first, 1)
-    head = (here - begin) // tiles
-    start = (first + (here - begin) % tiles) * TILE
+    stretch = tl.cdiv(tiles, step) * step
+    head = (here - begin) // stretch
+    start = (first + (here - begin) % stretch) * TILE
     dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     position = start + tl.arange(0, TILE)
     newest = seq_len - 1

@@ -10,9 +10,13 @@ device, every program streams the same number of bytes, and lengths are read on 
       program 0         program 1         program 2
 
 A program that owns a whole (request, head) writes its output. A cut one leaves a partial softmax
-state in its slot 0 (a run that begins inside a head) or slot 1 (a run that ends inside one), which
-`decode_merge` joins. The query heads that share a KV head are the rows of one tile: each byte of
-the cache is read once.
+state in its slot 0 (a run that begins inside a head) or slot 1 (a run that ends inside one). The
+last program of a head to end joins them (`decode_join`); of few requests, whose heads have many
+parts, a launch behind this one does (`decode_merge`). The query heads that share a KV head are the
+rows of one tile: each byte of the cache is read once.
+
+Where there are programs enough, stretches of heads are padded to whole runs, so that a program has
+tiles of one head alone: at the next one it would wait for memory anew.
 
 With a window the line has only the tiles that the window reaches. A sink joins where a softmax
 state is complete: in the program that owns a whole head, or in the merge.
@@ -38,7 +42,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.attention_sink import sink_of, with_sink
 from tandem_kernels.attention.decode_ahead import ask_ahead, attend_ahead
-from tandem_kernels.attention.decode_line import find, line, skipped
+from tandem_kernels.attention.decode_join import (
+    join_behind_others,
+    leave_part,
+    parts_at_once,
+    zero_without_context,
+)
+from tandem_kernels.attention.decode_line import find, line, runs, skipped
 from tandem_kernels.attention.decode_merge import FEW_UNITS, merge_kernel, merge_shape
 from tandem_kernels.attention.decode_tuning import DecodeTuning, decode_tuning
 from tandem_kernels.attention.fp8_cache import in_half, unpacked
@@ -48,6 +58,7 @@ from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.soft_cap import soft_capped
 from tandem_kernels.device import has_e4m3, num_programs, supports_pdl
 from tandem_kernels.product_precision import precision_of
+from tandem_kernels.stream_lanes import lane_counters
 
 LOG2_E = 1.4426950408889634
 
@@ -143,6 +154,34 @@ def _attend(
     return peak, total, acc
 
 
+@triton.jit
+def _load_group(
+    heads: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Loads GROUP heads of WIDTH numbers each as [ROWS, BLOCK]."""
+    row, dim = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    return tl.load(heads + row * WIDTH + dim, mask=(row < GROUP) & (dim < WIDTH), other=0.0)
+
+
+@triton.jit
+def _store_group(
+    heads: tl.tensor,
+    numbers: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Stores [ROWS, BLOCK] as GROUP heads of WIDTH numbers each."""
+    row, dim = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    kept = (row < GROUP) & (dim < WIDTH)
+    tl.store(heads + row * WIDTH + dim, numbers.to(heads.dtype.element_ty), mask=kept)
+
+
 @triton.jit(do_not_specialize=["num_reqs"])
 def decode_attention_kernel(
     q: tl.tensor,
@@ -155,6 +194,7 @@ def decode_attention_kernel(
     out: tl.tensor,
     partial_acc: tl.tensor,
     partial_state: tl.tensor,
+    tickets: tl.tensor,
     num_reqs: tl.tensor,
     q_stride: tl.tensor,
     block_stride: tl.tensor,
@@ -180,44 +220,50 @@ def decode_attention_kernel(
     FP8: tl.constexpr,
     NATIVE: tl.constexpr,
     AHEAD: tl.constexpr,
+    JOINED: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Computes one run of the line in each program. AHEAD: its first tile is asked for before the
-    kernel in front has ended."""
-    program = tl.program_id(0)
-    _, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
-    run = tl.cdiv(length, tl.num_programs(0))
+    kernel in front has ended. JOINED: the last program of a cut head to end joins its parts, which
+    `tickets` count: zero for each program, before and behind."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lengths, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
+    run, step, ends, length = runs(
+        lengths, ends, length, programs, NUM_KV_HEADS, TILE, WINDOW, EVEN=JOINED
+    )
     if AHEAD:
         keys, values, older, own, own_value, has_newest = ask_ahead(
-            kv_cache, block_tables, seq_lens, ends, program * run, length,
+            kv_cache, block_tables, seq_lens, ends, program * run, length, step,
             block_stride, value_stride, head_stride, table_stride,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, BLOCK_SIZE, TILE, WINDOW,
         )  # fmt: skip
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+    if JOINED:
+        width: tl.constexpr = NUM_KV_HEADS * GROUP * VALUE_DIM
+        zero_without_context(
+            out, lengths, num_reqs, program, programs, seq_lens, width, BLOCK_VALUE, REQS
+        )
     here = program * run
     end = tl.minimum(here + run, length)
-    row = tl.arange(0, ROWS)
-    dim = tl.arange(0, BLOCK_DIM)
-    value_dim = tl.arange(0, BLOCK_VALUE)
-    real = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    kept = (row < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
     while here < end:
         r, begin = find(ends, here)
         seq_len = tl.load(seq_lens + r)
         first = skipped(seq_len, TILE, WINDOW)
         tiles = tl.cdiv(seq_len, TILE) - first
-        head = (here - begin) // tiles
-        first_tile = (here - begin) % tiles
+        stretch = tl.cdiv(tiles, step) * step
+        head = (here - begin) // stretch
+        first_tile = (here - begin) % stretch
         last_tile = tl.minimum(tiles, first_tile + end - here)
-        query_head = head * GROUP + row[:, None]
-        place = r.to(tl.int64) * q_stride + query_head * HEAD_DIM + dim[None, :]
         own_scale, own_cap = scale, cap
         if FP8:
             of_keys = tl.load(k_scale + head)
             own_scale, own_cap = scale * of_keys, cap / of_keys
-        query = tl.load(q + place, mask=real, other=0.0)
+        queries = q + r.to(tl.int64) * q_stride + head * (GROUP * HEAD_DIM)
+        query = _load_group(queries, GROUP, ROWS, HEAD_DIM, BLOCK_DIM)
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_VALUE // 2 if FP8 else BLOCK_VALUE], tl.float32)
@@ -242,17 +288,24 @@ def decode_attention_kernel(
             acc = acc * tl.load(v_scale + head)
         if (first_tile == 0) & (last_tile == tiles):
             if HAS_SINKS:
+                row = tl.arange(0, ROWS)
                 total = with_sink(total, peak, sink_of(sinks, head * GROUP + row, row < GROUP))
-            to = (r * NUM_KV_HEADS * GROUP + query_head) * VALUE_DIM + value_dim[None, :]
-            tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+            heads = out + (r.to(tl.int64) * NUM_KV_HEADS + head) * (GROUP * VALUE_DIM)
+            _store_group(heads, acc / total[:, None], GROUP, ROWS, VALUE_DIM, BLOCK_VALUE)
         else:
             slot = program * 2 + (first_tile == 0).to(tl.int32)
-            to = (slot * GROUP + row[:, None]) * VALUE_DIM + value_dim[None, :]
-            tl.store(partial_acc + to, acc, mask=kept)
-            state = partial_state + slot * (2 * GROUP) + row
-            tl.store(state, peak, mask=row < GROUP)
-            tl.store(state + GROUP, total, mask=row < GROUP)
-        here += last_tile - first_tile
+            leave_part(
+                partial_acc, partial_state, slot, peak, total, acc, GROUP, ROWS, VALUE_DIM,
+                BLOCK_VALUE,
+            )  # fmt: skip
+            if JOINED:
+                begin += head * stretch
+                join_behind_others(
+                    out + r.to(tl.int64) * width, partial_acc, partial_state, tickets, sinks,
+                    begin // run, (begin + tiles - 1) // run, head * GROUP,
+                    GROUP, HEADS, VALUE_DIM, BLOCK_VALUE, HAS_SINKS, PARTS,
+                )  # fmt: skip
+        here += tl.minimum(stretch - first_tile, end - here)
 
 
 def decode_attention(
@@ -287,46 +340,49 @@ def decode_attention(
     is_fp8, few = kv_scales is not None, num_units <= FEW_UNITS
     tuning = tuning or decode_tuning(q.device, num_units, head_dim, kv_cache.dtype)
     programs = num_programs(q.device, tuning.programs_per_sm)
-    acc_shape, state_shape = (programs, 2, group, sizes.value_dim), (programs, 2, 2, group)
-    partial_acc = torch.empty(acc_shape, dtype=torch.float32, device=q.device)
-    partial_state = torch.empty(state_shape, dtype=torch.float32, device=q.device)
+    parts = _parts(programs, group, sizes.value_dim, q.device)
     shape = _shape(q, sizes, metadata, tuning, is_fp8=is_fp8)
     shape["HAS_SINKS"] = sinks is not None
     numbers = kv_cache.view(torch.int16) if is_fp8 else kv_cache
+    heads, whole = triton.next_power_of_2(group), shape["BLOCK_VALUE"]
     decode_attention_kernel[(programs,)](
         q, first_of(numbers), metadata.block_tables, metadata.seq_lens, *pointers(kv_scales), sinks,
-        out, partial_acc, partial_state, num_reqs, *metadata.strides(q, numbers), scale * LOG2_E,
-        softcap / scale,
+        out, *parts, None if few else lane_counters("decode_attention", programs, q.device),
+        num_reqs, *metadata.strides(q, numbers), scale * LOG2_E, softcap / scale,
         BLOCK_SIZE=sizes.block_size,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, heads),
         CAPPED=softcap > 0,
         PRECISION=precision_of(q),
         FP8=is_fp8,
         NATIVE=has_e4m3(q.device),
         AHEAD=few and not is_fp8,
+        JOINED=not few,
+        HEADS=heads,
+        PARTS=parts_at_once(heads, whole),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         HEAD_DIM=head_dim,
         BLOCK_DIM=_padded(head_dim, is_fp8=is_fp8),
         **shape,
     )  # fmt: skip
-    whole = shape["BLOCK_VALUE"]
-    shape |= merge_shape(num_units, whole)
-    grid = num_units if few else programs, group, triton.cdiv(whole, shape["BLOCK_VALUE"])
-    merge_kernel[grid](
-        metadata.seq_lens,
-        sinks,
-        out,
-        partial_acc,
-        partial_state,
-        num_reqs,
-        programs,
-        ROWS=num_q_heads,
-        BY_HEAD=few,
-        ALIGNED=False,
-        num_warps=4,
-        **shape,
-    )
+    if few:
+        shape |= merge_shape(num_units, whole)
+        grid = num_units, group, triton.cdiv(whole, shape["BLOCK_VALUE"])
+        merge_kernel[grid](
+            metadata.seq_lens, sinks, out, *parts, num_reqs, programs,
+            ROWS=num_q_heads,
+            BY_HEAD=True,
+            ALIGNED=False,
+            num_warps=4,
+            **shape,
+        )  # fmt: skip
+
+
+def _parts(programs: int, group: int, value_dim: int, device: torch.device) -> list[Tensor]:
+    """Returns memory for accumulators [programs, 2, group, Dv] and softmax states [programs, 2, 2,
+    group]."""
+    sizes = (programs, 2, group, value_dim), (programs, 2, 2, group)
+    return [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
 
 
 def _shape(

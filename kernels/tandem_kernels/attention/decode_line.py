@@ -38,6 +38,34 @@ def find(ends: tl.tensor, place: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def runs(
+    seq_len: tl.tensor,
+    ends: tl.tensor,
+    length: tl.tensor,
+    programs: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> tl.tensor:
+    """Returns the tiles of a run, what the stretch of a head is a multiple of, ends of the
+    requests' stretches [REQS], and the line's length. EVEN: no two heads share a run, where there
+    are programs enough; else stretches are multiples of 1."""
+    run = tl.cdiv(length, programs)
+    step = 1
+    if EVEN:
+        tiles = tl.cdiv(seq_len, TILE) - skipped(seq_len, TILE, WINDOW)
+        longest = tl.maximum(tl.max(tiles, axis=0), 1)
+        even = tl.cdiv(longest, tl.cdiv(longest, tl.maximum(run, 1)))
+        fits = tl.sum(tl.cdiv(tiles, even), axis=0) * NUM_KV_HEADS <= programs
+        run = tl.where(fits, even, run)
+        step = tl.where(fits, run, 1)
+        tiles = tl.cdiv(tiles, step) * step * NUM_KV_HEADS
+        ends, length = tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
+    return run, step, ends, length
+
+
+@triton.jit
 def aligned_run(seq_len: tl.tensor, run: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     """Returns the tiles of a run such that the longest of `seq_len` is cut into equal parts, where
     that makes runs longer by no more than a third: contexts of one length are then cut alike, or

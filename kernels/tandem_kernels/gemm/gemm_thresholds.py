@@ -16,6 +16,8 @@ class GemmThresholds:
 
     Attributes:
         small_m_rows, few_rows: The most: with more, the library is faster.
+        small_m_heads: The most that become heads in one launch: with more, the library is faster by
+            more than rotating them takes.
         wide_rows: The most of layers whose tiles are about as many as SMs.
         fused_gate_up_rows: The fewest: with fewer, there are too few tiles for all SMs.
         fused_qkv_rows: The fewest: with fewer, tiles fill the last wave of SMs too badly.
@@ -34,6 +36,7 @@ class GemmThresholds:
 
     small_m_rows: int
     wide_rows: int
+    small_m_heads: int
     few_rows: int
     fused_gate_up_rows: int
     fused_qkv_rows: int

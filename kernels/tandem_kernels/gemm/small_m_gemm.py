@@ -27,7 +27,7 @@ from tandem_kernels.tunings.table import TuningTable
 
 _LEAST_PART = 1024
 """Shorter parts of the inner dimension end before all their loads are in flight."""
-_MOST_TILES = 1024
+MOST_TILES = 1024
 """A GEMM in parts has fewer, else there would be no need of parts."""
 
 
@@ -169,7 +169,7 @@ def run_small_m(
     if tuning.splits > 1:
         assert not gated, "what is activated is the whole sum"
         parts = x.new_empty((tuning.splits, num_rows, num_outputs), dtype=torch.float32)
-        tickets = lane_counters("small_m_gemm", _MOST_TILES, x.device)
+        tickets = lane_counters("small_m_gemm", MOST_TILES, x.device)
     small_m_gemm_kernel[(num_outputs // tuning.cols, tuning.splits)](
         x,
         weight,

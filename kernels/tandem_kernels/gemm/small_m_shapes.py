@@ -8,6 +8,8 @@ from torch import Tensor
 MAX_ROWS = 64
 _INNER_MULTIPLE = 256
 OUTPUTS_MULTIPLE = 128
+_HEAD_DIMS = (64, 128, 256)
+"""A program has pairs of one head."""
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -23,3 +25,10 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         and inner % _INNER_MULTIPLE == 0
         and num_outputs % OUTPUTS_MULTIPLE == 0
     )
+
+
+def takes_heads(x: Tensor, weight: Tensor, kv_cache: Tensor) -> bool:
+    """Returns whether `small_m_qkv` takes `x` [T, K] and `weight` [(Hq + 2 Hkv) D, K], whose keys
+    and values go to `kv_cache` [N, 2, Hkv, B, D], not one of fewer bits."""
+    head_dim = kv_cache.shape[-1]
+    return takes(x, weight) and kv_cache.dtype == x.dtype and head_dim in _HEAD_DIMS

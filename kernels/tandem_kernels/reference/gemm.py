@@ -83,6 +83,20 @@ def fused_qkv(
     return heads
 
 
+def small_m_qkv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Does what `fused_qkv` does for the rows of a decode step, and keeps keys and values."""
+    given = positions, cos_sin_cache, kv_cache, slot_mapping
+    return fused_qkv(x, weight, bias, *given, keep_kv=True)
+
+
 def few_row_qkv(
     x: Tensor,
     weight: Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -32,11 +33,12 @@ CPU = torch.device("cpu")
 LAYERS = 2
 OWN = GemmPolicy(small_m_rows=16, fused_gate_up_rows=40, residual_rows=48)
 NEW = GemmPolicy(small_m_rows=16, residual_rows=48, few_rows=8, adds_few_rows=True)
-HEADS = replace(NEW, few_row_heads=4)
+HEADS = replace(NEW, few_row_heads=4, small_m_heads=20)
 EXACT = GemmPolicy(deterministic=True)
 _RECORDED = (
     "rms_norm", "fused_add_rms_norm", "small_m_gemm", "few_row_gemm", "invariant_gemm",
     "small_m_gate_up", "fused_gate_up", "silu_and_mul", "rope_and_cache", "few_row_qkv",
+    "small_m_qkv",
 )  # fmt: skip
 
 
@@ -57,6 +59,14 @@ ONE_FRONT = [
     "rms_norm",
     "few_row_gemm",
 ]
+HEADS_FEW_OUTPUTS, HEADS_LIBRARY = (
+    [
+        "small_m_qkv" if step == "rope_and_cache" else step
+        for step, behind in pairwise([*steps, ""])
+        if behind != "rope_and_cache"
+    ]
+    for steps in (FEW_OUTPUTS, LIBRARY)
+)
 FUSED = steps_of("linear", "fused_gate_up", "linear", "linear")
 MANY = steps_of("linear", "fused_gate_up", "addmm_", "linear")
 MANY_APART = steps_of("linear", "linear silu_and_mul", "addmm_", "linear")
@@ -80,7 +90,7 @@ INVARIANT = steps_of(
         (NEW, "bfloat16", 256, {4: FEW_OUTPUTS, 8: FEW_HEAD, 9: FEW, 48: MANY_APART}),
         (NEW, "bfloat16", 128, {8: ANY_SIZE, 9: LIBRARY}),
         (NEW, "float32", 128, {8: LIBRARY}),
-        (HEADS, "bfloat16", 256, {4: FEW_OUTPUTS}),
+        (HEADS, "bfloat16", 256, {4: HEADS_FEW_OUTPUTS, 20: HEADS_LIBRARY, 21: LIBRARY}),
         (HEADS, "bfloat16", 128, {4: ONE_FRONT, 5: ANY_SIZE}),
         (HEADS, "float32", 128, {4: LIBRARY}),
         (EXACT, "bfloat16", 256, {1: INVARIANT, 16: INVARIANT, 40: INVARIANT, 48: INVARIANT}),
@@ -111,12 +121,12 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
         False, small_m, gate_up, 1024, 256, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0,
         few_row_heads=8 if small_m else 0, fused_router_rows=8 if small_m else 0,
         fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64, fp4_rows=256,
-        small_m_wide_rows=4 * small_m,
+        small_m_wide_rows=4 * small_m, small_m_heads=4 * small_m,
     )  # fmt: skip
     four = GemmPolicy(
         False, small_m, gate_up, 0, 256, fp8, 512, few_rows=small_m,
         few_row_heads=8 if small_m else 0, fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64,
-        fp4_rows=256, small_m_wide_rows=4 * small_m,
+        fp4_rows=256, small_m_wide_rows=4 * small_m, small_m_heads=4 * small_m,
     )  # fmt: skip
     assert choose(tp_size=4) == four
     two = replace(four, shared_residual_rows=1024)
@@ -127,6 +137,7 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
     for path, field in (
         ("small-m-gemm", "small_m_rows"),
         ("small-m-gemm", "small_m_wide_rows"),
+        ("small-m-gemm", "small_m_heads"),
         ("few-row-gemm", "few_rows"),
         ("few-row-qkv", "few_row_heads"),
         ("fused-router", "fused_router_rows"),
