@@ -207,6 +207,7 @@ async def test_no_bytes_hurt_the_http_parser_s_path(cluster: Cluster) -> None:
             b"413",
             b"415",
             b"431",
+            b"501",
             b"505",
         }, seen
         assert seen[b"200"] and seen[b"400"], seen
