@@ -39,5 +39,11 @@ def test_idle_time_between_steps_leaves_copies_out() -> None:
     assert times.per_step()["largest_gap_us"] == 4.0
 
 
+def test_gemms_that_do_more_are_gemms() -> None:
+    names = ["small_m_qkv_kernel", "fused_gate_up_kernel", "rms_norm_kernel"]
+    figures = kernel_times([(i * 10.0, i * 10.0 + 10, name) for i, name in enumerate(names)])
+    assert figures.per_step()["gemm_ms"] == 0.02
+
+
 def test_nothing_was_seen() -> None:
     assert kernel_times([]).per_step()["gpu_ms"] == 0.0

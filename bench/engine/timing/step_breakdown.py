@@ -26,7 +26,8 @@ _PREFILLS = ((1, 128), (1, 2048), (1, 8192), (16, 2048), (4, 8192))
 _PLAIN_STEPS, _PROFILED_STEPS = 30, 8
 _MIXED = 256
 """Requests at once."""
-_GEMM_NAMES = ("gemm", "linear", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
+_LIBRARY_NAMES = ("gemm", "linear", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
+_GEMM_NAMES = (*_LIBRARY_NAMES, "_qkv_kernel", "_gate_up_kernel")
 _ATTENTION_NAMES = ("attention", "merge_kernel", "sdpa", "flash::")
 _FIRST_KERNEL, _LAST_KERNEL = "prepare_inputs_kernel", "post_update_kernel"
 """The kernels that begin and end a step; each step has one of both."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
-from tandem_kernels.gemm.small_m_gemm import MOST_TILES, SmallMTuning, small_m_tuning
+from tandem_kernels.gemm.small_m_gemm import MOST_TILES, small_m_tuning
 from tandem_kernels.part_sums import sum_of_parts
 from tandem_kernels.stream_lanes import lane_counters
 
@@ -119,14 +119,13 @@ def small_m_qkv(
     cos_sin_cache: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    tuning: SmallMTuning | None = None,
 ) -> Tensor:
-    """See `reference.gemm.fused_qkv`; only for what `small_m_shapes.takes_heads` says."""
+    """See `reference.gemm.small_m_qkv`; only for what `small_m_shapes.takes_heads` says."""
     num_rows, inner = x.shape
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     num_heads = len(weight) // head_dim
     out = torch.empty((num_rows, num_heads, head_dim), dtype=x.dtype, device=x.device)
-    tuning = tuning or small_m_tuning(x.device, False, num_rows, *weight.shape)
+    tuning = small_m_tuning(x.device, False, num_rows, *weight.shape)
     overlap = supports_pdl(x.device)
     parts = tickets = None
     if tuning.splits > 1:
