@@ -68,5 +68,8 @@ def test_nothing_is_said_of_tools_that_a_server_would_run() -> None:
     with pytest.raises(BadRequest, match="runs no tools") as refusal:
         request_of(tools=None, messages=[USER, user(added)]).to_chat()
     assert refusal.value.param == "messages.1.content.0.tool_addition.tool.definition.type"
+    with pytest.raises(BadRequest, match="^only custom tools, bash") as refusal:
+        request_of(tools=[{"type": "unheard_of", "name": "x"}], messages=[USER]).to_chat()
+    assert refusal.value.param == "tools.0.type"
     with pytest.raises(BadRequest, match="say nothing"):
         request_of(tools=[NEW], messages=[user(added)]).to_chat()

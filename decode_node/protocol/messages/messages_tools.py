@@ -2,7 +2,7 @@
 
     custom, or no type         as it is
     bash, text_editor, memory  functions with the input that the API defines for them; all dated
-    anything else              the server would run it: it is left out, and named
+    anything else              runs on a server, or needs a screen: it is left out, and named
 
 Tools with `defer_loading` are not shown at first. The client's own search of tools answers with
 references to some, and then the turns show them (`messages_input.py`), so that the prompt before
@@ -127,11 +127,12 @@ class MessageTools:
         return found
 
     def _check_left_out(self, place: str) -> None:
-        """Raises `BadRequest` where tools of servers are all that there is."""
+        """Raises `BadRequest` where there is nothing besides."""
         if self.left_out and not self.functions:
             raise BadRequest(
-                f"tools: this server runs no tools, and {', '.join(sorted(set(self.left_out)))} "
-                "would run on it; only tools that the client runs are supported",
+                "this server runs no tools and says none that need a screen, so nothing is left "
+                f"beside {', '.join(sorted(set(self.left_out)))}; send custom tools, bash, "
+                "text_editor or memory",
                 param=place,
             )
 
@@ -183,7 +184,8 @@ class MessageTools:
             return
         if kind not in (None, "custom") and defined is None:
             raise BadRequest(
-                f"{place}: tools can be custom, bash, text_editor and memory", param=f"{place}.type"
+                "only custom tools, bash, text_editor and memory are supported",
+                param=f"{place}.type",
             )
         function: Json = {k: tool[k] for k in ("name", "description", "strict") if k in tool}
         if defined is not None:
