@@ -17,6 +17,7 @@ HOPPER_ALONE = {
     "index_scores_ahead_kernel",
     "few_row_gemm_kernel",
     "few_row_qkv_kernel",
+    "small_m_qkv_kernel",
     "few_row_warp_kernel",
     "few_row_warp_qkv_kernel",
     "normed_router_kernel",
