@@ -21,6 +21,7 @@ import xxhash
 from edge.http import headers as names
 from edge.http.bodies.json_fault import json_fault
 from edge.http.errors import BadRequest, HttpError
+from router.request.first_items import reader_of_first
 from router.request.image_urls import image_names, may_hold_images, shortened
 from router.request.model_route import ModelRoute, plain_route
 from router.request.prompt_blocks import BLOCK_BYTES, MOST_BYTES, hash_blocks
@@ -59,8 +60,13 @@ _OWN_NAMES = ("request_id", "rid")
 """Fields in which a client names the answer."""
 _NULL = msgspec.Raw(b"null")
 _decode_body = msgspec.json.Decoder(_Body).decode
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_decode_messages = msgspec.json.Decoder(list[_Message]).decode
+_MOST_ASKED = 1024
+"""Answers that are counted by the items of a list; nodes give far fewer."""
+_MOST_OPENING = 256
+"""Messages of the beginning of a conversation."""
+_read_asked = reader_of_first(_MOST_ASKED, msgspec.Raw)
+_read_opening = reader_of_first(_MOST_OPENING, msgspec.Raw)
+_read_roles = reader_of_first(_MOST_OPENING + 1, _Message)
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_count = msgspec.json.Decoder(int | float).decode
 
@@ -360,10 +366,12 @@ def _count(raw: msgspec.Raw | None) -> int:
 
 def _num_asked(raw: msgspec.Raw | None) -> int:
     """Returns a number, or the length of a list; 0 for what is none."""
-    try:
-        return len(_decode_list(raw)) if raw is not None else 0
-    except _UNREADABLE:
+    if raw is None or not _LIST.match(memoryview(raw)):
         return _count(raw)
+    try:
+        return len(_read_asked(raw))
+    except _UNREADABLE:
+        return 0
 
 
 def _milliseconds(text: str) -> int:
@@ -382,10 +390,10 @@ def _opening(raw: msgspec.Raw | None) -> tuple[list[memoryview], bool]:
     if raw is None or not _LIST.match(memoryview(raw)):
         return [], False
     try:
-        messages = _decode_messages(raw)
-        texts = _decode_list(raw) if messages else []
+        messages = _read_roles(raw)
+        texts = _read_opening(raw) if messages else []
     except _UNREADABLE:
         return [], False
     is_user = (message.is_of_user for message in messages)
-    size = next((i for i, found in enumerate(is_user, 1) if found), len(messages))
+    size = next((i for i, found in enumerate(is_user, 1) if found), len(texts))
     return [memoryview(text) for text in texts[:size]], size < len(messages)

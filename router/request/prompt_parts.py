@@ -14,16 +14,17 @@ from dataclasses import dataclass
 
 import msgspec
 
+from router.request.first_items import reader_of_first
 from router.request.prompt_blocks import MOST_BYTES, hash_blocks
 from router.request.prompt_text import PromptText
 
 MAX_PARTS = 16
 _MOST_PROMPTS = 1024
-"""The router looks at nothing of more but their number."""
+"""The router looks at nothing of more, and counts one more."""
 _SEVERAL = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 """Matches the beginning of a list of texts, or of lists: several prompts."""
 _NOTHING = msgspec.Raw(b"")
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_read_prompts = reader_of_first(_MOST_PROMPTS + 1, msgspec.Raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def several_prompts(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
     if raw is None or not _SEVERAL.match(memoryview(raw)):
         return []
     try:
-        return _decode_list(raw)
+        return _read_prompts(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -374,6 +375,28 @@ def test_each_question_about_an_input_is_an_answer_of_one_token() -> None:
     assert (found.num_prompts, found.num_answers, found.max_tokens) == (1, 3, 1)
     assert found.prefix_blocks == completion("a" * 4000).prefix_blocks
     assert read_request_info("/v1/decisions", "r", {}, b'{"questions": 7}').num_answers == 7
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "item"),
+    [
+        ("/v1/chat/completions", "messages", {}),
+        ("/v1/responses", "input", {}),
+        ("/v1/decisions", "questions", {}),
+        ("/v1/completions", "prompt", []),
+        ("/v1/completions", "n", 1),
+    ],
+)
+def test_a_list_of_very_many_items_is_not_taken_apart(path: str, field: str, item: object) -> None:
+    """One of millions took gigabytes, and the router for many seconds."""
+    body = json.dumps({field: [item] * 300_000}).encode()
+    tracemalloc.start()
+    try:
+        read_request_info(path, "r", {}, body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(body)
 
 
 def completion(prompt: object) -> RequestInfo:
