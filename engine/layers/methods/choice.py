@@ -7,11 +7,11 @@ from engine.layers.methods.base import LinearMethod, LinearShare
 from engine.layers.methods.plain.few_row_heads import FewRowHeads
 from engine.layers.methods.plain.few_rows import FewRows
 from engine.layers.methods.plain.fused_gate_up import FusedGateUp
-from engine.layers.methods.plain.fused_qkv import FusedQkv
 from engine.layers.methods.plain.invariant import Invariant
+from engine.layers.methods.plain.normed_heads import FusedQkv, SmallMHeads
 from engine.layers.methods.plain.plain import Plain
 from engine.layers.methods.plain.residual_gemm import ResidualGemm
-from engine.layers.methods.plain.small_m import SmallM, SmallMHeads
+from engine.layers.methods.plain.small_m import SmallM
 from engine.layers.methods.registry import quantised_linear
 from engine.quantization import Scheme
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.layers.methods.base import HeadPlaces, LinearLayer, LinearMethod, Wrapped
-from engine.layers.rows import Rows, UnnormedRows
+from engine.layers.methods.base import LinearLayer, LinearMethod, Wrapped
 from tandem_kernels import ops
 from tandem_kernels.device import num_programs
 from tandem_kernels.gemm import small_m_shapes
@@ -39,29 +38,6 @@ class SmallM(Wrapped):
     def _takes(self, layer: LinearLayer, x: Tensor, *, gated: bool) -> bool:
         most = self.wide_rows if fills_once(layer.weight, gated=gated) else self.rows
         return len(x) <= most and small_m_shapes.takes(x, layer.weight)
-
-
-class SmallMHeads(Wrapped):
-    """Projects at most `rows` rows to heads, which it rotates and caches."""
-
-    def project_heads(
-        self, layer: LinearLayer, x: Rows | UnnormedRows, places: HeadPlaces
-    ) -> Tensor | None:
-        rows = x.stream if isinstance(x, UnnormedRows) else x
-        if not isinstance(rows, Tensor) or not self._takes(layer, rows, places.kv_cache):
-            return self.inner.project_heads(layer, x, places)
-        return ops.small_m_qkv(
-            x.normed() if isinstance(x, UnnormedRows) else rows,
-            layer.weight,
-            layer.bias,
-            places.positions,
-            places.cos_sin_cache,
-            places.kv_cache,
-            places.slot_mapping,
-        )
-
-    def _takes(self, layer: LinearLayer, rows: Tensor, kv_cache: Tensor) -> bool:
-        return len(rows) <= self.rows and small_m_shapes.takes_heads(rows, layer.weight, kv_cache)
 
 
 def outputs_of(weight: Tensor, *, gated: bool) -> int:
