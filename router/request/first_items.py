@@ -12,14 +12,14 @@ import msgspec
 _Item = TypeVar("_Item")
 
 
-def reader_of_first(most: int, kind: type[_Item]) -> Callable[[msgspec.Raw], list[_Item]]:
+def reader_of_first(most: int, kind: type[_Item]) -> Callable[[msgspec.Raw | bytes], list[_Item]]:
     """Returns what gives the first `most` items of a JSON list, each decoded as `kind`. It raises
     what `msgspec` raises."""
     names = [f"item_{number}" for number in range(most)]
     fields = [(name, kind | msgspec.UnsetType, msgspec.UNSET) for name in names]
     decode = msgspec.json.Decoder(msgspec.defstruct("_FirstItems", fields, array_like=True)).decode
 
-    def read(raw: msgspec.Raw) -> list[_Item]:
+    def read(raw: msgspec.Raw | bytes) -> list[_Item]:
         return list(takewhile(_is_set, msgspec.structs.astuple(decode(raw))))
 
     return read

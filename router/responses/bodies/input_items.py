@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 
 from edge.http.errors import BadRequest
-from router.responses.bodies.json_fields import UNREADABLE, encode, list_of
+from router.request.first_items import reader_of_first
+from router.responses.bodies.json_fields import UNREADABLE, encode
 from router.responses.bodies.state_fields import NAME
 from router.store.items import Item
 
 _ID_DIGITS = 16
+_MAX_ITEMS = 4096
+"""Items that nodes take."""
 _REFERENCE = "item_reference"
 _PREFIXES = {
     "message": "msg",
@@ -28,6 +31,7 @@ class _Head(msgspec.Struct):
     id: msgspec.Raw = msgspec.Raw(b"")
 
 
+_read_items = reader_of_first(_MAX_ITEMS + 1, msgspec.Raw)
 _decode_head = msgspec.json.Decoder(_Head).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
@@ -39,7 +43,7 @@ def new_id(prefix: str) -> str:
 
 def items_of_input(given: bytes | None, place: str = "input") -> list[Item]:
     """Returns the items of the field `input`, or of one like it, of which a text is one. Raises
-    `BadRequest` for what is neither."""
+    `BadRequest` for what is neither, and for more items than nodes take."""
     if given is None or given.strip() == b"null":
         return []
     try:
@@ -47,11 +51,13 @@ def items_of_input(given: bytes | None, place: str = "input") -> list[Item]:
             _decode_text(given)
             values = [b'{"role":"user","content":' + given.strip() + b"}"]
         else:
-            values = list_of(given)
+            values = [bytes(raw) for raw in _read_items(given)]
     except UNREADABLE:
         raise BadRequest(
             f"{place} must be a text or a list of items", param=place, code="invalid_type"
         ) from None
+    if len(values) > _MAX_ITEMS:
+        raise BadRequest(f"{place} has more than {_MAX_ITEMS} items", param=place)
     return [item_of(value, f"{place}.{i}") for i, value in enumerate(values)]
 
 

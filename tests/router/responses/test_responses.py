@@ -277,6 +277,9 @@ async def test_a_refusal_of_the_node_is_passed_on_and_nothing_is_kept(
         {"input": 7},
         {"input": [7]},
         {"input": ["text"]},
+        pytest.param(
+            {"input": [{"role": "user", "content": ""}] * 5000}, id="more than nodes take"
+        ),
     ],
     ids=str,
 )
