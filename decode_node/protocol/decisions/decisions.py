@@ -106,7 +106,7 @@ class DecisionRequest(SessionFields, CallerFields):
     (`input_json`); images are refused."""
     questions: Annotated[list[DecisionQuestion], Field(fail_fast=True, min_length=1)]
     """The questions, at most 64 (`--max-choices`). Each is answered by itself; the input is
-    computed once."""
+    computed once where prefixes are cached: by prefill nodes, or with `--enable-prefix-caching`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template, beside those that turn thinking off; an
     extension."""
