@@ -6,10 +6,14 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from router.nodes.adapter_set import AdapterId, adapter_set
+import pytest
+
+from router.errors import NoNodeAvailable
+from router.nodes.adapter_set import AdapterId, AdapterSet, adapter_set
 from router.nodes.address import NodeRole
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
 from tandem_pb import node_pb2
@@ -139,6 +143,27 @@ async def test_keys_of_clients_change_no_adapters(cluster: Cluster) -> None:
         async with router.client.post(url, json={"lora_name": "x"}, headers=headers) as response:
             assert response.status == 403
     assert node.status.adapter_calls == []
+
+
+def test_why_no_node_can_be_used_is_said_without_a_look_at_all_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nodes have thousands, and every request that waits asks again and again."""
+    fleet, looks = Fleet(), list[AdapterSet]()
+    known = adapter_set(AdapterId(f"lora-{i}", f"{i:064}") for i in range(100))
+    for i in range(20):
+        fleet.add(f"d{i}", adapters=known, draining=True)
+    policy = TandemPolicy(fleet.registry, random.Random(1), TandemParameters())
+
+    def look(adapters: AdapterSet) -> Iterator[AdapterId]:
+        looks.append(adapters)
+        return frozenset.__iter__(adapters)
+
+    monkeypatch.setattr(AdapterSet, "__iter__", look)
+    for name, count in (("lora-7", "20 known"), ("another", "none known"), ("lora-8", "20 known")):
+        with pytest.raises(NoNodeAvailable, match=count):
+            policy.place(request(model=name))
+    assert len(looks) <= 1
 
 
 def test_an_adapter_keeps_to_few_nodes_until_they_are_full() -> None:

@@ -157,9 +157,8 @@ class ClusterAdapters:
         known = self.registry.adapters.calls(model).get(name)
         if known is not None:
             return known
-        of_settings = {
-            one.digest for nodes in tiers for n in nodes for one in n.adapters if one.name == name
-        }
+        sets = {node.adapters for nodes in tiers for node in nodes}
+        of_settings = {one.digest for adapters in sets for one in adapters if one.name == name}
         return AdapterCall(name, min(of_settings, default=""), "", 0)
 
     async def _take_back(
