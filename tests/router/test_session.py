@@ -382,13 +382,13 @@ def test_each_question_about_an_input_is_an_answer_of_one_token() -> None:
     [
         ("/v1/chat/completions", "messages", {}),
         ("/v1/responses", "input", {}),
-        ("/v1/decisions", "questions", {}),
+        ("/v1/decisions", "questions", 1),
         ("/v1/completions", "prompt", []),
         ("/v1/completions", "n", 1),
     ],
 )
 def test_a_list_of_very_many_items_is_not_taken_apart(path: str, field: str, item: object) -> None:
-    """One of millions took gigabytes, and the router for many seconds."""
+    """It took 0.1 s for 32,768 messages, and 90 MB for a million numbers, as a body may have."""
     body = json.dumps({field: [item] * 300_000}).encode()
     tracemalloc.start()
     try:
