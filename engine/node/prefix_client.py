@@ -69,15 +69,24 @@ class PrefixClient:
             why = str(error)
         finally:
             self._num_open[holder] -= 1
-        self._avoid_until[holder] = time.monotonic() + _AVOID_S
+            if not self._num_open[holder]:
+                del self._num_open[holder]
+        self._avoid(holder)
         logger.warning("%s gives no prefixes for %g s: %s", ask.peer, _AVOID_S, why)
-        if not self._num_open[holder] and (channel := self._channels.pop(holder, None)):
+        if holder not in self._num_open and (channel := self._channels.pop(holder, None)):
             await channel.close()
         return None, 0
 
     async def close(self) -> None:
         channels, self._channels = self._channels, OrderedDict()
         await asyncio.gather(*(channel.close() for channel in channels.values()))
+
+    def _avoid(self, holder: PrefixHolder) -> None:
+        """Notes that a peer is not asked for a while; of others, whose time is over, nothing stays:
+        they may be gone for good."""
+        now = time.monotonic()
+        self._avoid_until = {one: at for one, at in self._avoid_until.items() if at > now}
+        self._avoid_until[holder] = now + _AVOID_S
 
     async def _offer(self, holder: PrefixHolder, chains: HashChains) -> PeerAnswer:
         channel = await (await self._channel(holder)).get()
@@ -123,9 +132,6 @@ class PrefixClient:
     async def _close_idle(self) -> None:
         """Closes the channels that were not asked over for longest, beyond `_MAX_PEERS`."""
         num_more = len(self._channels) - _MAX_PEERS
-        idle = [one for one in self._channels if not self._num_open[one]][: max(0, num_more)]
+        idle = [one for one in self._channels if one not in self._num_open][: max(0, num_more)]
         closed = [self._channels.pop(holder) for holder in idle]
-        for holder in idle:
-            self._avoid_until.pop(holder, None)
-            del self._num_open[holder]
         await asyncio.gather(*(channel.close() for channel in closed))

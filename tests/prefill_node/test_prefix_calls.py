@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
+from cli.local_cluster.cluster import free_ports
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
 from engine.contracts.errors import EngineDeadError
@@ -174,6 +175,19 @@ async def test_a_connection_that_the_network_has_lost_is_not_asked_over_again(no
 
 
 @pytest.mark.asyncio
+async def test_nothing_stays_of_peers_that_have_gone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods that are rolled never come back at their addresses."""
+    monkeypatch.setattr(prefix_client, "_AVOID_S", 0.0)
+    for port in free_ports(3):
+        ask = PrefixAsk("r", 1, f"prefill/127.0.0.1:{port}", {16: [b"%032d" % 0]})
+        assert await node.client.ask(ask) == (None, 0)
+    assert len(node.client._avoid_until) == 1
+    assert not node.client._channels and not node.client._num_open
+
+
+@pytest.mark.asyncio
 async def test_a_question_is_not_cut_off_by_questions_to_other_peers(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +212,7 @@ async def test_a_question_is_not_cut_off_by_questions_to_other_peers(
         may_answer.set()
         assert (await first)[1] == 32
         await node.client.ask(asks[1])
-        assert len(node.client._channels) == len(node.client._num_open) == 1
+        assert len(node.client._channels) == 1 and not node.client._num_open
         await node.client.close()
 
 
