@@ -28,8 +28,8 @@ FastPath = Literal[
 few-row-gemm    linear layers and routers of few rows by our own kernel for any size, where
                 `small-m-gemm` does not take their sizes; and projections of up to four rows with
                 the short convolution behind them
-few-row-qkv     up to four rows of such sizes: norm, queries, keys and values, their rotation and
-                the write into the cache in one launch
+few-row-qkv     up to eight rows of such sizes: queries, keys and values, their rotation and the
+                write into the cache in one launch; of up to four rows the norm, too
 fp8-gemm        FP8 weights of linear layers that stay so; without, they are dequantised as they are
                 loaded
 fused-gate-up   gate·up of many rows by our own kernel, activation included
@@ -52,5 +52,6 @@ residual-gemm   GEMMs of many rows that add to the residual stream themselves
 sampled-rows    behind its attention, the last layer computes no tokens of prompts but those behind
                 which the next one is chosen
 side-stream     shared experts beside the others, adapters of few rows beside their layer
-small-m-gemm    GEMMs of few rows by our own kernels
+small-m-gemm    GEMMs of few rows by our own kernels; and of up to 64 rows queries, keys and values,
+                their rotation and the write into the cache in one launch
 """

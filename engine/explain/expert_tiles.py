@@ -118,7 +118,7 @@ def fp4_routed(x: Tensor, logits: Tensor, slots: Tensor, residual: Tensor, w13: 
         tiles = fields_of(tuning, "warps", "ahead", "down_warps", "down_ahead")
         return "fp4_one_row_gate_up_kernel, fp4_one_row_down_kernel", tiles
     shape = ExpertShape(len(w2), width, x.shape[1], format_of(w13))
-    return "fp4_pair_kernel, choice in the first", str(_Tunings(shape, x, len(x) * top_k))
+    return "fp4_pair_gemm_kernel, choice in the first", str(_Tunings(shape, x, len(x) * top_k))
 
 
 class _Tunings:

@@ -168,15 +168,24 @@ def _fused(kernel: str, *, gated: bool) -> Callable[..., tuple[str, str]]:
     return of
 
 
-def _few_rows(x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
-    from tandem_kernels.gemm.few_row_gemm import few_row_tuning
-    from tandem_kernels.gemm.few_row_warp_shapes import few_row_warp_tuning, takes_warps
+def _few_rows(
+    kernel: str, by_warps: str = "", *, by_inner: bool = True
+) -> Callable[..., tuple[str, str]]:
+    """Describes a product in registers, or by warps where the launcher has `by_warps`. Not
+    `by_inner`: tiles are the same whatever the inner dimension is."""
 
-    if takes_warps(x, weight):
-        warps = few_row_warp_tuning(x.device, *weight.shape)
-        return "few_row_warp_kernel", fields_of(warps, "warps", "ahead")
-    tuning = few_row_tuning(x.device, len(x), *weight.shape)
-    return "few_row_gemm_kernel", fields_of(tuning, "cols", "depth", "num_warps", "num_stages")
+    def of(x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
+        from tandem_kernels.gemm.few_row_gemm import few_row_tuning
+        from tandem_kernels.gemm.few_row_warp_shapes import few_row_warp_tuning, takes_warps
+
+        if by_warps and takes_warps(x, weight):
+            warps = few_row_warp_tuning(x.device, *weight.shape)
+            return by_warps, fields_of(warps, "warps", "ahead")
+        size = weight.shape if by_inner else weight.shape[:1]
+        tuning = few_row_tuning(x.device, len(x), *size)
+        return kernel, fields_of(tuning, "cols", "depth", "num_warps", "num_stages")
+
+    return of
 
 
 def _small_m(gated: bool, kernel: str = "small_m_gemm_kernel") -> Callable[..., tuple[str, str]]:
@@ -270,8 +279,9 @@ _KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
     "fused_qkv": _fused("fused_qkv_kernel", gated=False),
     "gated_delta_rule": _delta,
     "mamba_scan": _mamba,
-    "few_row_gemm": _few_rows,
-    "few_row_conv": lambda *given: ("few_row_conv_kernel", _few_rows(*given)[1]),
+    "few_row_gemm": _few_rows("few_row_gemm_kernel", "few_row_warp_kernel"),
+    "few_row_conv": _few_rows("few_row_conv_kernel"),
+    "few_row_qkv": _few_rows("few_row_qkv_kernel", "few_row_warp_qkv_kernel", by_inner=False),
     "small_m_gemm": _small_m(gated=False),
     "small_m_gate_up": _small_m(gated=True),
     "small_m_qkv": _small_m(gated=False, kernel="small_m_qkv_kernel"),

@@ -4,6 +4,7 @@ whole models run on meta tensors, and Triton's own keys of what they would launc
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +17,7 @@ import pytest
 from bench.engine.models.shapes import shape_config
 from engine.config import EngineConfig
 from engine.contracts.steps.step_launches import GraphKey
-from engine.explain.explanation import Batch, order_of
+from engine.explain.explanation import Batch, explain, order_of
 from engine.explain.kernel_keys import batch_of_graph, kernel_keys, warm_up_batches
 from engine.explain.launched_kernels import KernelKey
 from engine.models.recorded_steps import recorded_steps
@@ -200,3 +201,16 @@ def test_what_was_not_warmed_is_found() -> None:
     assert {key.kernel for key in more - few} >= {"prefill_attention_kernel"}
     (again,) = kernel_keys(config_of("dense"), H200, [Batch(16)])
     assert again == few
+
+
+@pytest.mark.parametrize("family", ["dense", "windows", "latents"])
+def test_kernels_that_are_explained_are_launched(family: str) -> None:
+    """On both sides of each number of rows at which other kernels compute them."""
+    config, batches = config_of(family), [Batch(count, 900) for count in (1, 2, 5, 8, 9, 17, 65)]
+    keys = kernel_keys(config, H200, batches, has_flash=False)
+    launched = [{key.kernel for key in found} for found in keys]
+    explained = explain(config, H200, batches)
+    for batch, found, kernels in zip(batches, explained, launched, strict=True):
+        rows = [row for _, rows in found.choices for row in rows]
+        told = {name for row in rows for name in re.findall(r"\w+_kernel\b", row.kernel)}
+        assert told and told <= kernels, batch

@@ -93,3 +93,33 @@ def test_gate_and_up_of_few_mxfp4_rows_are_by_warps(rows: int, by_warps: bool) -
         kernels, tiles = describe(Launch("fp4_experts", "experts", "", given))
     assert ("fp4_few_row_gate_up_kernel" in kernels) == by_warps
     assert ("even runs" in tiles) == (rows < 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "kernel", "tiles"),
+    [
+        ("few_row_gemm", 4, "few_row_gemm_kernel", "few_rows row 5: num_outputs >= 4097"),
+        ("few_row_gemm", 5, "few_row_warp_kernel", "few_row_warps"),
+        ("few_row_gemm", 9, "few_row_gemm_kernel", "few_rows row 2: num_rows >= 5"),
+        ("few_row_qkv", 4, "few_row_qkv_kernel", "few_rows row 5: num_outputs >= 4097"),
+        ("few_row_qkv", 8, "few_row_warp_qkv_kernel", "few_row_warps"),
+    ],
+)
+def test_few_rows_are_multiplied_in_registers_or_by_warps(
+    name: str, rows: int, kernel: str, tiles: str
+) -> None:
+    given = _meta(rows, 2880, dtype=torch.bfloat16), _meta(5120, 2880, dtype=torch.bfloat16)
+    with as_on(H200), asked_choices() as asked:
+        found, tile = describe(Launch(name, "gemm", "", given))
+    assert found == kernel and tile
+    assert str(asked[-1]).startswith(f"sm_90/{tiles}")
+
+
+def test_tiles_of_heads_are_those_of_any_inner_dimension() -> None:
+    """As the launcher asks: of one row, the same layer without heads has other tiles."""
+    given = _meta(1, 2880, dtype=torch.bfloat16), _meta(4096, 2880, dtype=torch.bfloat16)
+    with as_on(H200):
+        heads, plain = (
+            describe(Launch(name, "gemm", "", given))[1] for name in ("few_row_qkv", "few_row_gemm")
+        )
+    assert heads.startswith("cols 4, depth 512") and plain.startswith("cols 4, depth 2048")
