@@ -227,11 +227,24 @@ def max_model_lens(reports: Iterable[NodeReport]) -> dict[str, int]:
 def served_adapters(decodes: Iterable[Node]) -> dict[str, tuple[str, str]]:
     """Returns digest and model of each adapter, by its name. While a name stands for others here
     than there, all routers make the same of it: what most nodes say, or the smallest digest."""
-    counts = Counter[tuple[str, str, str]]()
-    for (adapters, model), num_nodes in Counter((n.adapters, n.model) for n in decodes).items():
-        counts.update({(*one, model): num_nodes for one in adapters})
-    ranked = sorted(counts, key=lambda known: (-counts[known], known), reverse=True)
-    return {name: (digest, model) for name, digest, model in ranked}
+    nodes = Counter((node.adapters, node.model) for node in decodes)
+    by_model: defaultdict[str, set[AdapterId]] = defaultdict(set)
+    for adapters, model in nodes:
+        by_model[model] |= adapters
+    meanings: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for model, known in by_model.items():
+        for name, digest in known:
+            meanings[name].append((digest, model))
+
+    def rank(name: str, digest: str, model: str) -> tuple[int, str, str]:
+        one = AdapterId(name, digest)
+        counts = (num for (known, of), num in nodes.items() if of == model and one in known)
+        return -sum(counts), digest, model
+
+    return {
+        name: found[0] if len(found) == 1 else min(found, key=lambda one: rank(name, *one))
+        for name, found in meanings.items()
+    }
 
 
 def num_computing(decodes: Iterable[Node], prefills: Sequence[Node]) -> dict[str, int]:

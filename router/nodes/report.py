@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Self
 
 from edge.adapter_call import MAX_VERSION, AdapterCall
@@ -192,9 +193,16 @@ def _adapters(load: NodeLoad) -> AdapterSet:
     if not load.adapters:
         return NO_ADAPTERS
     return adapter_set(
-        AdapterId(_name(one.name), _name(one.digest[:_MAX_DIGEST]))
+        _adapter(one.name[:_MAX_NAME], one.digest[:_MAX_DIGEST])
         for one in load.adapters[:_MAX_ADAPTERS]
     )
+
+
+@lru_cache(2 * _MAX_ADAPTERS)
+def _adapter(name: str, digest: str) -> AdapterId:
+    """Returns what a report calls so. Nodes that load one adapter after the other report all with
+    each, and all nodes have the same."""
+    return AdapterId(_name(name), _name(digest))
 
 
 def _adapter_call(call: node_pb2.AdapterCall) -> AdapterCall:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from router.errors import NoNodeAvailable
+from router.models.known_models import KnownModels
+from router.models.rules_file import RulesFile
 from router.nodes.adapter_set import AdapterId, AdapterSet, adapter_set
 from router.nodes.address import NodeRole
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
@@ -164,6 +166,21 @@ def test_why_no_node_can_be_used_is_said_without_a_look_at_all_adapters(
         with pytest.raises(NoNodeAvailable, match=count):
             policy.place(request(model=name))
     assert len(looks) <= 1
+
+
+def test_names_of_nodes_that_have_loaded_some_are_found_without_a_look_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a tier loads its adapters, each node has others, and each report changes them."""
+    fleet = Fleet()
+    known = [AdapterId(f"lora-{i}", f"{i:064}") for i in range(100)]
+    for i in range(50):
+        fleet.add(f"d{i}", adapters=adapter_set(known[: i + 50]))
+    fleet.add("other", adapters=adapter_set([AdapterId("lora-7", "f" * 64)]))
+    models = KnownModels(registry=fleet.registry, rules=RulesFile(None))
+    monkeypatch.setattr(AdapterSet, "__iter__", lambda adapters: pytest.fail("it is looked at"))
+    assert models.table.adapters["lora-7"] == (known[7].digest, "demo")
+    assert len(models.table.adapters) == 99
 
 
 def test_an_adapter_keeps_to_few_nodes_until_they_are_full() -> None:
