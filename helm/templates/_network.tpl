@@ -10,7 +10,7 @@
 {{- end -}}
 
 {{/* Nodes listen on the first address of their pods alone, so their Services have one family: with two, a
-  router would take each pod for two nodes. */}}
+  router would ask half of the addresses in vain. */}}
 {{- define "tandem.ipFamily" -}}
 ipFamilyPolicy: SingleStack
 ipFamilies: [{{ .Values.ipFamily }}]

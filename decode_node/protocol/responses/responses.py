@@ -340,7 +340,8 @@ class ResponsesRequest(Settings, AccountFields, SessionFields, TransferFields):
 
 class CompactRequest(ResponsesRequest):
     """The body of POST /v1/responses/compact: a conversation that is to be summed up. What would
-    shape the text of another answer changes nothing."""
+    shape the text of another answer changes nothing. A summary that `max_output_tokens` would cut
+    off is a 400: clients forget the conversation for it."""
 
     @property
     def asks_summary(self) -> bool:
