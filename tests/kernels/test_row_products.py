@@ -1,4 +1,4 @@
-"""The instructions that multiply rows with part of an MXFP4 tile, run one by one without a GPU."""
+"""The instructions that multiply rows with weights in registers, run one by one without a GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from tandem_kernels.experts.fp4.few_rows.products import TILE_PRODUCTS
 from tandem_kernels.experts.fp4.one_row.products import row_products
+from tandem_kernels.gemm.few_row_warps import BLOCK_PRODUCTS
 
 LANE = torch.arange(32)
 GROUP, QUAD = LANE // 4, LANE % 4
@@ -151,3 +152,17 @@ def test_products_of_eight_rows_with_part_of_two_tiles() -> None:
                 own = expected[place] + before[4 * part + i].double()
                 found = warp.registers[f"${4 * part + i}"].double()
                 torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-4)
+
+
+def test_products_of_eight_rows_with_what_lies_beside_each_other() -> None:
+    """A thread has a vector of two outputs and one of a row, of the same eight inputs."""
+    weight, x = torch.randn(16, 32).bfloat16(), torch.randn(8, 32).bfloat16()
+    lines = [rows.view(torch.int64) for rows in (weight[:8], weight[8:], x)]
+    vectors = [line[GROUP, 2 * QUAD + i] for line in lines for i in range(2)]
+    before = [torch.randn(32) for _ in range(4)]
+    warp = Warp([*vectors, *before], 4)
+    warp.run(BLOCK_PRODUCTS.value)
+    expected = weight.double() @ x.double().T
+    for i in range(4):
+        own = expected[GROUP + 8 * (i // 2), 2 * QUAD + i % 2] + before[i].double()
+        torch.testing.assert_close(warp.registers[f"${i}"].double(), own, rtol=1e-5, atol=1e-5)

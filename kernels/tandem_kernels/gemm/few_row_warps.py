@@ -41,7 +41,7 @@ def _block_products() -> tuple[gl.constexpr, gl.constexpr]:
     return gl.constexpr(" ".join([*lines, "}"])), gl.constexpr(",".join(registers))
 
 
-_PRODUCTS, _REGISTERS = _block_products()
+BLOCK_PRODUCTS, _REGISTERS = _block_products()
 _FOUR = gl.constexpr((gl.float32,) * 4)
 _ROWS_AHEAD = gl.constexpr(2)
 """Vectors of a row that a thread has asked for; they are near, where weights are not."""
@@ -137,7 +137,7 @@ def _sums_of_warps(
             at = block + (i + AHEAD) * WARPS
             known += (_weights(low, high, at, BLOCKS, (i + AHEAD + 1) * WARPS <= BLOCKS),)
         s0, s1, s2, s3 = gl.inline_asm_elementwise(
-            _PRODUCTS, _REGISTERS, [a, b, c, d, e, f, s0, s1, s2, s3], _FOUR, True, 1
+            BLOCK_PRODUCTS, _REGISTERS, [a, b, c, d, e, f, s0, s1, s2, s3], _FOUR, True, 1
         )
     # Of a thread: two rows beside each other, of both outputs.
     both = gl.join(gl.join(s0, s1), gl.join(s2, s3)).reshape(WARPS, 8, 4, 2, 2)
