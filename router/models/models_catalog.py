@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from edge.http.errors import BadRequest, NotFound
 from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable, PathUnknown
 from router.models.known_models import KnownModels
-from router.nodes.adapter_set import AdapterSet
+from router.nodes.adapter_set import AdapterId, AdapterSet
 from router.nodes.address import NodeRole
 from router.nodes.http.node_get import NodeGet
 from router.nodes.node import Node
@@ -41,10 +42,8 @@ class ModelCatalog:
     async def list_models(self) -> list[ModelCard]:
         """Returns all models, each asked of one node that serves it, with their aliases and splits.
         One whose nodes are all away is missing."""
-        by_model: dict[tuple[str, AdapterSet], list[Node]] = {}
-        for node in self.registry.usable(NodeRole.DECODE):
-            by_model.setdefault((node.model, node.adapters), []).append(node)
-        lists = await asyncio.gather(*map(self._ask_any, by_model.values()))
+        groups = with_all_adapters(self.registry.usable(NodeRole.DECODE))
+        lists = await asyncio.gather(*map(self._ask_any, groups))
         cards = {str(card.get("id")): card for cards in lists for card in cards}
         cards |= self._ruled(cards)
         return [cards[model_id] for model_id in sorted(cards)]
@@ -113,3 +112,20 @@ class ModelCatalog:
         if unknown:
             raise unknown
         raise NoNodeAvailable("No decode node can describe its API now. Try again shortly.")
+
+
+def with_all_adapters(decodes: Iterable[Node]) -> list[list[Node]]:
+    """Returns groups of nodes, of which one each knows all models and adapters. While a tier loads
+    adapters, nearly every node has others, of which most have more: those stand in for it."""
+    alike: defaultdict[tuple[str, AdapterSet], list[Node]] = defaultdict(list)
+    for node in decodes:
+        alike[node.model, node.adapters].append(node)
+    groups: defaultdict[str, list[list[Node]]] = defaultdict(list)
+    known: defaultdict[str, set[AdapterId]] = defaultdict(set)
+    for (model, adapters), nodes in sorted(alike.items(), key=lambda one: -len(one[0][1])):
+        if not groups[model] or not adapters <= known[model]:
+            groups[model].append(nodes)
+            known[model] |= adapters
+        else:
+            groups[model][0] += nodes
+    return [group for of_model in groups.values() for group in of_model]

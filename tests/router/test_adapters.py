@@ -14,6 +14,7 @@ import pytest
 
 from router.errors import NoNodeAvailable
 from router.models.known_models import KnownModels
+from router.models.models_catalog import with_all_adapters
 from router.models.rules_file import RulesFile
 from router.nodes.adapter_set import AdapterId, AdapterSet, adapter_set
 from router.nodes.address import NodeRole
@@ -181,6 +182,22 @@ def test_names_of_nodes_that_have_loaded_some_are_found_without_a_look_at_all(
     monkeypatch.setattr(AdapterSet, "__iter__", lambda adapters: pytest.fail("it is looked at"))
     assert models.table.adapters["lora-7"] == (known[7].digest, "demo")
     assert len(models.table.adapters) == 99
+
+
+def test_few_nodes_are_asked_for_models_while_a_tier_loads_adapters() -> None:
+    """Nearly each has others then, and a list of a thousand is long. The first that answers of a
+    group does."""
+    fleet = Fleet()
+    known = [AdapterId(f"lora-{i}", f"{i:064}") for i in range(100)]
+    for i in range(40):
+        fleet.add(f"d{i}", adapters=adapter_set(known[: i + 50]))
+    fleet.add("own", adapters=adapter_set([known[0], AdapterId("lora-1", "f" * 64)]))
+    fleet.add("plain", model_name="other")
+    groups = with_all_adapters(fleet.registry.nodes(NodeRole.DECODE))
+    asked = [[node.address.target for node in group] for group in groups]
+    assert [(names[0], len(names)) for names in asked] == [
+        ("d39:80", 40), ("own:80", 1), ("plain:80", 1)
+    ]  # fmt: skip
 
 
 def test_an_adapter_keeps_to_few_nodes_until_they_are_full() -> None:
