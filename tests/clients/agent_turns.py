@@ -32,7 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engine.node.http_server import listen
 from tests.clients.scripted_node import MODEL, TOOL_TURN, ScriptedNode, call
 
-AGENT_S = 60.0
+AGENT_S = 180.0
+"""An agent that takes longer hangs: one that takes 20 s alone took 60 where two cores had the other
+checks to do as well."""
 LEFT_S = 5.0
 """Processes that an agent has left behind have this long to end."""
 PROXY_START_S = 240.0
