@@ -1022,13 +1022,10 @@ def attention_cases(capability: int) -> Iterator[Case]:
                 },
                 {"num_warps": 4},
             )
-        for by_head in (False, True) if vary else (False,):
-            merge = {**shape_of_tile, "PARTS": 64 if by_head else 16, "BY_HEAD": by_head}
-            merge |= {"ROWS": 64, "ALIGNED": False}
-            merge |= {"BLOCK_VALUE": min(64, merge["BLOCK_VALUE"])} if by_head else {}
-            merge |= rare if vary else plain
-            del merge["HEAD_DIM"], merge["BLOCK_DIM"]
-            yield Case(decode_merge.merge_kernel, f"{label} by_head={by_head}", types, merge)
+        merge = shape_of_tile | decode_merge.merge_shape(8, shape["BLOCK_VALUE"])
+        merge |= {"ROWS": 64, "BY_HEAD": True, "ALIGNED": False, **(rare if vary else plain)}
+        del merge["HEAD_DIM"], merge["BLOCK_DIM"]
+        yield Case(decode_merge.merge_kernel, label, types, merge)
         few = ((16, 16, 64), (256, 2048, 128))
         more = (*few, (8192, 2**20, 16)) if vary else few if is_fp8 else ()
         for max_rows, total_rows, block_size in ((8192, 2**20, 128), *more):
@@ -1576,6 +1573,18 @@ def _latent_cases(capability: int, is_fp8: bool) -> Iterator[Case]:
             "BLOCK_SIZE": 64, "OVERLAP": capability >= 90,
         },
     )  # fmt: skip
+    for units in () if is_fp8 else (8, 64):  # Parts are the same ones.
+        yield Case(
+            decode_merge.merge_kernel,
+            f"latents units={units}",
+            {**types, "out": "*bf16"},
+            {
+                "NUM_KV_HEADS": 1, "GROUP": 16, "ROWS": 16, "VALUE_DIM": 512, "TILE": 64,
+                "REQS": 16, "WINDOW": 0, "HAS_SINKS": False, "sinks": None, "ALIGNED": True,
+                "BY_HEAD": units == 8, "OVERLAP": capability >= 90,
+                **decode_merge.merge_shape(units, 512),
+            },
+        )  # fmt: skip
     for num_rows, num_decodes, block_size in (
         (16, 1, 64),
         (16, 64, 64),
