@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pytest
+
+import tandem_kernels
 from bench.engine.timing.step_breakdown import kernel_times
 
+KERNELS = Path(tandem_kernels.__file__).parent
 FIRST, LAST = "prepare_inputs_kernel", "post_update_kernel"
 STEP = [
     (0.0, 10.0, FIRST),
@@ -47,3 +54,26 @@ def test_gemms_that_do_more_are_gemms() -> None:
 
 def test_nothing_was_seen() -> None:
     assert kernel_times([]).per_step()["gpu_ms"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind", "others"),
+    [
+        ("gemm", "gemm_ms", r"quantise|_fp8_kernel|scale_product"),
+        ("experts", "gemm_ms", r"pairs_kernel|norm_kernel|tiles_kernel|quantise|route_tokens"),
+        ("lora", "gemm_ms", "lora_slots"),
+        (
+            "attention",
+            "attention_ms",
+            r"cache|gather|rotate|select|slots|blocks|bits|scores|sinks|close|index|attended",
+        ),
+    ],
+)
+def test_own_kernels_count_as_what_they_compute(folder: str, kind: str, others: str) -> None:
+    """All of a folder but those that prepare, choose or move."""
+    files = sorted((KERNELS / folder).rglob("*.py"))
+    names = [name for file in files for name in re.findall(r"def (\w+_kernel)\(", file.read_text())]
+    assert len(names) > 4
+    for name in names:
+        figures = kernel_times([(0.0, 1000.0, name)]).per_step()
+        assert (figures[kind] == 1.0) != bool(re.search(others, name)), name

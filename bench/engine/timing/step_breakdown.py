@@ -27,8 +27,14 @@ _PLAIN_STEPS, _PROFILED_STEPS = 30, 8
 _MIXED = 256
 """Requests at once."""
 _LIBRARY_NAMES = ("gemm", "linear", "nvjet", "cutlass", "xmma", "splitk", "cublas", "gemv")
-_GEMM_NAMES = (*_LIBRARY_NAMES, "_qkv_kernel", "_gate_up_kernel")
-_ATTENTION_NAMES = ("attention", "merge_kernel", "sdpa", "flash::")
+_GEMM_NAMES = (
+    *_LIBRARY_NAMES, "_qkv_kernel", "_gate_up_kernel", "_down_kernel", "small_m", "few_row",
+    "one_row_expert", "experts_ahead", "normed_router", "lora_shrink", "lora_expand",
+)  # fmt: skip
+_ATTENTION_NAMES = (
+    "attention", "merge_kernel", "sdpa", "flash::", "latent_decode", "sparse_latent",
+    "sparse_ahead", "sparse_pieces", "block_sparse", "window_rows",
+)  # fmt: skip
 _FIRST_KERNEL, _LAST_KERNEL = "prepare_inputs_kernel", "post_update_kernel"
 """The kernels that begin and end a step; each step has one of both."""
 

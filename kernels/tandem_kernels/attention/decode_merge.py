@@ -1,4 +1,5 @@
-"""The second kernel of `decode_attention`: parts of a head that was cut become its output.
+"""The second kernel of `decode_attention` for few requests, and of `latent_decode`: parts of a head
+that was cut become its output.
 
 There are fewer cuts than runs, so a program is for the head whose first part ends a run, and most
 have nothing to do. Where there are fewer heads than runs, a program is for some columns of a head:
