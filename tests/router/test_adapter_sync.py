@@ -115,6 +115,19 @@ async def test_a_node_that_comes_later_is_asked_once(nodes: Nodes) -> None:
     assert await nodes.step() == [("new", "load", 7)]
 
 
+async def test_what_nodes_say_in_reports_is_missed_no_longer(nodes: Nodes) -> None:
+    """Another router has asked them, or they were faster than this one's look."""
+    bard = AdapterCall("bard", OTHER, "bard", 3, "demo")
+    nodes.fleet.registry.adapters.learn("demo", [OLD, bard])
+    nodes.add("d", NodeRole.DECODE)
+    assert nodes.sync.num_behind()[NodeRole.DECODE] == 2
+    nodes.tell("d", OLD)
+    assert nodes.sync.num_behind()[NodeRole.DECODE] == 1
+    nodes.tell("d", bard)
+    nodes.fleet.registry.adapters.learn("demo", [NEW])
+    assert await nodes.step() == [("d", "load", NEW.version)]
+
+
 async def test_prefill_nodes_load_first_and_unload_last(nodes: Nodes) -> None:
     nodes.fleet.registry.adapters.learn("demo", [OLD])
     nodes.add("p", NodeRole.PREFILL)

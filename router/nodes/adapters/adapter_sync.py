@@ -188,7 +188,7 @@ class AdapterSync:
         for said in islice(reversed(node.followed.values()), num_new):
             known = missed.find(said.name)
             if known is not None and said.order >= known.order:
-                missed.drop(call.name)
+                missed.drop(said.name)
 
     def _follows(self, node: Node, call: AdapterCall) -> bool:
         """Returns whether a node has followed a call or a newer one, as far as it has said."""
