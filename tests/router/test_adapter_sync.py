@@ -87,9 +87,13 @@ class Nodes:
         """Returns what was asked since the last step."""
         self.asked.clear()
         self.sync.step()
-        for _ in range(3):  # Tasks begin, end, and are taken off.
-            await asyncio.sleep(0)
+        await settled()
         return sorted(self.asked)
+
+
+async def settled() -> None:
+    for _ in range(3):  # Tasks begin, end, and are taken off.
+        await asyncio.sleep(0)
 
 
 def served(*calls: AdapterCall) -> AdapterSet:
@@ -372,10 +376,30 @@ async def test_a_tier_that_starts_anew_is_looked_at_in_parts(
     asked: Counter[str] = Counter()
     for _ in range(20):
         looks.clear()
-        asked.update(name for name, _, version in await nodes.step() if version == 51)
+        nodes.asked.clear()
+        nodes.sync.step()
         assert len(looks) <= 100
+        await settled()
+        assert len(looks) <= 100 + 10 * len(nodes.asked), "a node that has loaded one looks again"
+        asked.update(name for name, _, version in nodes.asked if version == 51)
     assert asked == Counter(f"d{i}" for i in range(10)), "each has its turn once it has been found"
     assert nodes.sync.num_behind()[NodeRole.DECODE] == 990
+
+
+async def test_a_node_loads_the_next_adapter_as_soon_as_one_is_there(nodes: Nodes) -> None:
+    """A node that restarts may have lost a thousand; looks are half a second apart."""
+    calls = [AdapterCall(f"lora-{i}", f"{i:064}", f"lora-{i}", i + 1, "demo") for i in range(20)]
+    nodes.fleet.registry.adapters.learn("demo", calls)
+    nodes.held.add("lora-5")
+    nodes.add("d", NodeRole.DECODE)
+    nodes.add("faulty", NodeRole.DECODE)
+    nodes.answers["faulty"] = failure("no such folder")
+    await nodes.step()
+    for _ in range(40):
+        await asyncio.sleep(0)
+    versions = [version for name, _, version in nodes.asked if name == "d"]
+    assert versions == [*range(20, 5, -1)], "one after the other, until one takes long"
+    assert [name for name, *_ in nodes.asked].count("faulty") == 1, "a failure waits for a look"
 
 
 async def test_a_node_is_asked_to_unload_few_names_at_once(nodes: Nodes) -> None:

@@ -8,7 +8,8 @@ A node is behind in a name if it has not followed the newest call that the regis
 
 Turns follow the tiers: a decode node loads an adapter once a prefill node that works for it has it,
 or if there is none at all; a prefill node unloads one when no decode node has it any more. Each
-node loads one adapter at a time, and unloads a few: one takes as long as its requests.
+node loads one adapter at a time, the next as soon as one is there, and unloads a few: one takes
+as long as its requests.
 Several routers may ask for the same: the version says so.
 """
 
@@ -77,9 +78,11 @@ class _Missed:
 
 
 class _Tiers:
-    """Says what there is on nodes that stand in for each other, as of one look."""
+    """Says what there is on nodes that stand in for each other, as of one look, in which each node
+    that is behind has `num_looks` at its calls."""
 
-    def __init__(self, registry: NodeRegistry) -> None:
+    def __init__(self, registry: NodeRegistry, num_looks: int) -> None:
+        self.num_looks = num_looks
         self._registry = registry
         self._prefills = by_weights(registry.nodes(NodeRole.PREFILL))
         self._digests: dict[Weights, Collection[str] | None] = {}
@@ -121,6 +124,8 @@ class AdapterSync:
     _tries: dict[tuple[Node, AdapterCall], _Tries] = field(default_factory=dict)
     _missed: dict[tuple[Node, str], _Missed] = field(default_factory=dict)
     """Keeps it by node and model: a prefill node may work for several."""
+    _tiers: _Tiers | None = None
+    """Is of the last step."""
 
     async def run(self) -> None:
         """Goes on until it is cancelled, and so is what it has started."""
@@ -139,14 +144,15 @@ class AdapterSync:
     def step(self) -> None:
         """Starts to ask every node that is behind, not busy, and whose turn it is."""
         self._forget()
-        tiers, behind = _Tiers(self._registry), list(self._behind())
+        behind = list(self._behind())
         num_looks = max(_LEAST_LOOKS, _MOST_LOOKS // max(1, len(behind)))
+        self._tiers = tiers = _Tiers(self._registry, num_looks)
         num_unloads = Counter(node for node, name in self._busy if name)
         for node, missed in behind:
             num_free = _MOST_UNLOADS - num_unloads[node]
-            self._ask_some(node, missed.unloads, tiers, num_looks, num_free)
+            self._ask_some(node, missed.unloads, tiers, num_free)
             if (node, "") not in self._busy:
-                self._ask_some(node, missed.loads, tiers, num_looks, 1)
+                self._ask_some(node, missed.loads, tiers, 1)
 
     def num_behind(self) -> dict[NodeRole, int]:
         """Returns how many calls the nodes of each tier have not followed yet."""
@@ -201,11 +207,10 @@ class AdapterSync:
         node: Node,
         missed: dict[str, AdapterCall],
         tiers: _Tiers,
-        num_looks: int,
         num_free: int,
     ) -> None:
         """Looks at some calls that a node has missed, and asks it to follow `num_free` at most."""
-        for call in list(islice(missed.values(), num_looks)):
+        for call in list(islice(missed.values(), tiers.num_looks)):
             if num_free <= 0:
                 return
             del missed[call.name]
@@ -231,7 +236,7 @@ class AdapterSync:
         return computed is None or call.digest in computed
 
     async def _bring(self, key: tuple[Node, str], call: AdapterCall) -> None:
-        """Asks a node to follow a call."""
+        """Asks a node to follow a call, and once it has loaded an adapter, to load its next."""
         node = key[0]
         try:
             answer = await self.adapters.asker.ask(node, _request(call))
@@ -241,6 +246,9 @@ class AdapterSync:
         finally:
             del self._busy[key]
         self._handle_answer(node, call, answer)
+        missed = self._missed.get((node, call.model))
+        if call.digest and not answer.failed and missed is not None and self._tiers is not None:
+            self._ask_some(node, missed.loads, self._tiers, 1)
 
     def _handle_answer(self, node: Node, call: AdapterCall, answer: NodeAnswer) -> None:
         key = node, call
