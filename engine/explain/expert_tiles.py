@@ -104,7 +104,7 @@ def fp4_experts(x: Tensor, w13: Tensor, w2: Tensor, width: int, weights: Tensor,
     tunings = _Tunings(shape, x, own, fp4_experts.FIXED if fixed else None)
     if tunings.share_out and takes_few_rows(x, w13, experts, width, gate):
         tiles = fields_of(expert_warp_tuning(x.device, width, x.shape[1]), "ahead", "strips")
-        return "fp4_few_row_gate_up_kernel, fp4_experts kernels", f"gate·up {tiles}; {tunings}"
+        return "fp4_few_row_gate_up_kernel, fp4_experts kernels", tunings.behind(tiles)
     return "fp4_experts kernels", str(tunings)
 
 
@@ -159,8 +159,14 @@ class _Tunings:
     def __str__(self) -> str:
         return self._described(found.tuning for found in self._found)
 
+    def behind(self, first: str) -> str:
+        """Describes the second GEMM behind a first one whose tiles are not those found."""
+        return self._both(first, _tile(self._found[1].tuning))
+
     def _described(self, tunings: Iterable[ExpertTuning]) -> str:
-        first, second = map(_tile, tunings)
+        return self._both(*map(_tile, tunings))
+
+    def _both(self, first: str, second: str) -> str:
         return f"gate·up {first}; down {second}; {self._source}"
 
 

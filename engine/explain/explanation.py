@@ -172,10 +172,13 @@ def explain(
         with asked_choices() as asked:
             policy = GemmPolicy.choose(config.device, NOWHERE, size, dtype)
         thresholds = "" if gpu is None else ", ".join(map(str, asked))
-        return [
-            _explained(config, gpu, policy, run(batch), batch, launches, thresholds)
-            for batch in batches
-        ]
+        explained = []
+        for batch in batches:
+            attention = run(_as_recorded(config, gpu, batch))
+            explained.append(
+                _explained(config, gpu, policy, attention, batch, launches, thresholds)
+            )
+        return explained
 
 
 @contextmanager
@@ -289,6 +292,14 @@ def _graph(
     if not attention.graph_ok(order):
         return "none: the attention backend attends this step apart"
     return f"of {found.num_tokens} tokens with prompts of {found.num_reqs} requests"
+
+
+def _as_recorded(config: EngineConfig, gpu: GpuFacts | None, batch: Batch) -> Batch:
+    """Returns the step that runs: decodes alone have the rows of their graph, which may be more."""
+    found = "" if gpu is None else launches_of(config).find(order_of(batch).parts())
+    if isinstance(found, str) or not found.decodes:
+        return batch
+    return replace(batch, num_decodes=found.num_reqs)
 
 
 def order_of(batch: Batch) -> BatchOrder:

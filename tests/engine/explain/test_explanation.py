@@ -174,6 +174,17 @@ def test_gpt_oss_at_16_requests(tmp_path: Path) -> None:
     assert found.graph == "of 16 decodes"
 
 
+def test_decodes_are_explained_as_their_graph_runs_them(tmp_path: Path) -> None:
+    """Five requests are eight rows, which other kernels compute; without graphs they are five."""
+    config = config_of(tmp_path, "gpt-oss-120b")
+    five, eight = explain(config, H200, [Batch(5), Batch(8)])
+    assert five.graph == eight.graph == "of 8 decodes"
+    assert five.choices == eight.choices and five.step != eight.step
+    config = replace(config, device=replace(config.device, enforce_eager=True))
+    five, eight = explain(config, H200, [Batch(5), Batch(8)])
+    assert five.graph.startswith("none") and five.choices != eight.choices
+
+
 def test_a_step_with_a_chunk_beside_answers_says_which_graph_it_is(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama-3.1-8b")
     batches = [Batch(8, 12_000, (64,)), Batch(8, 1000, (2000,))]

@@ -205,9 +205,13 @@ def test_what_was_not_warmed_is_found() -> None:
 
 @pytest.mark.parametrize("family", ["dense", "windows", "latents"])
 def test_kernels_that_are_explained_are_launched(family: str) -> None:
-    """On both sides of each number of rows at which other kernels compute them."""
-    config, batches = config_of(family), [Batch(count, 900) for count in (1, 2, 5, 8, 9, 17, 65)]
-    keys = kernel_keys(config, H200, batches, has_flash=False)
+    """On both sides of each number of rows at which other kernels compute them. Five decodes are
+    those of the graph of eight."""
+    config, batches = config_of(family), [Batch(count, 900) for count in (1, 2, 5, 9, 17, 65)]
+    (recorded,) = graphs_of(config, [batches[2]])
+    assert recorded.num_decodes == 8
+    steps = [next(iter(graphs_of(config, [batch]))) for batch in batches]
+    keys = kernel_keys(config, H200, steps, has_flash=False)
     launched = [{key.kernel for key in found} for found in keys]
     explained = explain(config, H200, batches)
     for batch, found, kernels in zip(batches, explained, launched, strict=True):

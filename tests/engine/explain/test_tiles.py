@@ -92,7 +92,9 @@ def test_gate_and_up_of_few_mxfp4_rows_are_by_warps(rows: int, by_warps: bool) -
     with as_on(H200):
         kernels, tiles = describe(Launch("fp4_experts", "experts", "", given))
     assert ("fp4_few_row_gate_up_kernel" in kernels) == by_warps
-    assert ("even runs" in tiles) == (rows < 9)
+    gate_up, down = tiles.split("; ")[:2]
+    assert ("even runs" in gate_up) == (rows < 7) and ("even runs" in down) == (rows < 9)
+    assert gate_up.startswith("gate·up ahead 2") == by_warps
 
 
 @pytest.mark.parametrize(
