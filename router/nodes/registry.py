@@ -142,7 +142,8 @@ class NodeRegistry:
         replaces the current one, and one that was replaced never comes back. A node that changes
         its role is followed to where it serves in the one that it reports. One that the list has by
         two addresses, as names with both families of IP do, is one node: that of the first address
-        that it reports from, and of the other once it no longer does.
+        that it reports from, and of the other once nothing has come from there for so long that
+        it is suspect: what is known of it, its prefixes above all, stays behind.
 
         `address`: as the node list has it.
         """
@@ -190,8 +191,7 @@ class NodeRegistry:
             or first is node
             or first.report is None
             or life_of(first.report) != life
-            or not first.connected
-            or self.state(first) is NodeState.DOWN
+            or self.clock() - first.reported_at > self.patience.stale_after_s
         ):
             self._listed_of[life] = node.listed
             self._warned_of.discard(node.listed)

@@ -269,6 +269,9 @@ def test_a_node_with_two_addresses_is_one_node(caplog: pytest.LogCaptureFixture)
     registry.set_members([first, second, other])
     assert tell(second, "a", sequence=4) is ReportOutcome.LISTED_TWICE
     registry.mark_disconnected(first)
+    assert tell(second, "a", sequence=5) is ReportOutcome.LISTED_TWICE, "prefixes stay known"
+    fleet.clock.now += 3.5
+    assert tell(other, "b", sequence=2) is ReportOutcome.APPLIED
     assert tell(second, "a", sequence=5) is ReportOutcome.APPLIED
     assert tell(first, "a", sequence=6) is ReportOutcome.LISTED_TWICE
     assert used() == [second.target, other.target]
