@@ -39,7 +39,7 @@ def make_scaling(settings: RouterSettings, registry: NodeRegistry) -> PerModel[S
             num_routers=settings.num_routers,
         )
 
-    return PerModel(make)
+    return PerModel(make, is_used=lambda signal: signal.has_held)
 
 
 def make_prefill_hold(

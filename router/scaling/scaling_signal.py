@@ -139,6 +139,10 @@ class ScalingSignal:
         """Counts requests that wait for a first prefill node."""
         self._num_held += change
 
+    @property
+    def has_held(self) -> bool:
+        return self._num_held > 0
+
     # What it says ------------------------------------------------------------------------------
 
     @property
@@ -198,7 +202,7 @@ class ScalingSignal:
         return self.objectives.ttft_s if role is NodeRole.PREFILL else self.objectives.itl_s
 
     def _no_node_computes(self, now: float) -> bool:
-        has_work = self._num_held > 0 or self._tokens.rate(now) > 0
+        has_work = self.has_held or self._tokens.rate(now) > 0
         return has_work and not self.nodes(NodeRole.PREFILL)
 
     def _reports_are_lost(self, role: NodeRole) -> bool:

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.config import RouterSettings
+from router.make_scaling import make_scaling
 from router.nodes.address import NodeRole
 from router.placement.prefill_outcome import PrefillOutcome
 from router.scaling.capacity import PromptWork, StepFit, prefill_nodes, wait_p99_s
@@ -273,6 +275,20 @@ def test_work_without_a_prefill_node_asks_for_one() -> None:
     site.signal.held(-1)
     site.run(5, 30)
     assert (site.signal.desired(PREFILL) or 0) >= 0.25, "decode nodes compute these"
+
+
+def test_requests_for_many_models_lose_no_model_that_waits_for_a_node() -> None:
+    """Clients make names up while not every node has reported."""
+    fleet = Fleet()
+    signals = make_scaling(RouterSettings(slo_ttft_ms=200.0), fleet.registry)
+    signals.of("waits").held(1)
+    for number in range(1100):
+        signals.of(f"other-{number}")
+    assert signals.of("waits").desired(NodeRole.PREFILL) == pytest.approx(1.0)
+    signals.of("waits").held(-1)
+    for number in range(1100):
+        signals.of(f"other-{number}")
+    assert signals.get("waits") is None
 
 
 def test_decode_follows_tokens_and_room() -> None:
