@@ -180,7 +180,8 @@ class LoadMonitor:
 
     def _request(self) -> WatchRequest:
         spacing_s = self._spacing_s
-        # A report of a change tells more than one that comes because its time has.
+        # A report of a change tells more than one that comes because its time has. But three of
+        # these fit into the silence that makes a node suspect, whatever the number of nodes.
         rarest_s = self._silence_s / 3
         return WatchRequest(
             interval_s=max(self._interval_s, min(2 * spacing_s, rarest_s)),

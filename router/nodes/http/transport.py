@@ -26,8 +26,10 @@ from router.nodes.http.http_answer import HttpAnswer, Take
 from router.nodes.http.node_connection import NodeConnection
 
 _SILENCE_S = 40.0
-"""Seconds after which a connection breaks on which a node's kernel says nothing, however long its
-answer may take: a network has lost it. Longer than a node lets a body wait."""
+"""Seconds after which a connection breaks on which a node's kernel acknowledges nothing, however
+long its answer may take: a network has lost it. So does one on which the node reads nothing for as
+long: longer than one lets a body wait (`body_timeout_s`) by default, and where it is set to wait
+longer, another node is asked meanwhile."""
 
 
 class UpstreamResponse(Protocol):
