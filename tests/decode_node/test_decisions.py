@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -157,14 +159,44 @@ async def test_a_model_whose_answers_begin_with_a_header_is_not_asked() -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
 
 
-def test_labels_are_tokens_of_their_own_behind_the_prompt() -> None:
+async def test_labels_are_tokens_of_their_own_behind_the_prompt() -> None:
     tokenizer = thinking_tokenizer()
-    found = label_tokens(tokenizer, "go on:\n", 26)
+    found = await label_tokens(tokenizer, "go on:\n", 26)
     assert list(found) == [label for label, _ in zip(labels(), range(26), strict=False)]
     for label, token_id in found.items():
         assert tokenizer.encode(f"go on:\n{label}", add_special_tokens=False)[-1] == token_id
     # A byte-level vocabulary has no pairs of letters.
-    assert len(label_tokens(tokenizer, "go on:\n", 60)) == 26
+    assert len(await label_tokens(tokenizer, "go on:\n", 60)) == 26
+
+
+async def test_answers_go_on_while_labels_are_found_and_that_is_done_once() -> None:
+    """A byte-level vocabulary has none of 676 pairs: looking at them takes tens of milliseconds."""
+    looked: list[str] = []
+
+    class Counted(Tokenizer):
+        def encode(self, text: str, **options: Any) -> list[int]:
+            looked.append(text)
+            return super().encode(text, **options)
+
+    turns: list[int] = []
+
+    async def go_on() -> None:
+        while True:
+            turns.append(len(looked))
+            await asyncio.sleep(0)
+
+    tokenizer = Counted(byte_level_backend(), ChatTemplate("", {}))
+    looked.clear()
+    other = asyncio.create_task(go_on())
+    many, few = await asyncio.gather(
+        label_tokens(tokenizer, "go on:\n", 60), label_tokens(tokenizer, "go on:\n", 3)
+    )
+    other.cancel()
+    assert list(many)[:3] == list(few) and len(few) == 3
+    assert len(looked) == 1 + 26 + 26**2
+    assert max(late - early for early, late in pairwise(turns)) <= 17
+    assert await label_tokens(tokenizer, "go on:\n", 60) == many
+    assert len(looked) == 1 + 26 + 26**2
 
 
 def test_the_probabilities_of_labels_add_up_to_one() -> None:

@@ -59,7 +59,7 @@ class DecisionReader:
         chat = body.example()
         prompt = await served.prompts.render(chat, chat.tool_use(), is_long=False)
         _check_begins_answer(served, chat, prompt)
-        return label_tokens(served.tokenizer, prompt, min(count, MAX_LOGPROB_TOKEN_IDS))
+        return await label_tokens(served.tokenizer, prompt, min(count, MAX_LOGPROB_TOKEN_IDS))
 
 
 def _check_begins_answer(served: ServedModel, chat: ChatCompletionRequest, prompt: str) -> None:
