@@ -72,7 +72,7 @@ class AdapterCalls:
         model: str = "",
     ) -> AdapterRef:
         """Serves the adapter in the folder `path` by this name. With `in_place` the name may stand
-        for another one, whose requests go on.
+        for another one, whose requests go on: nothing waits for them.
 
         Args:
             path: Below `--lora-dir`; empty: of the adapter that the settings name so.
@@ -83,8 +83,7 @@ class AdapterCalls:
         Raises:
             InvalidRequest: The name is taken, or the adapter cannot be served.
             OutdatedCall: A newer call has changed the name.
-            EngineCallTimeout: The adapter could not be read in time, and nothing has changed; or
-                requests of the one whose name it has now have not ended.
+            EngineCallTimeout: The adapter could not be read in time, and nothing has changed.
             EngineDeadError: The engine is dead.
         """
         _check_call(name, version, model)
@@ -103,7 +102,7 @@ class AdapterCalls:
             self.known[name] = ref
             self.records.note(record)
         if old is not None and not self._is_wanted(old.digest):
-            await self._remove(old.digest)
+            self._calls.send(RemoveAdapter(self._calls.next_id(), old.digest))
         return ref
 
     async def unload(self, name: str, version: int = 0, model: str = "") -> None:

@@ -13,11 +13,13 @@ class StillAdapters(AdapterCalls):
 
     Attributes:
         told: What the engine core was told, in order.
+        forgets: Whether adapters that are taken out of use are forgotten: no request runs.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, EngineCalls(self._answer))
         self.told: list[ToEngineCore] = []
+        self.forgets = True
         self._held: list[int] | None = None
 
     def _answer(self, call: ToEngineCore) -> None:
@@ -25,6 +27,8 @@ class StillAdapters(AdapterCalls):
         self.told.append(call)
         if self._held is not None and isinstance(call, AddAdapter):
             self._held.append(call.call_id)
+            return
+        if isinstance(call, RemoveAdapter) and not self.forgets:
             return
         self._calls.on_answer(AdapterAnswer(call.call_id))
 

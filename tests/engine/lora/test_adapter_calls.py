@@ -136,6 +136,18 @@ async def test_a_name_is_taken_away_while_another_adapter_is_read(
     assert {"poet", "muse"} <= adapters.known.keys() and "bard" not in adapters.known
 
 
+async def test_a_load_waits_for_no_request_of_what_the_name_stood_for(
+    adapters: StillAdapters, models: Adapted
+) -> None:
+    """Routers wait two minutes for it, and take it back then; an answer may take longer."""
+    await adapters.load("poet", "adapter-1")
+    adapters.forgets = False
+    async with asyncio.timeout(5):
+        ref = await adapters.load("poet", "adapter-2", in_place=True)
+    assert ref.digest == models.refs[2].digest == adapters.known["poet"].digest
+    assert told(adapters) == ["AddAdapter", "AddAdapter", "RemoveAdapter"]
+
+
 async def test_calls_about_one_name_come_one_after_the_other(adapters: StillAdapters) -> None:
     adapters.hold()
     load = asyncio.create_task(adapters.load("poet", "adapter-1", version=10))
