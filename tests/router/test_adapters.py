@@ -3,6 +3,7 @@ nodes or on none."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import Counter
@@ -67,6 +68,27 @@ async def test_requests_reach_nodes_that_have_the_adapter(cluster: Cluster) -> N
     await has.status.serve_adapters({})
     await until_known(router)
     assert (await ask(router))[0] == 404
+
+
+async def test_loads_of_one_node_wait_for_their_turn_here(cluster: Cluster) -> None:
+    """A node reads one adapter at a time: what it is given two minutes for begins then."""
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    [node] = router.services.registry.all_nodes()
+    asker = router.services.adapters.adapters.asker
+    decode.status.may_act.clear()
+    names = [f"adapter-{number}" for number in range(3)]
+    wishes = [node_pb2.LoadAdapterRequest(name=name, path=POET, version=5) for name in names]
+    async with asyncio.TaskGroup() as tasks:
+        loads = [tasks.create_task(asker.ask(node, wish)) for wish in wishes]
+        await eventually(lambda: decode.status.num_calls >= 1)
+        await asker.ask(node, node_pb2.UnloadAdapterRequest(name="none", version=6))
+        assert decode.status.num_calls == 1
+        decode.status.may_act.set()
+    assert [load.result().said for load in loads] == ["loaded"] * 3
+    assert [one for one in decode.status.adapter_calls if one.startswith("load")] == [
+        f"load {name}" for name in names
+    ]
 
 
 async def test_a_name_means_the_same_weights_on_both_tiers(cluster: Cluster) -> None:

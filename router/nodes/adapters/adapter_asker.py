@@ -1,9 +1,15 @@
-"""Asks one node to load or unload an adapter, over a connection of its own."""
+"""Asks one node to load or unload an adapter, over a connection of its own.
+
+A node reads one adapter at a time. Loads wait for their turn here, so that the time of each begins
+when the node begins, however long the others take.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -17,6 +23,7 @@ from edge.grpc_answers import (
 )
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
+from router.nodes.address import NodeAddress
 from router.nodes.node import Node
 from tandem_pb.node_pb2 import Adapter, LoadAdapterRequest, UnloadAdapterRequest
 from tandem_pb.node_pb2_grpc import NodeStatusStub
@@ -25,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _MORE_S = 20.0
 """A node has this much longer than its own limit, so that its answer says why: its files are read,
-and a call about another adapter ends, before its time begins."""
+and what another router has it load is, if that takes no longer, before its time begins."""
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     *asked_twice("tandem.v1.NodeStatus", ["LoadAdapter"]),
@@ -63,11 +70,22 @@ class AdapterAsker:
     """Makes calls, with the router's credentials."""
 
     credentials: Credentials
+    _loads: WeakValueDictionary[NodeAddress, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary
+    )
 
     async def ask(
         self, node: Node, request: LoadAdapterRequest | UnloadAdapterRequest
     ) -> NodeAnswer:
         """Returns what the node answers. Raises nothing that a node may cause."""
+        if isinstance(request, UnloadAdapterRequest):
+            return await self._call(node, request)
+        async with self._loads.setdefault(node.address, asyncio.Lock()):
+            return await self._call(node, request)
+
+    async def _call(
+        self, node: Node, request: LoadAdapterRequest | UnloadAdapterRequest
+    ) -> NodeAnswer:
         target, role = node.address.status_target, Role(node.address.role)
         try:
             await self.credentials.meet(target)
