@@ -71,6 +71,8 @@ class Forecast:
         prefill_busy: Time that prefill nodes spend in steps, of the time in which requests come.
         decode_busy: Running sequences, of those that the ITL objective (or the node) allows.
         prefill_hit: Prompt tokens that were cached where the prompt was computed.
+        keeps_up: Prefill nodes compute prompts as fast as they come, or no others follow: their
+            queue would grow, however short it was until then.
     """
 
     nodes: Nodes
@@ -85,9 +87,13 @@ class Forecast:
     prefill_busy: float
     decode_busy: float
     prefill_hit: float
+    keeps_up: bool
+
+    def begins_in_time(self, objectives: Objectives) -> bool:
+        return self.keeps_up and self.ttft_tail_s <= objectives.ttft_s
 
     def meets(self, objectives: Objectives) -> bool:
-        return self.ttft_tail_s <= objectives.ttft_s and self.itl_tail_s <= objectives.itl_s
+        return self.begins_in_time(objectives) and self.itl_tail_s <= objectives.itl_s
 
 
 @dataclass(slots=True)
@@ -166,7 +172,8 @@ class Evaluator:
         span_s = max(1e-9, counted[-1].at_s - counted[0].at_s)
         good = sum(t <= limits.ttft_s and g <= limits.itl_s for _, t, g in measured.answers)
         offered_s = max(1e-9, self.traffic.span_s)
-        busy = sum(node.engine.busy_s for node in cluster.prefills)
+        busy_s = sum(node.engine.busy_s for node in cluster.prefills)
+        prefill_busy = busy_s / (offered_s * max(1, nodes.prefill))
         sequences = sum(node.engine.sequence_s for node in cluster.decodes) / offered_s
         return Forecast(
             nodes=nodes,
@@ -178,7 +185,8 @@ class Evaluator:
             goodput=good / span_s,
             output_tokens_per_s=measured.num_output / span_s,
             prompt_tokens_per_s=measured.num_prompt / span_s,
-            prefill_busy=min(1.0, busy / (offered_s * nodes.prefill)) if nodes.prefill else 0.0,
+            prefill_busy=min(1.0, prefill_busy),
             decode_busy=sequences / (self.batch_limit() * nodes.decode),
             prefill_hit=measured.num_cached / max(1, measured.num_prompt),
+            keeps_up=prefill_busy <= 1 or not self.traffic.goes_on,
         )

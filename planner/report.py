@@ -194,6 +194,8 @@ class Report:
         for outcome in self.plan.around:
             change = _difference(best.nodes, outcome.nodes)
             verdict = "both objectives hold" if outcome.meets(limits) else "an objective fails"
+            if not outcome.keeps_up:
+                verdict = "prompts come faster than they are computed, so ever more will wait"
             yield (
                 f"With {change}: TTFT {limits.tail} {1e3 * outcome.ttft_tail_s:.0f} ms, "
                 f"ITL {limits.tail} {1e3 * outcome.itl_tail_s:.1f} ms, "

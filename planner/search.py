@@ -87,7 +87,7 @@ class Search:
         objectives = self.evaluator.objectives
         prefill = self._fewest(
             least_prefill,
-            lambda count: self._try(Nodes(count, plenty)).ttft_tail_s <= objectives.ttft_s,
+            lambda count: self._try(Nodes(count, plenty)).begins_in_time(objectives),
         )
         if prefill is None:
             raise NoPlan(self._why("TTFT", Nodes(self.max_nodes, plenty)))
@@ -101,8 +101,8 @@ class Search:
         outcome = self._try(Nodes(prefill, decode))
         while not outcome.meets(objectives):
             prefill, decode = outcome.nodes.prefill, outcome.nodes.decode
-            decode_waits = self._try(Nodes(prefill, decode + 1)).ttft_tail_s <= objectives.ttft_s
-            late = outcome.ttft_tail_s > objectives.ttft_s and not decode_waits
+            decode_waits = self._try(Nodes(prefill, decode + 1)).begins_in_time(objectives)
+            late = not (outcome.begins_in_time(objectives) or decode_waits)
             following = Nodes(prefill + 1, decode) if late else Nodes(prefill, decode + 1)
             if max(following.prefill, following.decode) > self.max_nodes:
                 raise NoPlan(self._why("TTFT and ITL together", outcome.nodes))
@@ -160,6 +160,8 @@ class Search:
             f"{1e3 * limits.ttft_s:.0f} ms) and an ITL {limits.tail} of "
             f"{1e3 * outcome.itl_tail_s:.1f} ms (objective {1e3 * limits.itl_s:.1f} ms). "
         )
+        if not outcome.keeps_up:
+            text += "Prompts come faster than they are computed, so ever more would wait. "
         return text + "Allow more time, use faster nodes (more GPUs each), or raise --max-nodes"
 
 
