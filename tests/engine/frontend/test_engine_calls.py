@@ -70,8 +70,12 @@ async def test_every_kind_of_call_has_a_deadline(monkeypatch: pytest.MonkeyPatch
     sent: list[ToEngineCore] = []
     given_up: list[str] = []
     calls = EngineCalls(sent.append)
-    for module, limit in (("profile", "_START"), ("profile", "_STOP"), ("role", "_SWITCH")):
-        monkeypatch.setattr(f"engine.frontend.calls.{module}_calls.{limit}_TIMEOUT_S", 0.01)
+    for limit in (
+        "profile_calls._START_TIMEOUT_S",
+        "profile_calls.STOP_LIMIT_S",
+        "role_calls._SWITCH_TIMEOUT_S",
+    ):
+        monkeypatch.setattr(f"engine.frontend.calls.{limit}", 0.01)
     profiles, roles = ProfileCalls(calls), RoleCalls(calls, given_up.append)
     for call in (profiles.start(ProfileOptions()), profiles.stop()):
         with pytest.raises(EngineCallTimeout):
