@@ -496,7 +496,7 @@ async def test_bodies_that_would_keep_the_router_busy_reach_neither_parser_nor_n
 def test_a_million_messages_that_are_none_are_read_up_to_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(info, "_decode_list", None)
+    monkeypatch.setattr(info, "_read_opening", None)
     body = b'{"messages": [' + b"0," * 1_000_000 + b"0]}"
     read = info.read_request_info("/v1/chat/completions", "r", {}, body)
     assert not read.session_key and not read.is_later_turn
