@@ -17,3 +17,15 @@ def activated(gate: gl.tensor, up: gl.tensor, limit: gl.tensor, GATE: gl.constex
         found = gl.minimum(found, limit)
         up = gl.minimum(gl.maximum(up, -limit), limit)
     return found * up
+
+
+@gluon.jit
+def activated_by_alpha(
+    gate: gl.tensor, up: gl.tensor, limit: gl.tensor, alpha: gl.tensor, GATE: gl.constexpr
+) -> gl.tensor:
+    """Does the same, and that of gpt-oss, which has an `alpha`."""
+    if GATE == 1:
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate / (1.0 + gl.exp(-alpha * gate))
+    return activated(gate, up, limit, GATE)

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tandem_kernels.device import uses_pdl
+from tandem_kernels.gemm.cache_lines import cache_lines
 from tandem_kernels.gemm.few_row_gemm import (
     FewRowTuning,
     few_row_tuning,
@@ -123,12 +124,10 @@ def few_row_qkv_kernel(
     to = out + row.to(tl.int64)[None, :] * out_stride + col[:, None]
     tl.store(to, turned, mask=is_real[None, :])
     if head >= NUM_Q_HEADS:
-        kv_head = head - NUM_Q_HEADS
-        page = kv_cache + slot // BLOCK_SIZE * block_stride
-        if kv_head >= NUM_KV_HEADS:
-            kv_head -= NUM_KV_HEADS
-            page += value_stride
-        line = page + (kv_head * BLOCK_SIZE + slot % BLOCK_SIZE) * (2 * HALF)
+        line = cache_lines(
+            kv_cache, slot, head, block_stride, value_stride,
+            NUM_Q_HEADS, NUM_KV_HEADS, 2 * HALF, BLOCK_SIZE,
+        )  # fmt: skip
         tl.store(line[None, :] + dim[:, None], turned, mask=(slot >= 0)[None, :])
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
+from tandem_kernels.gemm.cache_lines import cache_lines
 from tandem_kernels.gemm.small_m_gemm import MOST_TILES, small_m_tuning
 from tandem_kernels.part_sums import sum_of_parts
 from tandem_kernels.stream_lanes import lane_counters
@@ -100,12 +101,10 @@ def small_m_qkv_kernel(
     tl.store(to, left, mask=is_real[:, None])
     tl.store(to + HALF, right, mask=is_real[:, None])
     if head >= NUM_Q_HEADS:
-        kv_head = head - NUM_Q_HEADS
-        page = kv_cache + slot // BLOCK_SIZE * block_stride
-        if kv_head >= NUM_KV_HEADS:
-            kv_head -= NUM_KV_HEADS
-            page += value_stride
-        line = page + (kv_head * BLOCK_SIZE + slot % BLOCK_SIZE) * (2 * HALF)
+        line = cache_lines(
+            kv_cache, slot, head, block_stride, value_stride,
+            NUM_Q_HEADS, NUM_KV_HEADS, 2 * HALF, BLOCK_SIZE,
+        )  # fmt: skip
         to = line[:, None] + pair[None, :]
         tl.store(to, left, mask=(slot >= 0)[:, None])
         tl.store(to + HALF, right, mask=(slot >= 0)[:, None])

@@ -14,10 +14,11 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
+from tandem_kernels.experts.ahead_gate import activated_by_alpha
 from tandem_kernels.experts.fp4.few_rows.choice import expert_in_place, pair_of_row
 from tandem_kernels.experts.fp4.few_rows.products import EIGHT, TILE_PRODUCTS, TILE_REGISTERS
 from tandem_kernels.experts.fp4.few_rows.shapes import ExpertWarpTuning
-from tandem_kernels.experts.fp4.one_row.threads import activated, threads_of
+from tandem_kernels.experts.fp4.one_row.threads import threads_of
 from tandem_kernels.small_launches import in_turn
 
 
@@ -166,11 +167,11 @@ def fp4_few_row_gate_up_kernel(
     exists = exists[:, None] & (col >= 0)[None, :]
     kind: gl.constexpr = out.dtype.element_ty
     sums, more = _sums_of_warps(acc, OUT, WARPS)
-    total = activated(sums + gates[None, :], more + ups[None, :], limit, alpha, GATE)
+    total = activated_by_alpha(sums + gates[None, :], more + ups[None, :], limit, alpha, GATE)
     gl.store(to, total.to(kind), mask=exists)
     if STRIPS > 1:
         sums, more = _sums_of_warps(acc2, OUT, WARPS)
-        total = activated(sums + gates2[None, :], more + ups2[None, :], limit, alpha, GATE)
+        total = activated_by_alpha(sums + gates2[None, :], more + ups2[None, :], limit, alpha, GATE)
         gl.store(to + 16, total.to(kind), mask=exists)
 
 

@@ -23,9 +23,10 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.elementwise.gate_form import GateForm, gate_arguments, gate_code
+from tandem_kernels.experts.ahead_gate import activated_by_alpha
 from tandem_kernels.experts.fp4.one_row.choice import top_expert
 from tandem_kernels.experts.fp4.one_row.shapes import one_row_tuning
-from tandem_kernels.experts.fp4.one_row.threads import activated, threads_of
+from tandem_kernels.experts.fp4.one_row.threads import threads_of
 from tandem_kernels.experts.fp4.one_row.turns import (
     TURN_TILES,
     asked,
@@ -138,7 +139,7 @@ def fp4_one_row_gate_up_kernel(
     if HAS_BIAS:
         gates += gl.load(of_col, mask=real, other=0.0).to(gl.float32)
         ups += gl.load(of_col + num_outputs, mask=real, other=0.0).to(gl.float32)
-    total = activated(gates, ups, limit, alpha, GATE).to(out.dtype.element_ty)
+    total = activated_by_alpha(gates, ups, limit, alpha, GATE).to(out.dtype.element_ty)
     gl.store(out + pair * num_outputs + col, total, mask=real)
 
 
