@@ -28,11 +28,11 @@ import grpc
 from edge.installed_version import installed_version
 from edge.tracing.environment import host_name
 from engine.contracts.errors import EngineCallTimeout, EngineDeadError
-from engine.contracts.request_spec import AdapterRef
 from engine.frontend.step_history import StepHistory
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.metrics.engine_metrics import MeasuredEngine
 from engine.node.services.abort_calls import AbortCalls, EndAnswers
+from engine.node.services.adapter_reports import AdapterReports, add_adapters
 from engine.node.services.adapter_servicer import adapter_call
 from engine.node.services.profile_servicer import ProfiledEngine
 from engine.node.services.role_servicer import RoleServicer
@@ -199,12 +199,11 @@ class NodeStatus:
             kv_bytes_per_token=pull_bytes_per_token(layout),
         )
 
-    def load(self, known: tuple[AdapterRef, ...] | None = None) -> node_pb2.NodeLoad:
-        """Returns a report. Newer ones have greater `sequence`. `known`: the adapters of the last
-        report, if its reader keeps them; while they are the same, they are left out."""
+    def load(self) -> node_pb2.NodeLoad:
+        """Returns a report without adapters: there may be thousands. Newer ones have greater
+        `sequence`."""
         self._sequence += 1
-        stats, work, adapters = self._engine.stats, self.work, self.served_adapters
-        has_same = adapters == known
+        stats, work = self._engine.stats, self.work
         total = stats.num_total_blocks or self._engine.ready.num_blocks
         load = node_pb2.NodeLoad(
             sequence=self._sequence,
@@ -222,8 +221,7 @@ class NodeStatus:
             num_transfers=stats.num_waiting_for_remote_kvs + stats.num_delayed_frees,
             serves_prefixes=self.serves_prefixes,
             http_port=self.switch.http_port,
-            has_same_adapters=has_same,
-            adapters=() if has_same else map(_adapter, adapters),
+            has_same_adapters=True,
             prompt_tokens_computed=stats.prompt_tokens_computed,
             prompt_tokens_cached=stats.prompt_tokens_cached,
             prompt_tokens_from_host=stats.prompt_tokens_from_host,
@@ -248,11 +246,6 @@ class NodeStatus:
         )
         load.MergeFrom(self._lasting)
         return load
-
-    @property
-    def served_adapters(self) -> tuple[AdapterRef, ...]:
-        """Returns those that requests may name."""
-        return tuple(self.adapters.known.values())
 
     def set_drained(self, is_drained: bool) -> bool:
         """Takes the node out of use, or back. Returns whether that changes anything."""
@@ -362,7 +355,9 @@ class NodeStatusServicer(RoleServicer):
                 grpc.StatusCode.FAILED_PRECONDITION, "this node stops, or changes its role"
             )
         changed = self._status.set_drained(request.drained)
-        return node_pb2.SetDrainedAnswer(load=self._status.load(), changed=changed)
+        load = self._status.load()
+        add_adapters(load, self._status.adapters.known)
+        return node_pb2.SetDrainedAnswer(load=load, changed=changed)
 
     async def Watch(
         self,
@@ -373,12 +368,12 @@ class NodeStatusServicer(RoleServicer):
         interval_s = max(interval_s, _MIN_INTERVAL_S)
         rest_s = min(max(request.change_interval_s, _MIN_INTERVAL_S), interval_s) - _MIN_INTERVAL_S
         num_seen = num_sent = num_aborts = 0
-        sent: tuple[AdapterRef, ...] | None = None
+        adapters = AdapterReports(self._status.adapters.known, request)
         while True:
             change, urgent = self._status.next_change, self._status.next_urgent_change
             if not self._status.is_silent:
-                load = self._status.load(sent)
-                sent = self._status.served_adapters if request.keeps_adapters else None
+                load = self._status.load()
+                adapters.add_to(load)
                 prefixes, num_seen = self._status.prefixes_since(num_seen)
                 load.recent_prefixes.extend(prefixes)
                 calls, num_sent = self._status.adapters.records.since(num_sent)
@@ -390,10 +385,6 @@ class NodeStatusServicer(RoleServicer):
             if rest_s > 0:
                 await self._status.wait_change(rest_s, urgent)
             await self._status.wait_change(interval_s - _MIN_INTERVAL_S - rest_s, change)
-
-
-def _adapter(ref: AdapterRef) -> node_pb2.Adapter:
-    return node_pb2.Adapter(name=ref.name, digest=ref.digest)
 
 
 def fingerprint(layout: KVLayout) -> str:

@@ -179,14 +179,16 @@ class ResetPrefixCacheAnswer(_message.Message):
     def __init__(self, is_reset: bool = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("interval_s", "keeps_adapters", "change_interval_s")
+    __slots__ = ("interval_s", "keeps_adapters", "change_interval_s", "takes_adapter_changes")
     INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     KEEPS_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     CHANGE_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ADAPTER_CHANGES_FIELD_NUMBER: _ClassVar[int]
     interval_s: float
     keeps_adapters: bool
     change_interval_s: float
-    def __init__(self, interval_s: _Optional[float] = ..., keeps_adapters: bool = ..., change_interval_s: _Optional[float] = ...) -> None: ...
+    takes_adapter_changes: bool
+    def __init__(self, interval_s: _Optional[float] = ..., keeps_adapters: bool = ..., change_interval_s: _Optional[float] = ..., takes_adapter_changes: bool = ...) -> None: ...
 
 class KVPath(_message.Message):
     __slots__ = ("prefill_node", "bytes_per_s", "backlog_bytes", "avoided_s", "num_pulls")
@@ -215,7 +217,7 @@ class GroupLoad(_message.Message):
     def __init__(self, num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "drained", "num_waiting_requests", "num_running_requests", "num_idle_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "slack_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "adapters", "has_same_adapters", "adapter_calls", "abort_calls", "http_port", "max_model_len", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos", "prompt_tokens_from_host", "prompt_tokens_from_disk", "groups", "host_name", "kv_paths", "kv_bytes_per_token")
+    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "drained", "num_waiting_requests", "num_running_requests", "num_idle_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "slack_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "adapters", "has_same_adapters", "adapter_changes", "adapter_calls", "abort_calls", "http_port", "max_model_len", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos", "prompt_tokens_from_host", "prompt_tokens_from_disk", "groups", "host_name", "kv_paths", "kv_bytes_per_token")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +242,7 @@ class NodeLoad(_message.Message):
     SERVES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     HAS_SAME_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_CHANGES_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_CALLS_FIELD_NUMBER: _ClassVar[int]
     ABORT_CALLS_FIELD_NUMBER: _ClassVar[int]
     HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +287,7 @@ class NodeLoad(_message.Message):
     serves_prefixes: bool
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     has_same_adapters: bool
+    adapter_changes: _containers.RepeatedCompositeFieldContainer[Adapter]
     adapter_calls: _containers.RepeatedCompositeFieldContainer[AdapterCall]
     abort_calls: _containers.RepeatedCompositeFieldContainer[AbortCall]
     http_port: int
@@ -304,4 +308,4 @@ class NodeLoad(_message.Message):
     host_name: str
     kv_paths: _containers.RepeatedCompositeFieldContainer[KVPath]
     kv_bytes_per_token: float
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., drained: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_idle_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., slack_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., has_same_adapters: bool = ..., adapter_calls: _Optional[_Iterable[_Union[AdapterCall, _Mapping]]] = ..., abort_calls: _Optional[_Iterable[_Union[AbortCall, _Mapping]]] = ..., http_port: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ..., prompt_tokens_from_host: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ..., host_name: _Optional[str] = ..., kv_paths: _Optional[_Iterable[_Union[KVPath, _Mapping]]] = ..., kv_bytes_per_token: _Optional[float] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., drained: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_idle_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., slack_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., has_same_adapters: bool = ..., adapter_changes: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapter_calls: _Optional[_Iterable[_Union[AdapterCall, _Mapping]]] = ..., abort_calls: _Optional[_Iterable[_Union[AbortCall, _Mapping]]] = ..., http_port: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ..., prompt_tokens_from_host: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ..., host_name: _Optional[str] = ..., kv_paths: _Optional[_Iterable[_Union[KVPath, _Mapping]]] = ..., kv_bytes_per_token: _Optional[float] = ...) -> None: ...

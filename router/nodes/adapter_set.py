@@ -6,7 +6,7 @@ changed? which names are there?) reads each set once, and not once for each node
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -27,8 +27,25 @@ class AdapterSet(frozenset[AdapterId]):
         return frozenset(one.digest for one in self)
 
     @cached_property
-    def names(self) -> frozenset[str]:
-        return frozenset(one.name for one in self)
+    def by_name(self) -> Mapping[str, AdapterId]:
+        return {one.name: one for one in self}
+
+    def with_changes(self, changes: Iterable[AdapterId]) -> AdapterSet:
+        """Returns what it is once these names stand for these digests; without one, for nothing."""
+        changed = {one.name: one for one in changes}
+        if not changed:
+            return self
+        before = self.by_name
+        replaced = {before[name] for name in changed if name in before}
+        added = {one for one in changed.values() if one.digest}
+        # Copies of sets and dicts do not hash again what is in them.
+        new = adapter_set((self - replaced) | added)
+        if "by_name" not in new.__dict__:
+            by_name = {**before, **changed}
+            for name in changed.keys() - {one.name for one in added}:
+                del by_name[name]
+            new.by_name = by_name
+        return new
 
 
 _SETS: WeakValueDictionary[int, AdapterSet] = WeakValueDictionary()

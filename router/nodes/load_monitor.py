@@ -186,6 +186,7 @@ class LoadMonitor:
         return WatchRequest(
             interval_s=max(self._interval_s, min(2 * spacing_s, rarest_s)),
             keeps_adapters=True,
+            takes_adapter_changes=True,
             change_interval_s=spacing_s,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Self
@@ -18,7 +18,7 @@ from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
 _MAX_NAME = 512
 _MAX_ALIASES = 32
 _MAX_ADAPTERS = 4096
-"""Most adapters of one node that a router knows."""
+"""Most adapters of one node that a router knows, and changes in one report."""
 _MAX_DIGEST = 64
 _MAX_PATH = 8192
 _MAX_PREFIXES = 256
@@ -134,7 +134,7 @@ class NodeReport:
             model_aliases=tuple(map(_name, load.model_aliases[:_MAX_ALIASES])),
             fingerprint=_name(load.fingerprint),
             serves_prefixes=load.serves_prefixes,
-            adapters=before if load.has_same_adapters else _adapters(load),
+            adapters=_adapters(load, before),
             adapter_calls=tuple(
                 _adapter_call(one)
                 for one in load.adapter_calls[:_MAX_ADAPTERS]
@@ -189,19 +189,21 @@ def _name(text: str) -> str:
     return printable(text[:_MAX_NAME])[:_MAX_NAME]
 
 
-def _adapters(load: NodeLoad) -> AdapterSet:
-    if not load.adapters:
-        return NO_ADAPTERS
-    return adapter_set(
-        _adapter(one.name[:_MAX_NAME], one.digest[:_MAX_DIGEST])
-        for one in load.adapters[:_MAX_ADAPTERS]
-    )
+def _adapters(load: NodeLoad, before: AdapterSet) -> AdapterSet:
+    if not load.has_same_adapters:
+        return NO_ADAPTERS.with_changes(_read(load.adapters))
+    found = before.with_changes(_read(load.adapter_changes))
+    return found if len(found) <= _MAX_ADAPTERS else adapter_set(sorted(found)[:_MAX_ADAPTERS])
+
+
+def _read(adapters: Sequence[node_pb2.Adapter]) -> Iterator[AdapterId]:
+    for one in adapters[:_MAX_ADAPTERS]:
+        yield _adapter(one.name[:_MAX_NAME], one.digest[:_MAX_DIGEST])
 
 
 @lru_cache(2 * _MAX_ADAPTERS)
 def _adapter(name: str, digest: str) -> AdapterId:
-    """Returns what a report calls so. Nodes that load one adapter after the other report all with
-    each, and all nodes have the same."""
+    """Returns what a report calls so. All nodes have the same."""
     return AdapterId(_name(name), _name(digest))
 
 

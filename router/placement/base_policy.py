@@ -211,7 +211,7 @@ class BasePolicy(ABC):
             if not model
             or node.report is None
             or model in node.report.model_names
-            or model in node.adapters.names
+            or model in node.adapters.by_name
         ]
         states = [self.registry.state(node) for node in of_model]
         counts = ", ".join(f"{states.count(s)} {s}" for s in NodeState if s in states)

@@ -85,7 +85,8 @@ class StatusService(NodeStatusServicer):
                 if not self.silent:
                     self.load.sequence += 1
                     yield self._without(adapters)
-                    adapters = list(self.load.adapters) if request.keeps_adapters else None
+                    if request.keeps_adapters and request.takes_adapter_changes:
+                        adapters = list(self.load.adapters)
                 await self._wait_for_change()
         finally:
             self.num_watchers -= 1
@@ -161,12 +162,19 @@ class StatusService(NodeStatusServicer):
 
     def _without(self, known: list[Adapter] | None) -> NodeLoad:
         """Returns the load for one who has these adapters of the last report."""
-        load = self.load
-        if known is not None and list(load.adapters) == known:
-            load = NodeLoad()
-            load.CopyFrom(self.load)
-            del load.adapters[:]
-            load.has_same_adapters = True
+        if known is None:
+            return self.load
+        load = NodeLoad()
+        load.CopyFrom(self.load)
+        del load.adapters[:]
+        load.has_same_adapters = True
+        before = {one.name: one.digest for one in known}
+        now = {one.name: one.digest for one in self.load.adapters}
+        load.adapter_changes.extend(
+            Adapter(name=name, digest=now.get(name, ""))
+            for name in before | now
+            if before.get(name) != now.get(name)
+        )
         return load
 
     def _follow(self, call: AdapterCall) -> None:

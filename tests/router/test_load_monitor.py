@@ -8,6 +8,7 @@ import time
 import grpc
 import pytest
 
+from router.nodes.adapter_set import AdapterId, adapter_set
 from router.nodes.node import Node, NodeState
 from router.nodes.report import NodeReport
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, Adapter, NodeLoad
@@ -140,13 +141,13 @@ async def test_adapters_that_a_node_leaves_out_are_those_of_its_last_report(
     router = await cluster.router(decode)
     await decode.status.serve_adapters({"poet": "a" * 64, "clerk": "b" * 64})
     node = node_at(router, decode.target)
-    await eventually(lambda: node.adapters.names == {"poet", "clerk"})
+    await eventually(lambda: node.adapters.by_name.keys() == {"poet", "clerk"})
     await decode.status.change(num_running_requests=7)
     await eventually(lambda: node.predicted_requests == 7)
-    assert node.adapters.names == {"poet", "clerk"} and node.has_weights("a" * 64)
+    assert node.adapters.by_name.keys() == {"poet", "clerk"} and node.has_weights("a" * 64)
     await decode.status.serve_adapters({"poet": "c" * 64})
     await eventually(lambda: node.has_weights("c" * 64))
-    assert node.adapters.names == {"poet"} and not node.has_weights("a" * 64)
+    assert node.adapters.by_name.keys() == {"poet"} and not node.has_weights("a" * 64)
     await decode.stop()
     await eventually(lambda: state_of(router, decode.target) is NodeState.SUSPECT)
     await decode.restart()
@@ -182,7 +183,7 @@ async def test_reports_are_asked_for_further_apart_when_there_are_many_nodes(
     await eventually(lambda: decode.status.num_watchers == 1)
     await decode.status.change(num_running_requests=5)
     await eventually(lambda: node.predicted_requests == 5)
-    assert node_at(router, decode.target) is node and node.adapters.names == {"poet"}
+    assert node_at(router, decode.target) is node and node.adapters.by_name.keys() == {"poet"}
     assert router.metric("tandem_router_watch_failures_total", tier="decode") == 0
     assert len(decode.status.watched) == 2
     monitor.set_members({own})
@@ -204,3 +205,17 @@ def test_nodes_with_equal_adapters_share_one_set() -> None:
     assert first.adapters != read("b").adapters
     kept = NodeReport.from_message(NodeLoad(has_same_adapters=True), first.adapters)
     assert kept.adapters is first.adapters
+
+
+def test_a_report_changes_some_adapters() -> None:
+    before = adapter_set(AdapterId(name, "a") for name in ("poet", "bard", "muse"))
+
+    def after(**digests: str) -> set[AdapterId]:
+        changes = [Adapter(name=name, digest=digest) for name, digest in digests.items()]
+        load = NodeLoad(has_same_adapters=True, adapter_changes=changes)
+        return set(NodeReport.from_message(load, before).adapters)
+
+    left = {AdapterId("muse", "a")}
+    assert after(poet="b", bard="") == left | {AdapterId("poet", "b")}
+    assert after(bard="", poet="", odd="", new="c") == left | {AdapterId("new", "c")}
+    assert len(after(**{f"lora-{i}": "d" for i in range(5000)})) == 4096

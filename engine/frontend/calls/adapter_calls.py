@@ -23,6 +23,7 @@ from engine.contracts.messages import AdapterAnswer, AddAdapter, RemoveAdapter
 from engine.contracts.request_spec import AdapterRef
 from engine.frontend.calls.adapter_records import AdapterRecords
 from engine.frontend.calls.engine_calls import EngineCalls
+from engine.frontend.calls.served_adapters import ServedAdapters
 from engine.lora import check_adapter_name
 from engine.models.adapters.adapter_files import AdapterError, read_adapter
 
@@ -49,7 +50,8 @@ class AdapterCalls:
         self._adding = ""
         """The digest of what is read, which no name stands for yet."""
         modules = () if config.lora is None else config.lora.modules
-        self.known = {module.name: AdapterRef(module.name, module.digest) for module in modules}
+        self.known = ServedAdapters()
+        self.known.update((one.name, AdapterRef(one.name, one.digest)) for one in modules)
         self.records = AdapterRecords()
         self._own_paths = {(module.name, module.digest): module.path for module in modules}
 

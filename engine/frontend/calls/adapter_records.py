@@ -11,7 +11,7 @@ clock is late, one more than the last: a router that has just started makes newe
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, takewhile
 
 from edge.adapter_call import AdapterCall, version_after
 
@@ -47,12 +47,14 @@ class AdapterRecords:
         """Notes a call that was followed."""
         self._records.pop(record.name, None)
         self._records[record.name] = next(self._numbers), record
-        unloaded = [name for name, (_, one) in self._records.items() if not one.digest]
-        for name in unloaded[:-_MAX_UNLOADED]:
-            del self._records[name]
+        if not record.digest:
+            unloaded = [name for name, (_, one) in self._records.items() if not one.digest]
+            for name in unloaded[:-_MAX_UNLOADED]:
+                del self._records[name]
 
     def since(self, number: int) -> tuple[list[AdapterCall], int]:
         """Returns records noted after `number`, the oldest first and not too many at once, and the
         number of the last of them. 0: from the first."""
-        new = [(at, one) for at, one in self._records.values() if at > number][:_MAX_TOLD]
+        newest_first = takewhile(lambda noted: noted[0] > number, reversed(self._records.values()))
+        new = list(newest_first)[: -_MAX_TOLD - 1 : -1]
         return [one for _, one in new], new[-1][0] if new else number

@@ -109,7 +109,7 @@ class _Tiers:
                 for node in self._registry.nodes(NodeRole.DECODE)
                 if node.fingerprint == fingerprint and self._registry.state(node) in _IN_TOUCH
             }
-            self._names[fingerprint] = set[str]().union(*(one.names for one in sets))
+            self._names[fingerprint] = set[str]().union(*(one.by_name for one in sets))
         return self._names[fingerprint]
 
 

@@ -375,6 +375,7 @@ async def test_adapters_are_left_out_of_reports_to_those_who_keep_them(
         while (load := await keeps.read()).has_same_adapters:
             pass
         assert [(one.name, one.digest) for one in load.adapters] == [("poet", "b" * 64)]
+        assert not load.adapter_changes  # A router of an earlier release does not take these.
         known.clear()
         while (load := await keeps.read()).has_same_adapters:
             pass
@@ -382,6 +383,47 @@ async def test_adapters_are_left_out_of_reports_to_those_who_keep_them(
         assert (await keeps.read()).has_same_adapters
     keeps.cancel()
     plain.cancel()
+
+
+async def test_changes_of_adapters_alone_are_reported_to_those_who_take_them(
+    status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    """A node that loads a thousand one by one would report half a million."""
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+    known = status.adapters.known
+    known.update((name, AdapterRef(name, "a" * 64)) for name in ("poet", "bard", "muse"))
+    request = node_pb2.WatchRequest(
+        interval_s=0.02, keeps_adapters=True, takes_adapter_changes=True
+    )
+    watch = stub.Watch(request)
+
+    async def changes() -> dict[str, str]:
+        while not (load := await watch.read()).adapter_changes:
+            assert load.has_same_adapters and not load.adapters
+        assert load.has_same_adapters and not load.adapters
+        return {one.name: one.digest for one in load.adapter_changes}
+
+    async with asyncio.timeout(LONG_S):
+        first = await watch.read()
+        assert len(first.adapters) == 3 and not first.has_same_adapters
+        known["poet"] = AdapterRef("poet", "b" * 64)
+        del known["bard"]
+        assert await changes() == {"poet": "b" * 64, "bard": ""}
+        known["bard"] = AdapterRef("bard", "c" * 64)
+        assert await changes() == {"bard": "c" * 64}
+        for i in range(2000):  # More than are remembered.
+            known[f"lora-{i}"] = AdapterRef(f"lora-{i}", "d" * 64)
+        while (load := await watch.read()).has_same_adapters:
+            assert not load.adapter_changes
+        assert len(load.adapters) == 2003 and not load.adapter_changes
+    watch.cancel()
+
+
+def test_what_others_than_routers_read_of_a_load_leaves_adapters_out(status: NodeStatus) -> None:
+    """It goes with three events of each prompt, and decode nodes read none of it."""
+    status.adapters.known["poet"] = AdapterRef("poet", "a" * 64)
+    load = status.load()
+    assert load.has_same_adapters and not load.adapters
 
 
 def test_a_new_watcher_hears_of_the_last_prompts(status: NodeStatus) -> None:
