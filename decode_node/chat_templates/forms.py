@@ -43,6 +43,8 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
         text_joint: What stands between two text parts of one content.
         system: Where messages of the system may stand.
         knows_developer: There is a role `developer`.
+        greetings: Where the assistant may speak before any user does.
+        needs_user: A chat without a user is refused, or loses what the system says.
         repeats_roles: Two turns of one role may follow each other.
         user_after_tool: A user's turn may follow a tool's result.
     """
@@ -67,6 +69,8 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
     text_joint: str = "\n"
     system: Literal["anywhere", "first", "nowhere"] = "anywhere"
     knows_developer: bool = False
+    greetings: Literal["anywhere", "behind_system", "nowhere"] = "anywhere"
+    needs_user: bool = False
     repeats_roles: bool = True
     user_after_tool: bool = True
 

@@ -42,6 +42,8 @@ def history(messages: Sequence[ChatMessage], forms: TemplateForms) -> list[Messa
         found = [m | {"role": "system"} if m["role"] == "developer" else m for m in found]
     if forms.system != "anywhere":
         found = _with_system_in_front(found, forms)
+    if forms.needs_user or forms.greetings != "anywhere":
+        found = _with_user(found, forms)
     if not forms.shows_calls:
         found = [_as_text(message, forms) for message in found]
     if forms.content_beside_calls != "kept":
@@ -134,6 +136,21 @@ def _with_system_in_front(messages: list[Message], forms: TemplateForms) -> list
         content = _both(whole["content"], others[0]["content"])
         return [{**others[0], "content": content}, *others[1:]]
     return [{**whole, "role": "user"}, *others]
+
+
+def _with_user(messages: list[Message], forms: TemplateForms) -> list[Message]:
+    """Lets a user say nothing where the template wants one to speak: before the assistant does, or
+    at all."""
+    roles = [message["role"] for message in messages]
+    at = next(
+        (i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles)
+    )
+    is_greeting = roles[at : at + 1] == ["assistant"] and (
+        forms.greetings == "nowhere" or (forms.greetings == "behind_system" and at == 0)
+    )
+    if is_greeting or (forms.needs_user and "user" not in roles):
+        return [*messages[:at], {"role": "user", "content": ""}, *messages[at:]]
+    return messages
 
 
 def _as_text(message: Message, forms: TemplateForms) -> Message:

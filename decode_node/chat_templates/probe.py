@@ -89,7 +89,8 @@ class _Prober:
         forms = self._with_calls(forms)
         fields = {
             **self._reasoning(forms),
-            **self._turns(forms),
+            **(turns := self._turns(forms)),
+            **self._users(turns["system"]),
             "tool_fields": self._tool_fields(),
             "tool_order": self._tool_order(),
             "text_joint": self._text_joint(),
@@ -264,6 +265,25 @@ class _Prober:
             found["user_after_tool"] = self._shows(
                 [*chat, other], "probe result", "probe other", tools=[_TOOL]
             )
+        return found
+
+    def _users(self, system_place: str) -> dict[str, Any]:
+        """Finds out whether a user has to speak at all, and before the assistant does. A user who
+        says nothing must help."""
+        silent = {"role": "user", "content": ""}
+        greeting = [{"role": "assistant", "content": "probe answer"}, _USER]
+        system = [{"role": "system", "content": "probe rule"}]
+
+        def takes(*chat: Message) -> bool:
+            text = self._render(chat)
+            return text is not None and all(message["content"] in text for message in chat)
+
+        found: dict[str, Any] = {}
+        if not takes(*greeting) and takes(silent, *greeting):
+            is_free = system_place != "nowhere" and takes(*system, *greeting)
+            found["greetings"] = "behind_system" if is_free else "nowhere"
+        if system_place != "nowhere":
+            found["needs_user"] = not takes(*system) and takes(*system, silent)
         return found
 
     def _tool_fields(self) -> tuple[str, ...]:

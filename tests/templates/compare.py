@@ -168,6 +168,8 @@ def _is_rebuilt(forms: TemplateForms) -> bool:
     return (
         forms.system != "anywhere"
         or forms.content_beside_calls == "apart"
+        or forms.greetings != "anywhere"
+        or forms.needs_user
         or not (forms.parallel_calls and forms.repeats_roles and forms.user_after_tool)
     )
 

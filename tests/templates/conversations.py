@@ -118,6 +118,10 @@ def _plain() -> dict[str, Sequence[Json]]:
             Talk().say("developer").say("developer").say("user").say("user").messages
         ),
         "ended by assistant": Talk().say("user").say("assistant").messages,
+        "greeting": Talk().say("assistant").say("user").messages,
+        "system and greeting": Talk().say("system").say("assistant").say("user").messages,
+        "system alone": Talk().say("system").messages,
+        "begun answer alone": Talk().say("assistant").messages,
         "refusal": [
             *Talk().say("user").messages,
             {"role": "assistant", "content": None, "refusal": "w8w no"},

@@ -159,6 +159,64 @@ def test_turns_of_one_role_become_one_where_roles_must_alternate() -> None:
     assert prompt(ALTERNATING, chat) == expected
 
 
+SHOWN = LOOP + "<{{ m.role }}>{{ m.content }}" + END
+FROM_USER = (
+    LOOP + "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('a user begins') }}{% endif %}<{{ m.role }}>{{ m.content }}" + END
+)
+WITH_SYSTEM = (
+    "{% set system = messages[0].role == 'system' %}"
+    "{% if system %}<system>{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}"
+)
+BEHIND_SYSTEM = (
+    "{% if messages[0].role == 'assistant' %}{{ raise_exception('who?') }}{% endif %}" + SHOWN
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "bare", "behind_system"),
+    [
+        (SHOWN, "<assistant>yes<user>hi", "<system>rule<assistant>yes<user>hi"),
+        (
+            WITH_SYSTEM + FROM_USER,
+            "<user><assistant>yes<user>hi",
+            "<system>rule<user><assistant>yes<user>hi",
+        ),
+        (FROM_USER, "<user><assistant>yes<user>hi", "<user>rule<assistant>yes<user>hi"),
+        (BEHIND_SYSTEM, "<user><assistant>yes<user>hi", "<system>rule<assistant>yes<user>hi"),
+    ],
+    ids=["anywhere", "nowhere", "nowhere, no system", "behind the system"],
+)
+def test_a_user_says_nothing_before_a_greeting_where_users_speak_first(
+    template: str, bare: str, behind_system: str
+) -> None:
+    greeting = {"role": "assistant", "content": "yes"}
+    rule = {"role": "system", "content": "rule"}
+    assert prompt(template, [greeting, USER]) == bare
+    assert prompt(template, [rule, greeting, USER]) == behind_system
+    assert prompt(template, [USER, greeting]) == "<user>hi<assistant>yes"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{{ raise_exception('No user query found') }}{% endif %}" + SHOWN,
+        LOOP + "{% if not loop.first and messages[0].role == 'system' and loop.index0 == 1 %}"
+        "<system>{{ messages[0].content }}{% endif %}"
+        "{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}" + END,
+    ],
+    ids=["refused", "lost"],
+)
+def test_a_user_says_nothing_where_the_system_alone_is_refused_or_lost(template: str) -> None:
+    rule = {"role": "system", "content": "rule"}
+    assert forms(template).needs_user
+    assert prompt(template, [rule]) == "<system>rule<user>"
+    assert prompt(template, [rule, USER]) == "<system>rule<user>hi"
+    greeting = [{"role": "assistant", "content": "yes"}, USER]
+    assert prompt(template, greeting) == "<assistant>yes<user>hi"
+
+
 def test_what_a_user_says_behind_a_result_is_in_it_where_nothing_else_is_taken() -> None:
     template = (
         "{% set ns = namespace(last='') %}"
