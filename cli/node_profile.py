@@ -27,6 +27,7 @@ from engine.frontend.calls.profile_calls import STOP_LIMIT_S
 from tandem_pb import node_pb2
 
 _HTTP = ("http://", "https://")
+_NO_ANSWER = "no answer in time; its log says what it does"
 _STOP_TIMEOUT_S = STOP_LIMIT_S + 20.0
 """Is longer than a node itself waits for its ranks, so that its answer says why."""
 
@@ -162,5 +163,5 @@ def main(args: list[str]) -> int:
         kind = HttpNode if settings.node.startswith(_HTTP) else GrpcNode
         return asyncio.run(profile_node(kind(settings.node, credentials), settings))
     except (NodeRefused, SecurityError, aiohttp.ClientError, OSError) as error:
-        print(f"{settings.node}: {error}", file=sys.stderr)
+        print(f"{settings.node}: {str(error) or _NO_ANSWER}", file=sys.stderr)
         return 1

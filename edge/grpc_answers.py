@@ -20,6 +20,8 @@ from google.protobuf.message import DecodeError
 
 from edge.printable import printable
 
+SHORT_CALL_S = 10.0
+"""Seconds that routers wait for the answer to a short call to a node, besides what it asks for."""
 _MAX_WORDS = 1000
 _Message = TypeVar("_Message")
 _Read: TypeAlias = Callable[[bytes], _Message]

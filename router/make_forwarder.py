@@ -9,6 +9,7 @@ from router.make_scaling import make_prefill_hold
 from router.models.per_model import PerModel
 from router.nodes.registry import NodeRegistry
 from router.placement.base_policy import BasePolicy
+from router.placement.candidates.node_pool import NodePool
 from router.placement.choose_policy import PolicyName, choose_policy
 from router.placement.tandem_policy import TandemParameters
 from router.relay.attempts.attempts import Attempts
@@ -18,7 +19,9 @@ from router.relay.forward import Forwarder
 from router.relay.migration import Migrations
 
 
-def make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Random) -> Forwarder:
+def make_forwarder(
+    settings: RouterSettings, attempts: Attempts, pool: NodePool, rng: random.Random
+) -> Forwarder:
     migrations = Migrations(
         attempts=attempts,
         registry=attempts.registry,
@@ -33,7 +36,7 @@ def make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Ran
         attempts=attempts,
         migrations=migrations,
         metrics=attempts.metrics,
-        hold=make_prefill_hold(settings, attempts.registry, attempts.scaling, rng),
+        hold=make_prefill_hold(settings, pool, attempts.scaling, rng),
         clients=Clients(
             send_timeout_s=settings.send_timeout_s, keepalive_s=settings.sse_keepalive_s
         ),

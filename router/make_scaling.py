@@ -9,7 +9,8 @@ from router.models.per_model import PerModel
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
-from router.relay.prefill_hold import PrefillHold, serves
+from router.placement.candidates.node_pool import NodePool
+from router.relay.prefill_hold import PrefillHold
 from router.scaling.scaling_signal import ScalingObjectives, ScalingSignal
 
 
@@ -22,7 +23,7 @@ def make_scaling(settings: RouterSettings, registry: NodeRegistry) -> PerModel[S
 
     def make(model: str) -> ScalingSignal:
         def all_nodes(role: NodeRole) -> list[Node]:
-            return [node for node in registry.nodes(role) if serves(node, model)]
+            return [node for node in registry.nodes(role) if _serves(node, model)]
 
         def nodes(role: NodeRole) -> list[Node]:
             return [node for node in all_nodes(role) if not is_drained(node)]
@@ -44,16 +45,23 @@ def make_scaling(settings: RouterSettings, registry: NodeRegistry) -> PerModel[S
 
 def make_prefill_hold(
     settings: RouterSettings,
-    registry: NodeRegistry,
+    pool: NodePool,
     scaling: PerModel[ScalingSignal],
     rng: random.Random,
 ) -> PrefillHold:
     return PrefillHold(
-        registry=registry,
+        pool=pool,
         signals=scaling,
         limit_s=settings.prefill_hold_s,
         start_s=settings.prefill_start_s,
         default_tokens_per_s=settings.default_prefill_tokens_per_s,
         rng=rng,
-        clock=registry.clock,
+        clock=pool.registry.clock,
     )
+
+
+def _serves(node: Node, model: str) -> bool:
+    """Returns whether the node has reported that it serves `model`; any will do for ""."""
+    if node.report is None:
+        return False
+    return not model or model in node.report.model_names

@@ -170,7 +170,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
             rng=world.rng,
         ),
         silence=silence,
-        forwarder=make_forwarder(settings, attempts, world.rng),
+        forwarder=make_forwarder(settings, attempts, policy.pool, world.rng),
         gates=gates,
         models=models,
         tracer=tracer,

@@ -12,10 +12,12 @@ import time
 
 import grpc.aio
 
+from edge.grpc_answers import asked_twice
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
 from kv_transfer.errors import PeerLost
+from kv_transfer.wire.service_paths import SERVICE
 
 CHANNELS_PER_ADDRESS = 4
 """More connections to one process only add cache misses (measured: 2 to 4 are best)."""
@@ -37,6 +39,7 @@ CLIENT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     *_KEEPALIVE,
+    *asked_twice(SERVICE, ["Release"]),
 ]
 
 SERVER_OPTIONS = [

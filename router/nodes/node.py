@@ -1,6 +1,7 @@
 """Holds one start of one node, as this router sees it: its last report and our own work on it.
 
     1. joining    discovery named it; no report yet, so it gets no requests
+    -  elsewhere  it reports, and is another entry of the node list, where it counts
     2. ready      reports arrive
     3. suspect    reports are late, the stream broke, or its engine stands still:
                   used only when no node of the tier is ready
@@ -34,6 +35,7 @@ from router.nodes.session import node_hash_seed
 
 class NodeState(StrEnum):
     JOINING = "joining"
+    ELSEWHERE = "elsewhere"
     READY = "ready"
     SUSPECT = "suspect"
     LEAVING = "leaving"
@@ -102,6 +104,8 @@ class Node:
     """How many it has said in all."""
     listed_as: NodeAddress | None = None
     """Its address in the node list, if that is not where it serves."""
+    counts_at: NodeAddress | None = None
+    """The entry of the node list that its reports are for, if that is another one."""
     hash_seed: int = field(init=False)
 
     @property
@@ -115,7 +119,7 @@ class Node:
     def state(self, now: float, patience: Patience) -> NodeState:
         report = self.report
         if report is None:
-            return NodeState.JOINING
+            return NodeState.ELSEWHERE if self.counts_at else NodeState.JOINING
         silent_s = now - self.reported_at
         if silent_s > patience.down_after_s:
             return NodeState.DOWN
@@ -132,6 +136,7 @@ class Node:
 
     def apply(self, report: NodeReport, now: float) -> None:
         self.report = report
+        self.counts_at = None
         self.reported_at = now
         self.connected = True
         self.work.forget_recent()

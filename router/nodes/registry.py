@@ -68,8 +68,6 @@ class NodeRegistry:
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
     _listed_of: dict[Life, NodeAddress] = field(default_factory=dict)
     """Says where the node list has each node that reports, by one start of it."""
-    _warned_of: set[NodeAddress] = field(default_factory=set)
-    """Holds further addresses of such nodes."""
 
     def set_members(
         self, addresses: Iterable[NodeAddress], leaving: Collection[NodeAddress] = ()
@@ -84,7 +82,6 @@ class NodeRegistry:
             for address, node in self._nodes.items()
             if node.report is not None
         }
-        self._warned_of &= self._nodes.keys()
         self.version += 1
         self.members_version += 1
 
@@ -162,9 +159,9 @@ class NodeRegistry:
             return ReportOutcome.OUTDATED
         place = address.in_role(report.role, report.http_port)
         if place != address and place in self._nodes:
-            return self._is_listed_twice(node)
-        if self._reports_from_elsewhere(node, report):
-            return self._is_listed_twice(node)
+            return self._is_listed_twice(node, place)
+        if (first := self._counts_elsewhere(node, report)) is not None:
+            return self._is_listed_twice(node, first)
         known = node.report
         self.learn_calls(report.model_name, *report.adapter_calls)
         if place != node.address or (known is not None and known.epoch != report.epoch):
@@ -180,10 +177,10 @@ class NodeRegistry:
             self._check_partners(place, report)
         return ReportOutcome.APPLIED
 
-    def _reports_from_elsewhere(self, node: Node, report: NodeReport) -> bool:
-        """Returns whether a node reports from another address as well, which is in use."""
+    def _counts_elsewhere(self, node: Node, report: NodeReport) -> NodeAddress | None:
+        """Returns another address that a node reports from as well, and which is in use."""
         if not report.node_id:
-            return False
+            return None
         life = life_of(report)
         first = self._nodes.get(self._listed_of.get(life, node.listed))
         if (
@@ -194,17 +191,15 @@ class NodeRegistry:
             or self.clock() - first.reported_at > self.patience.stale_after_s
         ):
             self._listed_of[life] = node.listed
-            self._warned_of.discard(node.listed)
-            return False
-        if node.listed not in self._warned_of:
-            self._warned_of.add(node.listed)
+            return None
+        if node.counts_at is None:
             logger.warning(
                 "%s and %s are one %s node: it counts once, by the first address",
                 first.address,
                 node.listed,
                 first.address.role,
             )
-        return True
+        return first.listed
 
     def learn_calls(self, model: str, *calls: AdapterCall) -> None:
         """Notes calls about adapters of a model: names of models follow at once."""
@@ -268,10 +263,11 @@ class NodeRegistry:
         self.members_version += 1
         return new
 
-    def _is_listed_twice(self, node: Node) -> ReportOutcome:
-        """Leaves a node that has changed its role to the entry that lists it in that role."""
+    def _is_listed_twice(self, node: Node, other: NodeAddress) -> ReportOutcome:
+        """Leaves a node to the other entry of the list that it is."""
         if node.report is not None:
-            self._replace(node, node.listed)
+            node = self._replace(node, node.listed)
+        node.counts_at = other
         return ReportOutcome.LISTED_TWICE
 
     def mark_draining(self, node: Node) -> None:

@@ -19,15 +19,14 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from router.errors import Overloaded
 from router.models.per_model import PerModel
-from router.nodes.address import NodeRole
 from router.nodes.node import Node
-from router.nodes.registry import NodeRegistry
+from router.placement.candidates.node_pool import NodePool
 from router.relay.attempts.node_wait import NodeWait
 from router.request.info import RequestInfo
 from router.scaling.scaling_signal import ScalingSignal
@@ -49,9 +48,9 @@ class _Held:
 @dataclass(slots=True, kw_only=True)
 class PrefillHold:
     """Holds a prompt for `limit_s` at most; 0: never. `start_s` is the time that a prefill node
-    takes to start, and follows what is seen."""
+    takes to start, and follows what is seen. `pool`: the nodes that requests are placed on."""
 
-    registry: NodeRegistry
+    pool: NodePool
     signals: PerModel[ScalingSignal]
     limit_s: float
     start_s: float
@@ -73,7 +72,7 @@ class PrefillHold:
         if not self.limit_s or not request.generates or not self._is_worth_it(request):
             return
         limit_s = min(self.limit_s, time_left_s)
-        pauses = NodeWait(self.registry, time.monotonic() + limit_s, self.rng)
+        pauses = NodeWait(self.pool.registry, time.monotonic() + limit_s, self.rng)
         with self._counted(request) as held:
             while self._is_worth_it(request, held):
                 if not await pauses.pause():
@@ -82,14 +81,12 @@ class PrefillHold:
                         "would take longer to compute the prompt themselves. Try again later.",
                         retry_after_s=max(1, math.ceil(self._start_left_s(held))),
                     )
-            if self._prefills(request):
+            if self._has_prefills(self.pool.decodes(request.model).nodes):
                 self.start_s += _LEARN * (self.clock() - held.since - self.start_s)
 
     def _is_worth_it(self, request: RequestInfo, held: _Held | None = None) -> bool:
-        if self._prefills(request):
-            return False
-        decodes = self._nodes(NodeRole.DECODE, request.model)
-        if not decodes:
+        decodes = self.pool.decodes(request.model).nodes
+        if not decodes or self._has_prefills(decodes):
             return False
         signal = self.signals.of(request.model)
         speed = signal.tokens_per_s or self.default_tokens_per_s
@@ -121,16 +118,7 @@ class PrefillHold:
             held.num_tokens -= request.num_prompt_tokens
             signal.held(-1)
 
-    def _prefills(self, request: RequestInfo) -> list[Node]:
-        return self._nodes(NodeRole.PREFILL, request.model)
-
-    def _nodes(self, role: NodeRole, model: str) -> list[Node]:
-        nodes = self.registry.nodes(role)
-        return self.registry.usable_of([node for node in nodes if serves(node, model)])
-
-
-def serves(node: Node, model: str) -> bool:
-    """Returns whether the node has reported that it serves `model`; any will do for ""."""
-    if node.report is None:
-        return False
-    return not model or model in node.report.model_names
+    def _has_prefills(self, decodes: Sequence[Node]) -> bool:
+        """Returns whether prefill nodes work for the decode nodes of a model: where they work for
+        some, the others are not among them."""
+        return any(self.pool.partners(decode).nodes for decode in decodes[:1])

@@ -225,7 +225,7 @@ def read_request_info(
         session_source=source,
         session_id=_plain(session) if source is not SessionSource.PROMPT else "",
         is_later_turn=is_later_turn,
-        num_prompt_tokens=text.num_tokens + num_tool_tokens,
+        num_prompt_tokens=text.num_tokens + num_tool_tokens + _num_further(fields, form),
         num_tool_tokens=num_tool_tokens,
         prefix_blocks=blocks,
         tokens_per_block=BLOCK_BYTES * text.num_tokens / max(1, len(text)),
@@ -253,6 +253,11 @@ def _model(
     except HttpError as error:
         error.param = param
         raise
+
+
+def _num_further(fields: _Body, form: ProxiedPath) -> int:
+    """Returns a guess of the tokens that are computed behind the prompt."""
+    return estimate_tokens(fields.get(form.further, _NOTHING)) if form.further else 0
 
 
 def _read_body(body: bytes) -> _Body:

@@ -21,6 +21,7 @@ class ProxiedPath:
         prompt: Fields of the prompt, which is turns of a conversation; the first that is given
             counts.
         takes_text: It may also be text or token ids.
+        further: Field of what is computed besides, behind the prompt.
         options: Field of the object that has the two below; empty: the body has them.
         max_tokens: Fields of the longest answer; of several that are given the first counts.
         usual_tokens: The longest answer where none is given; 0: nothing says it.
@@ -34,6 +35,7 @@ class ProxiedPath:
     preamble: str = ""
     prompt: tuple[str, ...] = ()
     takes_text: bool = False
+    further: str = ""
     options: str = ""
     max_tokens: tuple[str, ...] = ("max_tokens",)
     usual_tokens: int = 0
@@ -85,6 +87,7 @@ _ALL = (
         path="/v1/decisions",
         prompt=("input",),
         takes_text=True,
+        further="questions",
         max_tokens=(),
         usual_tokens=1,
         answers=("questions",),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cli import node_profile
 from cli.node_profile import main
 from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
@@ -95,3 +96,20 @@ def test_what_is_neither_an_address_nor_a_url_is_told_before_anybody_is_called(
         main(["--node", "decode-0"])
     assert ended.value.code == 2
     assert "'decode-0' is not host:port" in capsys.readouterr().err
+
+
+async def test_a_node_that_does_not_answer_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node_profile, "_STOP_TIMEOUT_S", 0.2)
+    done = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await done.wait()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await run("--node", url) == 1
+        done.set()
+    assert capsys.readouterr().err == f"{url}: no answer in time; its log says what it does\n"

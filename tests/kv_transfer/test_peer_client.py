@@ -17,16 +17,22 @@ from kv_transfer.metadata import KVPeer, ReleaseMeta
 from kv_transfer.wire.channels import CONTROL
 from kv_transfer.wire.service_paths import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
+from tests.awaited import until
 from tests.garbled_server import garbled_server, only_warning
+from tests.router.fault_proxy import FaultProxy
 
 PEER = KVPeer(engine_id="prefill", epoch=7, layout=layout())
 
 
-async def start_server(port: int, released: list[str]) -> tuple[grpc.aio.Server, int]:
+async def start_server(
+    port: int, released: list[str], may_answer: asyncio.Event | None = None
+) -> tuple[grpc.aio.Server, int]:
     """Answers `Release`."""
 
     async def release(request: pb.ReleaseRequest, context: object) -> pb.ReleaseReply:
         released.append(request.transfer_id)
+        if may_answer is not None:
+            await may_answer.wait()
         return pb.ReleaseReply(known=True)
 
     handler = grpc.unary_unary_rpc_method_handler(
@@ -64,6 +70,24 @@ async def test_a_release_waits_for_a_peer_that_starts_again() -> None:
         release.cancel()
         await server.stop(None)
         await client.close()
+
+
+async def test_a_release_whose_connection_breaks_is_made_once_more() -> None:
+    """The peer would keep the blocks for its lease."""
+    client = PeerClient(PEER, 5.0, Credentials(SecurityConfig()))
+    released: list[str] = []
+    may_answer = asyncio.Event()
+    server, port = await start_server(0, released, may_answer)
+    async with FaultProxy(port) as proxy:
+        meta = ReleaseMeta("b" * 32, 0, PEER, True)
+        release = asyncio.create_task(client.release(f"127.0.0.1:{proxy.port}", meta))
+        await until(lambda: len(released) == 1)
+        await proxy.drop()
+        may_answer.set()
+        await release
+    assert released == ["b" * 32] * 2
+    await client.close()
+    await server.stop(None)
 
 
 async def test_bytes_that_are_no_message_are_a_lost_peer(caplog: pytest.LogCaptureFixture) -> None:

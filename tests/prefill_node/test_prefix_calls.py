@@ -25,6 +25,7 @@ from engine.contracts.messages import (
     PrefixOffered,
 )
 from engine.contracts.prefix_holder import HashChains, PrefixHolder, checked_holder
+from engine.frontend.calls import prefix_calls
 from engine.frontend.calls.engine_calls import EngineCalls
 from engine.frontend.calls.prefix_calls import PrefixCalls
 from engine.node import prefix_client
@@ -34,6 +35,7 @@ from engine.node.services.services_server import ServicesServer
 from engine.node.status import NodeWork
 from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.metadata import KVPeer
+from router.nodes.operations import named_node
 from tandem_pb import prefixes_pb2, prefixes_pb2_grpc
 from tests.garbled_server import garbled_server, only_warning
 from tests.router.fault_proxy import FaultProxy
@@ -295,3 +297,7 @@ def test_what_names_nobody_is_nothing(text: str) -> None:
 def test_holders_are_named_by_role_and_address() -> None:
     assert PrefixHolder.parse("decode/[::1]:80") == PrefixHolder(True, "[::1]:80")
     assert checked_holder("prefill/node-1.pods:8200") == "prefill/node-1.pods:8200"
+
+
+def test_an_engine_that_gives_no_answer_is_named_before_a_router_gives_the_node_up() -> None:
+    assert prefix_calls._TIMEOUT_S < named_node.TIMEOUT_S - 1

@@ -67,6 +67,8 @@ class StatusService(NodeStatusServicer):
         self.num_calls = 0
         """Counts what operators have asked for, as soon as it is here."""
         self.adapter_calls: list[str] = []
+        self.load_limits_s: list[float] = []
+        """Seconds that the callers of `LoadAdapter` wait."""
         self.adapter_fault = ""
         """Says why the node loads no adapter."""
         self.role_wishes: list[SwitchRoleRequest] = []
@@ -118,6 +120,7 @@ class StatusService(NodeStatusServicer):
         self.num_calls += 1
         await self.may_act.wait()
         self.adapter_calls.append(f"load {request.name}")
+        self.load_limits_s.append(context.time_remaining() or 0.0)
         if self.adapter_fault:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_fault)
         served = {one.name: one.digest for one in self.load.adapters}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from edge.adapter_call import LOAD_LIMIT_S
 from router.errors import NoNodeAvailable
 from router.models.known_models import KnownModels
 from router.models.models_catalog import with_all_adapters
@@ -43,6 +44,18 @@ async def call(router: RunningRouter, path: str, body: dict[str, Any]) -> tuple[
 async def until_known(router: RunningRouter, *names: str) -> None:
     models = router.services.models
     await eventually(lambda: set(models.table.adapters) == set(names))
+
+
+async def test_a_load_outlasts_one_of_another_router_before_it(cluster: Cluster) -> None:
+    """A node loads one adapter at a time, each within the limit."""
+    node = await cluster.decode()
+    router = await cluster.router(node)
+    await router.wait_usable(decode=1, prefill=0)
+    status, _ = await call(
+        router, "/v1/load_lora_adapter", {"lora_name": "poet", "lora_path": "poet"}
+    )
+    assert status == 200
+    assert node.status.load_limits_s[0] > 2 * LOAD_LIMIT_S
 
 
 async def test_requests_reach_nodes_that_have_the_adapter(cluster: Cluster) -> None:

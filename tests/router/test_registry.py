@@ -16,6 +16,7 @@ from edge.adapter_call import AdapterCall
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.health import EjectionPolicy, Health
 from router.nodes.node import NodeState
+from router.nodes.operations.named_node import named_node
 from router.nodes.registry import ReportOutcome
 from router.nodes.report import NodeReport
 from router.observe.metrics import NodeCollector
@@ -266,6 +267,9 @@ def test_a_node_with_two_addresses_is_one_node(caplog: pytest.LogCaptureFixture)
         assert tell(second, "a", sequence=sequence) is ReportOutcome.LISTED_TWICE
     assert used() == [first.target, other.target]
     assert caplog.text.count("are one decode node") == 1
+    states = [registry.state(node) for node in registry.all_nodes()]
+    assert states == [NodeState.READY, NodeState.ELSEWHERE, NodeState.READY]
+    assert named_node(registry, second.target).address == first
     registry.set_members([first, second, other])
     assert tell(second, "a", sequence=4) is ReportOutcome.LISTED_TWICE
     registry.mark_disconnected(first)

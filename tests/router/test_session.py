@@ -373,6 +373,11 @@ def test_each_question_about_an_input_is_an_answer_of_one_token() -> None:
     body = json.dumps({"input": "a" * 4000, "questions": [{"type": "predicate"}] * 3}).encode()
     found = read_request_info("/v1/decisions", "r", {}, body)
     assert (found.num_prompts, found.num_answers, found.max_tokens) == (1, 3, 1)
+    # The input is computed once, and what each question adds behind it.
+    questions = json.dumps([{"type": "predicate", "instructions": "b" * 4000}] * 3)
+    longer = json.dumps({"input": "a" * 4000}).replace("}", f', "questions": {questions}}}')
+    told = read_request_info("/v1/decisions", "r", {}, longer.encode())
+    assert 4000 < told.num_prompt_tokens < 4100 < 4100 + found.num_prompt_tokens
     assert found.prefix_blocks == completion("a" * 4000).prefix_blocks
     assert read_request_info("/v1/decisions", "r", {}, b'{"questions": 7}').num_answers == 7
 

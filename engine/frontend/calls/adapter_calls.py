@@ -93,13 +93,14 @@ class AdapterCalls:
             version = version or self.records.next_version(name)
             if (known := self.records.of(name)) is not None and version < known.version:
                 raise OutdatedCall
-            folder, found = await self._read(name, path, digest, in_place=in_place)
+            until = asyncio.get_running_loop().time() + LOAD_LIMIT_S
+            folder, found = await self._read(name, path, digest, until, in_place=in_place)
             record = AdapterCall(name, found, path, version, model)
             if known is not None and record.order <= known.order:
                 if record.order < known.order:
                     raise OutdatedCall
                 return self.known[name]
-            await self._add(found, folder)
+            await self._add(found, folder, until)
             ref, old = AdapterRef(name, found), self.known.get(name)
             self.known[name] = ref
             self.records.note(record)
@@ -139,13 +140,14 @@ class AdapterCalls:
     def _lock_of(self, name: str) -> asyncio.Lock:
         return self._of_names.setdefault(name, asyncio.Lock())
 
-    async def _add(self, digest: str, folder: Path) -> None:
+    async def _add(self, digest: str, folder: Path, until: float) -> None:
         """Lets the engine core read an adapter, which no name stands for yet. Whether its caller
         goes on waiting or not, it is forgotten there if none will. Raises like `load`."""
         call = AddAdapter(self._calls.next_id(), digest, str(folder))
         self._adding = digest
         try:
-            answer = await self._calls.ask(call, AdapterAnswer, LOAD_LIMIT_S)
+            left_s = until - asyncio.get_running_loop().time()
+            answer = await self._calls.ask(call, AdapterAnswer, left_s)
             if answer.error:
                 raise InvalidRequest(answer.error, "lora_path")
         except (EngineCallTimeout, InvalidRequest, asyncio.CancelledError):
@@ -160,8 +162,11 @@ class AdapterCalls:
         call = RemoveAdapter(self._calls.next_id(), digest)
         await self._calls.ask(call, AdapterAnswer, UNLOAD_LIMIT_S)
 
-    async def _read(self, name: str, path: str, digest: str, *, in_place: bool) -> tuple[Path, str]:
-        """Returns the adapter's folder, and what it is. Raises `InvalidRequest`."""
+    async def _read(
+        self, name: str, path: str, digest: str, until: float, *, in_place: bool
+    ) -> tuple[Path, str]:
+        """Returns the adapter's folder, and what it is. Raises `InvalidRequest`, and
+        `EngineCallTimeout` where its files have not been read by `until`, in the loop's time."""
         lora = self._config.lora
         if lora is None:
             raise InvalidRequest("this node serves no adapters: start it with --enable-lora")
@@ -171,9 +176,12 @@ class AdapterCalls:
         if fault := check_adapter_name(name, taken):
             raise InvalidRequest(fault, "lora_name")
         try:
-            found = await asyncio.to_thread(read_adapter, folder, lora.max_lora_rank)
+            async with asyncio.timeout_at(until):
+                found = await asyncio.to_thread(read_adapter, folder, lora.max_lora_rank)
         except AdapterError as error:
             raise InvalidRequest(printable(str(error)), "lora_path") from None
+        except TimeoutError:
+            raise EngineCallTimeout("reading the adapter's files", LOAD_LIMIT_S) from None
         if digest and found.digest != digest:
             raise InvalidRequest(
                 f"the adapter in {path or folder} is another one here ({found.digest[:12]}) than "

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
+from edge.grpc_answers import SHORT_CALL_S
 from engine.contracts.messages import (
     OfferPrefix,
     PrefixAnswer,
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 PeerAnswer: TypeAlias = tuple[KVTransferParams | None, int]
 """Says what to pull, and how many tokens that is."""
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 0.8 * SHORT_CALL_S
+"""The node's answer says that its engine gave none, before its caller gives it up."""
 Ask: TypeAlias = Callable[[PrefixAsk], Awaitable[PeerAnswer]]
 
 

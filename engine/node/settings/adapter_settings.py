@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +16,9 @@ from edge.command_line import SettingsError
 from engine.config import EngineConfig, ModelConfig
 from engine.lora import LoRAConfig, LoRAModule, check_adapter_name
 from engine.models.adapters.adapter_files import read_adapter
+
+_MOST_READERS = min(8, os.cpu_count() or 1)
+"""Threads that read and hash adapters; each holds one in memory."""
 
 
 def _number(value: object) -> object:
@@ -86,14 +91,24 @@ class AdapterSettings(BaseSettings):
         return replace(config, lora=lora)
 
     def _modules(self, model: ModelConfig) -> tuple[LoRAModule, ...]:
-        found: dict[str, LoRAModule] = {}
+        paths: dict[str, str] = {}
         for text in self.lora_modules:
             name, path = _name_and_path(text)
-            if fault := check_adapter_name(name, {*model.served_names, *found}):
+            if fault := check_adapter_name(name, {*model.served_names, *paths}):
                 raise SettingsError(f"--lora-modules {text}: {fault}")
-            digest = read_adapter(path, self.max_lora_rank).digest
-            found[name] = LoRAModule(name=name, path=str(Path(path).resolve()), digest=digest)
-        return tuple(found.values())
+            paths[name] = path
+        with ThreadPoolExecutor(_MOST_READERS) as readers:
+            try:
+                digests = list(readers.map(self._digest, paths.values()))
+            finally:
+                readers.shutdown(cancel_futures=True)
+        return tuple(
+            LoRAModule(name=name, path=str(Path(path).resolve()), digest=digest)
+            for (name, path), digest in zip(paths.items(), digests, strict=True)
+        )
+
+    def _digest(self, path: str) -> str:
+        return read_adapter(path, self.max_lora_rank).digest
 
 
 def _name_and_path(text: str) -> tuple[str, str]:

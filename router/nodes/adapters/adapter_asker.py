@@ -31,8 +31,7 @@ from tandem_pb.node_pb2_grpc import NodeStatusStub
 logger = logging.getLogger(__name__)
 
 _MORE_S = 20.0
-"""A node has this much longer than its own limit, so that its answer says why: its files are read,
-and what another router has it load is, if that takes no longer, before its time begins."""
+"""A node has this much longer than its own limits, so that its answer says why."""
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     *asked_twice("tandem.v1.NodeStatus", ["LoadAdapter"]),
@@ -94,7 +93,8 @@ class AdapterAsker:
                 metadata = self.credentials.metadata()
                 is_load = isinstance(request, LoadAdapterRequest)
                 method = stub.LoadAdapter if is_load else stub.UnloadAdapter
-                timeout_s = (LOAD_LIMIT_S if is_load else UNLOAD_LIMIT_S) + _MORE_S
+                # Before its time begins, what another router has the node load may take as long.
+                timeout_s = (2 * LOAD_LIMIT_S if is_load else UNLOAD_LIMIT_S) + _MORE_S
                 answer: Adapter | None = await method(request, timeout=timeout_s, metadata=metadata)
                 digest = readable(answer).digest
                 return NodeAnswer(LOADED, digest) if is_load else NodeAnswer(UNLOADED)

@@ -34,7 +34,7 @@ from router.nodes.registry import NodeRegistry
 from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 
 _POLL_S, _MOST_POLLS = 0.02, 150
-_AWAY = (NodeState.JOINING, NodeState.DOWN)
+_AWAY = (NodeState.JOINING, NodeState.ELSEWHERE, NodeState.DOWN)
 
 Outcomes = dict[str, str]
 """Tell what became of a call on each node, by `role host:port`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from edge.grpc_answers import QuietChannel, asked_twice
+from edge.grpc_answers import SHORT_CALL_S, QuietChannel, asked_twice
 from edge.http.errors import NotFound
 from edge.security.config import Role
 from edge.security.credentials import Credentials
@@ -14,7 +14,7 @@ from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from tandem_pb.node_pb2_grpc import NodeStatusStub
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = SHORT_CALL_S
 _TWICE = ("AbortAnswers", "ResetPrefixCache", "SetDrained")
 """Names no change of role: a node that has begun one refuses the same again."""
 _OPTIONS = (
@@ -24,19 +24,24 @@ _OPTIONS = (
 
 
 def named_node(registry: NodeRegistry, name: str) -> Node:
-    """Returns a node that has reported. `name`: where it serves, or its load reports, or its id.
+    """Returns a node that has reported. `name`: where it serves, or its load reports, by any entry
+    of the node list that it is, or its id.
 
     Raises:
         NotFound: There is no such node.
         NodesAway: It has not reported yet.
     """
     nodes = registry.all_nodes()
+    listed = {node.listed: node for node in nodes}
     for node in nodes:
         places = (node.address.target, node.address.status_target)
-        if node.report is None and name in places:
-            raise NodesAway(f"{node.address} has not reported yet; try again")
         if node.report is not None and name in (*places, node.report.node_id):
             return node
+        if node.report is None and name in places:
+            one = listed.get(node.counts_at) if node.counts_at is not None else None
+            if one is not None and one.report is not None:
+                return one
+            raise NodesAway(f"{node.address} has not reported yet; try again")
     known = ", ".join(
         sorted(f"{node.address}{'' if node.report else ' (joining)'}" for node in nodes)
     )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
 from bench.engine.models.shapes import shape_config
 from edge.command_line import SettingsError, parse_settings
+from engine.models.adapters.adapter_files import AdapterError
+from engine.node.settings import adapter_settings
 from engine.node.settings.adapter_settings import AdapterSettings
 from prefill_node.config import PrefillNodeSettings
 
@@ -60,3 +65,30 @@ def test_several_adapters_are_named_in_any_way(given: list[str]) -> None:
     """Peers take them one behind the other."""
     settings = parse_settings(PrefillNodeSettings, "node", ["--model", "m", *given])
     assert (settings.lora_modules, settings.max_loras) == (("a=/a", "b=/b"), 2)
+
+
+def test_adapters_are_read_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is hashed at 270 MB/s, and there may be hundreds."""
+    both = threading.Barrier(2, timeout=60)
+
+    def read(path: str, max_rank: int) -> SimpleNamespace:
+        both.wait()
+        return SimpleNamespace(digest=path[-1] * 64)
+
+    monkeypatch.setattr(adapter_settings, "read_adapter", read)
+    monkeypatch.setattr(adapter_settings, "_MOST_READERS", 2)
+    names = ("poet", "bard", "muse", "sage")
+    settings = AdapterSettings(
+        enable_lora=True, lora_modules=tuple(f"{name}=/{i}" for i, name in enumerate(names))
+    )
+    lora = settings.with_lora(CONFIG).lora
+    assert lora is not None
+    assert [(one.name, one.path, one.digest[0]) for one in lora.modules] == [
+        (name, f"/{i}", str(i)) for i, name in enumerate(names)
+    ]
+
+
+def test_the_first_adapter_that_cannot_be_served_is_named(tmp_path: Path) -> None:
+    modules = tuple(f"lora-{i}={tmp_path / str(i)}" for i in range(40))
+    with pytest.raises(AdapterError, match=f"{tmp_path / '0'}/"):
+        AdapterSettings(enable_lora=True, lora_modules=modules).with_lora(CONFIG)
