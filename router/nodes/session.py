@@ -12,6 +12,7 @@ again move; and homes are spread a little less evenly.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import repeat
 from typing import Generic, Protocol, TypeVar
@@ -45,14 +46,14 @@ class Rendezvous(Generic[Place]):
         """`nodes` is not empty when `home` is asked for; their order does not matter."""
         self._nodes = sorted(nodes, key=lambda node: node.hash_seed)
         self._seeds = [node.hash_seed for node in self._nodes]
-        self._known: dict[bytes, Place] = {}
+        self._known: OrderedDict[bytes, Place] = OrderedDict()
 
     def home(self, session_key: bytes) -> Place:
         home = self._known.get(session_key)
         if home is None:
             home = self._choose(session_key)
             if len(self._known) >= _MAX_KNOWN_SESSIONS:
-                del self._known[next(iter(self._known))]
+                self._known.popitem(last=False)
             self._known[session_key] = home
         return home
 

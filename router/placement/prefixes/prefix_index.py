@@ -14,7 +14,9 @@ would fall out of the index and with it every longer match behind it.
 1. learn    a prompt was sent to a node: its blocks become that node's most recent
    note     a node says that it has a prompt that ends with this block
 2. match    which nodes have how much of a prompt
-3. forget   a node is gone or was restarted: its bit is cleared everywhere
+3. forget   a node is gone or was restarted: no match has it from then on
+4. sweep    what it had goes, a few blocks with each prompt that is learnt: there may be millions,
+            and all streams of a router wait while it works; so does what is more than fits
 """
 
 from __future__ import annotations
@@ -28,6 +30,41 @@ from router.nodes.node import Node
 
 _MAX_ENDS = 1000
 """Most ends remembered of each node: more prompts than a cache of some millions of tokens holds."""
+_SWEPT = 256
+"""Entries that are dropped at once, besides as many as are new: takes 0.1 to 0.3 ms."""
+_NUM_PARTS = 256
+
+
+class _Table:
+    """Maps blocks to bits of nodes. It is kept in parts: a dict that grows moves all that it has,
+    which takes 0.1 s with a million blocks."""
+
+    def __init__(self) -> None:
+        self._parts: tuple[dict[int, int], ...] = tuple({} for _ in range(_NUM_PARTS))
+
+    def get(self, block: int) -> int:
+        """Returns 0 for a block that it does not have."""
+        return self._parts[block % _NUM_PARTS].get(block, 0)
+
+    def add(self, block: int, bit: int) -> None:
+        part = self._parts[block % _NUM_PARTS]
+        part[block] = part.get(block, 0) | bit
+
+    def put(self, block: int, bits: int) -> None:
+        self._parts[block % _NUM_PARTS][block] = bits
+
+    def clear(self, block: int, bit: int) -> bool:
+        """Returns whether other bits are left; without, the block is gone."""
+        part = self._parts[block % _NUM_PARTS]
+        left = part[block] & ~bit
+        if left:
+            part[block] = left
+        else:
+            del part[block]
+        return bool(left)
+
+    def drop(self, block: int) -> None:
+        del self._parts[block % _NUM_PARTS][block]
 
 
 @dataclass(slots=True)
@@ -93,32 +130,35 @@ class PrefixIndex:
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
-        self._nodes_of: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
-        self._latest: dict[int, int] = {}  # [end]: bit of the node that reported it last
+        self._nodes_of = _Table()
+        self._ends = _Table()
+        self._latest = _Table()  # [end]: bit of the node that reported it last
         self._shelves: OrderedDict[Node, _Shelf] = OrderedDict()
         self._by_bit: dict[int, Node] = {}
         self._free_bits: list[int] = []
+        self._gone: list[_Shelf] = []
+        """Holds shelves of nodes that are gone, which are being swept."""
+        self._gone_bits = 0
         self.num_entries = 0
 
     def match(self, blocks: Sequence[int]) -> PrefixMatch:
         levels: list[tuple[int, int]] = []
-        alive = self._nodes_of.get(blocks[0], 0) if blocks else 0
+        alive = self._nodes_of.get(blocks[0]) & ~self._gone_bits if blocks else 0
         depth = 0
         while alive:
             depth += 1
-            more = alive & self._nodes_of.get(blocks[depth], 0) if depth < len(blocks) else 0
+            more = alive & self._nodes_of.get(blocks[depth]) if depth < len(blocks) else 0
             if more != alive:
                 levels.append((depth, alive & ~more))
             alive = more
         reported = list(self._reported(blocks, depth))
-        latest = {length: self._latest[blocks[length - 1]] for length, _ in reported}
+        latest = {length: self._latest.get(blocks[length - 1]) for length, _ in reported}
         return PrefixMatch((*levels, *reported), latest, self._shelves, self._by_bit)
 
     def _reported(self, blocks: Sequence[int], start: int) -> Iterator[tuple[int, int]]:
         """Yields matches longer than `start`."""
         for index in range(start, len(blocks)):
-            if bits := self._ends.get(blocks[index], 0):
+            if bits := self._ends.get(blocks[index]) & ~self._gone_bits:
                 yield index + 1, bits
 
     def note(self, node: Node, ends: Iterable[int]) -> None:
@@ -127,10 +167,11 @@ class PrefixIndex:
         for end in ends:
             shelf.ends[end] = None
             shelf.ends.move_to_end(end)
-            self._ends[end] = self._ends.get(end, 0) | shelf.bit
-            self._latest[end] = shelf.bit
+            self._ends.add(end, shelf.bit)
+            self._latest.put(end, shelf.bit)
         while len(shelf.ends) > _MAX_ENDS:
             self._drop_end(shelf)
+        self._sweep(_SWEPT)
 
     def learn(self, node: Node, blocks: Sequence[int], capacity: int) -> None:
         """Records that `node` will have `blocks`, and `capacity` in all. Of a chain the end is
@@ -141,13 +182,16 @@ class PrefixIndex:
                 shelf.blocks.move_to_end(block)
             else:
                 shelf.blocks[block] = None
-                self._nodes_of[block] = self._nodes_of.get(block, 0) | shelf.bit
+                self._nodes_of.add(block, shelf.bit)
                 self.num_entries += 1
         shelf.capacity = capacity
-        while len(shelf.blocks) > capacity:
+        most = _SWEPT + len(blocks)
+        for _ in range(min(most, len(shelf.blocks) - capacity)):
             self._drop_oldest(shelf)
-        while self.num_entries > self.max_entries:
-            self._drop_oldest(self._next_shelf())
+        self._sweep(most)
+        if not self._gone:
+            for _ in range(min(most, self.num_entries - self.max_entries)):
+                self._drop_oldest(self._next_shelf())
 
     def has_room(self, node: Node, num_blocks: int) -> bool:
         """Returns whether `node` could take this many more blocks without dropping any."""
@@ -158,15 +202,28 @@ class PrefixIndex:
         """Forgets all nodes but these."""
         for node in [node for node in self._shelves if node not in nodes]:
             shelf = self._shelves.pop(node)
+            self._gone.append(shelf)
+            self._gone_bits |= shelf.bit
             del self._by_bit[shelf.bit]
-            self._free_bits.append(shelf.bit)
-            while shelf.blocks:
+
+    def _sweep(self, most: int) -> None:
+        """Drops this many entries of nodes that are gone, whose bits are free once all are."""
+        while self._gone and most > 0:
+            shelf = self._gone[-1]
+            most -= 1
+            if shelf.blocks:
                 self._drop_oldest(shelf)
-            while shelf.ends:
+            elif shelf.ends:
                 self._drop_end(shelf)
+            else:
+                self._gone.pop()
+                self._gone_bits ^= shelf.bit
+                self._free_bits.append(shelf.bit)
 
     def _new_shelf(self, node: Node) -> _Shelf:
-        bit = self._free_bits.pop() if self._free_bits else 1 << len(self._by_bit)
+        if not self._free_bits:
+            self._free_bits.append(1 << (len(self._by_bit) + len(self._gone)))
+        bit = self._free_bits.pop()
         self._by_bit[bit] = node
         shelf = self._shelves[node] = _Shelf(bit)
         return shelf
@@ -181,17 +238,10 @@ class PrefixIndex:
 
     def _drop_oldest(self, shelf: _Shelf) -> None:
         block, _ = shelf.blocks.popitem(last=False)
-        left = self._nodes_of[block] & ~shelf.bit
-        if left:
-            self._nodes_of[block] = left
-        else:
-            del self._nodes_of[block]
+        self._nodes_of.clear(block, shelf.bit)
         self.num_entries -= 1
 
     def _drop_end(self, shelf: _Shelf) -> None:
         end, _ = shelf.ends.popitem(last=False)
-        left = self._ends[end] & ~shelf.bit
-        if left:
-            self._ends[end] = left
-        else:
-            del self._ends[end], self._latest[end]
+        if not self._ends.clear(end, shelf.bit):
+            self._latest.drop(end)

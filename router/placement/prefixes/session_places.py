@@ -11,8 +11,9 @@ short one are in no block, and still cached where its last turn was computed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 from router.nodes.node import Node
 
@@ -22,34 +23,28 @@ _MAX_SESSIONS = 1 << 16
 @dataclass(slots=True)
 class SessionPlaces:
     max_sessions: int = _MAX_SESSIONS
-    _places: OrderedDict[bytes, Node] = field(default_factory=OrderedDict)
-    _keys: dict[Node, set[bytes]] = field(default_factory=dict)
-    """The sessions of each node: one that goes takes them without a look at all others."""
-
-    def __len__(self) -> int:
-        return len(self._places)
+    _places: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    """Has the numbers of nodes: one that goes is forgotten without a look at its sessions."""
+    _nodes: dict[int, Node] = field(default_factory=dict)
+    _numbers: dict[Node, int] = field(default_factory=dict)
+    _new_numbers: Iterator[int] = field(default_factory=count)
 
     def find(self, session_key: bytes, members: Collection[Node]) -> Node | None:
         """Returns the session's node if it is one of `members`."""
-        node = self._places.get(session_key)
+        node = self._nodes.get(self._places.get(session_key, -1))
         return node if node in members else None
 
     def note(self, session_key: bytes, node: Node) -> None:
-        self._drop(session_key, self._places.pop(session_key, None))
-        self._places[session_key] = node
-        self._keys.setdefault(node, set()).add(session_key)
+        number = self._numbers.get(node)
+        if number is None:
+            number = self._numbers[node] = next(self._new_numbers)
+            self._nodes[number] = node
+        self._places[session_key] = number
+        self._places.move_to_end(session_key)
         if len(self._places) > self.max_sessions:
-            self._drop(*self._places.popitem(last=False))
+            self._places.popitem(last=False)
 
     def retain(self, nodes: Collection[Node]) -> None:
         """Forgets the sessions of all nodes but these."""
-        for node in [node for node in self._keys if node not in nodes]:
-            for key in self._keys.pop(node):
-                del self._places[key]
-
-    def _drop(self, session_key: bytes, node: Node | None) -> None:
-        """Takes a session from its node."""
-        if node is not None:
-            self._keys[node].discard(session_key)
-            if not self._keys[node]:
-                del self._keys[node]
+        for node in [node for node in self._numbers if node not in nodes]:
+            del self._nodes[self._numbers.pop(node)]
