@@ -136,8 +136,8 @@ def many_nodes(router: RunningRouter) -> None:
 
     snapshot = router.services.feed._take
 
-    def take() -> Snapshot:
-        found = snapshot()
+    async def take() -> Snapshot:
+        found = await snapshot()
         shown = [node(number) for number in range(_NODES)]
         names = [f"{one['tier']} {one['node']}" for one in shown]
         sections = {**found.sections, "names": msgspec.json.encode(names)}

@@ -97,13 +97,13 @@ async def test_a_snapshot_says_which_drafts_of_a_node_were_right(cluster: Cluste
         return {node["node"]: node["accepted"] for node in (await snapshot(router))["nodes"]}
 
     assert await accepted() == {plain.target: [], drafting.target: []}
-    router.services.sources.sample()
+    await router.services.sources.sample()
     drafting.status.load.num_accepted_per_pos.extend([80, 50, 8])
     await drafting.status.change(num_drafts=100)
     nodes = router.services.registry.all_nodes()
     node = next(node for node in nodes if str(node.address) == drafting.target)
     await eventually(lambda: node.report is not None and node.report.totals.num_drafts == 100)
-    router.services.sources.sample()
+    await router.services.sources.sample()
     assert await accepted() == {plain.target: [], drafting.target: [0.8, 0.5, 0.08]}
 
 
@@ -181,19 +181,19 @@ def test_figures_are_of_the_last_minute_and_memory_of_five() -> None:
     assert len(recent.sessions) == 1024
 
 
-def test_rates_are_of_what_nodes_count_and_begin_anew_with_them() -> None:
+async def test_rates_are_of_what_nodes_count_and_begin_anew_with_them() -> None:
     fleet = Fleet()
     registry, rates = fleet.registry, NodeRates(fleet.registry)
 
-    def tell(second: int, epoch: int = 1, **totals: Any) -> None:
+    async def tell(second: int, epoch: int = 1, **totals: Any) -> None:
         fleet.clock.now = float(second)
         told = report(epoch=epoch, sequence=second + 1, totals=NodeTotals(**totals))
         registry.apply_report(address("d"), told)
-        rates.sample()
+        await rates.sample()
 
     node = fleet.add("d")
     for second in range(1, 21):
-        tell(
+        await tell(
             second,
             prompt_tokens_computed=30 * second,
             prompt_tokens_cached=10 * second,
@@ -208,13 +208,36 @@ def test_rates_are_of_what_nodes_count_and_begin_anew_with_them() -> None:
     assert now.hit_share == pytest.approx(0.25)
     assert (now.host_share, now.disk_share) == (pytest.approx(0.1), pytest.approx(0.05))
     assert now.accepted == (pytest.approx(0.5), pytest.approx(0.25))
-    tell(21, epoch=2, generation_tokens=3)
+    await tell(21, epoch=2, generation_tokens=3)
     assert rates.of(fleet.node("d")) == Rates()
-    tell(22, epoch=2, generation_tokens=5)
+    await tell(22, epoch=2, generation_tokens=5)
     assert rates.of(fleet.node("d")).tokens_out == pytest.approx(2)
     registry.set_members([])
-    rates.sample()
+    await rates.sample()
     assert rates.of(node) == Rates()
+
+
+async def test_figures_of_many_nodes_are_taken_while_others_use_the_loop(cluster: Cluster) -> None:
+    """A look at 1,000 nodes took 19 ms in one turn, in which no stream goes on."""
+    router = await cluster.router(await cluster.decode())
+    registry, sources = router.services.registry, router.services.sources
+    more = [address(f"n{number}") for number in range(1000)]
+    registry.set_members([*(node.address for node in registry.all_nodes()), *more])
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    counting = asyncio.create_task(count_turns())
+    taken = await sources.snapshot()
+    assert len(taken.nodes) == 1001 and num_turns >= 12
+    num_turns = 0
+    await sources.sample()
+    assert num_turns >= 12
+    counting.cancel()
 
 
 def test_times_are_read_as_they_were_written_and_by_newer_nodes_too() -> None:
@@ -296,7 +319,7 @@ async def test_a_feed_begins_with_all_and_goes_on_with_changes(cluster: Cluster)
 async def test_viewers_share_snapshots_and_slow_ones_skip_them() -> None:
     num_taken = 0
 
-    def take() -> Snapshot:
+    async def take() -> Snapshot:
         nonlocal num_taken
         num_taken += 1
         sections = {"count": b"%d" % num_taken, "same": b"0"}
@@ -311,7 +334,7 @@ async def test_viewers_share_snapshots_and_slow_ones_skip_them() -> None:
         await anext(slow)
         assert num_taken == 1
         for count in (2, 3):
-            feed._advance()
+            await feed._advance()
             update = json.loads((await anext(quick))[6:])
             assert update.keys() == {"tick", "now", "count"}
             assert update["count"] == count
@@ -346,7 +369,11 @@ async def test_a_viewer_that_takes_nothing_is_disconnected(
     large = Snapshot({"large": b'"%b"' % (b"x" * 100_000)}, {}, b"[]", {})
     small = Snapshot({"large": b'""'}, {}, b"[]", {})
     turns = itertools.cycle([large, small])
-    monkeypatch.setattr(feed, "_take", lambda: next(turns))
+
+    async def take() -> Snapshot:
+        return next(turns)
+
+    monkeypatch.setattr(feed, "_take", take)
     _, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
     writer.write(b"GET /status/events HTTP/1.1\r\nhost: x\r\n\r\n")
     await eventually(lambda: feed.num_viewers == 1)

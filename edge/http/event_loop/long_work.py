@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ LONG_BODY = 16 << 10
 
 _SHORT_TURN_S = 0.0005
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-bodies")
 
 
@@ -43,6 +44,15 @@ async def run(is_long: bool, work: Callable[[], _Result]) -> _Result:
 async def pause() -> None:
     """Returns in a later turn of the event loop, which has no other piece."""
     await _turns_here().wait()
+
+
+async def in_pieces(items: Sequence[_Item], size: int = 64) -> AsyncIterator[_Item]:
+    """Yields all items, and pauses after each `size` of them."""
+    for start in range(0, len(items), size):
+        if start:
+            await pause()
+        for item in items[start : start + size]:
+            yield item
 
 
 def hold() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from edge.http.event_loop.long_work import in_pieces
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.nodes.report import NodeTotals
@@ -28,10 +29,14 @@ class Rates:
     accepted: tuple[float, ...] = ()
 
 
+_NO_RATES = Rates()
+
+
 @dataclass(slots=True)
 class _Samples:
     epoch: int
     totals: deque[tuple[float, NodeTotals]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    rates: Rates = _NO_RATES
 
 
 class NodeRates:
@@ -40,11 +45,14 @@ class NodeRates:
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
         self._samples: dict[object, _Samples] = {}
+        self._gauges = Gauges()
 
-    def sample(self) -> None:
+    async def sample(self) -> None:
         """Takes in the newest report of each node. To be called each second."""
         kept: dict[object, _Samples] = {}
-        for node in self._registry.all_nodes():
+        running = waiting = 0
+        tokens_in = tokens_out = 0.0
+        async for node in in_pieces(self._registry.all_nodes()):
             report = node.report
             if report is None:
                 continue
@@ -54,25 +62,26 @@ class NodeRates:
             kept[node.address] = samples
             if not samples.totals or samples.totals[-1][0] < node.reported_at:
                 samples.totals.append((node.reported_at, report.totals))
+                if len(samples.totals) > 1:
+                    (then, old), (now, new) = samples.totals[0], samples.totals[-1]
+                    samples.rates = _rates(old, new, now - then)
+            running += report.num_running_requests
+            waiting += report.num_waiting_requests
+            tokens_in += samples.rates.tokens_in
+            tokens_out += samples.rates.tokens_out
         self._samples = kept
+        self._gauges = Gauges(
+            running=running, waiting=waiting, tokens_in=tokens_in, tokens_out=tokens_out
+        )
 
     def of(self, node: Node) -> Rates:
         samples = self._samples.get(node.address)
-        if samples is None or len(samples.totals) < 2:
-            return Rates()
-        (then, old), (now, new) = samples.totals[0], samples.totals[-1]
-        return _rates(old, new, now - then)
+        return _NO_RATES if samples is None else samples.rates
 
     def gauges(self, num_waiting_here: int) -> Gauges:
-        """Returns the cluster now; `num_waiting_here` requests wait in this router's line."""
-        reports = [(node, node.report) for node in self._registry.all_nodes() if node.report]
-        rates = [self.of(node) for node, _ in reports]
-        return Gauges(
-            running=sum(report.num_running_requests for _, report in reports),
-            waiting=num_waiting_here + sum(report.num_waiting_requests for _, report in reports),
-            tokens_in=sum(rate.tokens_in for rate in rates),
-            tokens_out=sum(rate.tokens_out for rate in rates),
-        )
+        """Returns the cluster as of the last sample; `num_waiting_here` requests wait in this
+        router's line."""
+        return replace(self._gauges, waiting=num_waiting_here + self._gauges.waiting)
 
 
 def _rates(old: NodeTotals, new: NodeTotals, seconds: float) -> Rates:

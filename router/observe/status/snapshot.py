@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from edge.http.event_loop.long_work import in_pieces
 from edge.installed_version import installed_version
 from router.admission.admission_gate import AdmissionGate
 from router.admission.waiting_line import Waiting
@@ -80,23 +81,25 @@ class StatusSources:
         """Samples each second until cancelled."""
         while True:
             try:
-                self.sample()
+                await self.sample()
             except Exception:
                 logger.exception("no sample for the status page")
             await asyncio.sleep(_SAMPLE_S)
 
-    def sample(self) -> None:
+    async def sample(self) -> None:
         """Takes in how the cluster is now. To be called each second."""
-        self.rates.sample()
+        await self.rates.sample()
         self.recent.figures.sample(self._gauges())
 
     def _gauges(self) -> Gauges:
         return self.rates.gauges(sum(len(gate.line) for gate in self.gates().values()))
 
-    def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> Snapshot:
+        """Returns the cluster, node after node: others use the event loop between some of them."""
         total = self.recent.figures.total()
         nodes = sorted(self.registry.all_nodes(), key=_name)
-        recent, first = self.recent, self.recent.num_ended - len(self.recent.ended) + 1
+        recent, ended = self.recent, list(self.recent.ended)
+        first = recent.num_ended - len(ended) + 1
         sections = {
             "router": self._router(),
             "cluster": self._cluster(total),
@@ -112,14 +115,15 @@ class StatusSources:
         }
         sessions = recent.sessions.by_node(time.time() - _SESSION_RECENT_S)
         shown = [encoded_record(record, 0) for record in recent.newest_open(OPEN_SHOWN)]
+        encode, numbered = msgspec.json.encode, list(enumerate(ended, first))
         return Snapshot(
-            sections={name: msgspec.json.encode(facts) for name, facts in sections.items()},
+            sections={name: encode(facts) for name, facts in sections.items()},
             nodes={
-                _name(node): msgspec.json.encode(self._node(node, sessions[str(node.address)]))
-                for node in nodes
+                _name(node): encode(self._node(node, sessions[str(node.address)]))
+                async for node in in_pieces(nodes)
             },
             open=b"[%b]" % b",".join(shown),
-            ended={first + i: encoded_record(r, first + i) for i, r in enumerate(recent.ended)},
+            ended={i: encoded_record(record, i) async for i, record in in_pieces(numbered)},
         )
 
     def _batches(self) -> Sequence[Facts]:

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
@@ -47,7 +47,7 @@ _HEADERS = [
 class StatusFeed:
     """Serves the stream of events (ASGI). `take` makes a snapshot."""
 
-    def __init__(self, take: Callable[[], Snapshot], tick_s: float = _TICK_S) -> None:
+    def __init__(self, take: Callable[[], Awaitable[Snapshot]], tick_s: float = _TICK_S) -> None:
         self._take = take
         self._tick_s = tick_s
         self._tick = 0
@@ -60,7 +60,7 @@ class StatusFeed:
         self.num_viewers = 0
         self._is_closed = False
         self._whole = SharedWork(self._make_document)
-        self._first = SharedWork(self._begin)
+        self._first = SharedWork(self._advance)
         """Viewers that come and go cost no snapshot each."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,14 +113,14 @@ class StatusFeed:
         return await self._whole.get()
 
     async def _make_document(self) -> bytes:
-        snapshot = self._take()
+        snapshot = await self._take()
         return _document(0, snapshot, self._interval_s(snapshot))
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s(self._snapshot))
             try:
-                self._advance()
+                await self._advance()
             except Exception:
                 logger.exception("no snapshot for the status page")
 
@@ -128,14 +128,12 @@ class StatusFeed:
         num_nodes = len(snapshot.nodes) if snapshot else 0
         return self._tick_s * (1 + num_nodes // _NODES_PER_TICK_S)
 
-    async def _begin(self) -> None:
-        self._advance()
-
-    def _advance(self) -> None:
-        before, self._snapshot = self._snapshot, self._take()
+    async def _advance(self) -> None:
+        taken = await self._take()
+        before, self._snapshot = self._snapshot, taken
         self._tick += 1
         if before is not None:
-            self._update = _event(_changes(self._tick, before, self._snapshot))
+            self._update = _event(_changes(self._tick, before, taken))
         self._wake()
 
     def _wake(self) -> None:
