@@ -79,21 +79,27 @@ class PagedModel:
         """Logits [len(prompt), vocabulary] of each; at most `chunk` tokens of each a step."""
         return self._compute([PagedSequence(prompt) for prompt in prompts], chunk)
 
-    def prefill_behind(self, first: list[int], second: list[int], chunk: int) -> torch.Tensor:
-        """Logits of `second` from where it leaves the full blocks that it shares with `first`."""
+    def prefill_sharing(
+        self, prompts: list[list[int]], chunk: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Returns what `prefill` does, and logits of the last prompt behind the full blocks that it
+        shares with the one before."""
+        first, second = prompts[-2:]
         common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
         shared = common // self._largest_block * self._largest_block
         assert shared > 0
+        sequences = [PagedSequence(prompt) for prompt in prompts]
+        leader = sequences[-2]
         if any(group.is_state for group in self._groups):
-            first = first[:shared]  # A state is right for its last token only.
-        leader = PagedSequence(first)
-        self._compute([leader], chunk)
+            leader = PagedSequence(first[:shared])  # A state is right for its last token only.
+            sequences.append(leader)
+        logits = self._compute(sequences, chunk)[: len(prompts)]
         blocks = [
             of_group[: group.num_blocks_for(shared)]
             for of_group, group in zip(leader.blocks, self._groups, strict=True)
         ]
         follower = PagedSequence(second, blocks, shared)
-        return self._compute([follower], chunk)[0]
+        return logits, self._compute([follower], chunk)[0]
 
     def _compute(self, sequences: list[PagedSequence], chunk: int) -> list[torch.Tensor]:
         logits: list[list[torch.Tensor]] = [[] for _ in sequences]

@@ -50,13 +50,11 @@ def make_paged_model(
 def compute(model: PagedModel) -> dict[str, torch.Tensor]:
     """Logits by "whole/i", "chunked/i" (prompt i) and "cached" (the last prompt behind the
     prefix that it shares with the one before)."""
-    asked = prompts()
-    logits = {}
-    for name, chunk in (("whole", WHOLE), ("chunked", CHUNK)):
-        for index, part in enumerate(model.prefill(asked, chunk)):
-            logits[f"{name}/{index}"] = part
-    logits["cached"] = model.prefill_behind(asked[-2], asked[-1], CHUNK)
-    return logits
+    whole = model.prefill(prompts(), WHOLE)
+    chunked, cached = model.prefill_sharing(prompts(), CHUNK)
+    modes = {"whole": whole, "chunked": chunked}
+    logits = {f"{name}/{i}": part for name, parts in modes.items() for i, part in enumerate(parts)}
+    return logits | {"cached": cached}
 
 
 def compute_all(folder: Path, group: ParallelGroup) -> dict[str, torch.Tensor]:

@@ -153,7 +153,7 @@ def test_expanded_logits_equal_transformers(
     for chunk in (WHOLE, CHUNK, 40):
         for found, logits in zip(model.prefill(prompts(), chunk), expected, strict=True):
             torch.testing.assert_close(found, logits, rtol=1e-4, atol=2e-5)
-    behind = model.prefill_behind(prompts()[-2], prompts()[-1], WHOLE)
+    _, behind = model.prefill_sharing(prompts()[-2:], WHOLE)
     torch.testing.assert_close(behind, expected[-1][-len(behind) :], rtol=1e-4, atol=2e-5)
 
 
