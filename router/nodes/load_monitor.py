@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import grpc
 
 from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
+from edge.http.event_loop.long_work import pause
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.standstill import is_done_within
@@ -42,6 +43,7 @@ _MOST_REPORTS_PER_S = 2000
 """Takes a fifth of a core. Up to 40 nodes are asked for as many as they send."""
 _SOONEST_CHANGE_S = 0.02
 """Nodes send no two reports in less."""
+_CLOSEST = 0.9
 _STEPS = 4
 """Silence is measured in this many short sleeps, so a stall of this process costs at most one."""
 
@@ -132,6 +134,7 @@ class LoadMonitor:
     async def _call(self, address: NodeAddress) -> int:
         """Makes one connection; returns how many reports came."""
         role = Role(address.role)
+        await pause()  # A thousand nodes may appear at once, and open channels at once.
         await self._credentials.meet(address.status_target)
         async with self._credentials.channel(address.status_target, role, _OPTIONS) as channel:
             stub = NodeStatusStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
@@ -183,8 +186,10 @@ class LoadMonitor:
         # A report of a change tells more than one that comes because its time has. But three of
         # these fit into the silence that makes a node suspect, whatever the number of nodes.
         rarest_s = self._silence_s / 3
+        interval_s = max(self._interval_s, min(2 * spacing_s, rarest_s))
+        # Watches begin together: at equal distances, the reports of all nodes would stay together.
         return WatchRequest(
-            interval_s=max(self._interval_s, min(2 * spacing_s, rarest_s)),
+            interval_s=interval_s * self._rng.uniform(_CLOSEST, 1.0),
             keeps_adapters=True,
             takes_adapter_changes=True,
             change_interval_s=spacing_s,
