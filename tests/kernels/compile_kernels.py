@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import triton
 from registers_in_flight import faults_of, multiplies_from_registers, one_by_one
+from rounds_of_loads import rounds_of_loads
 from stack_bytes import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -248,6 +249,14 @@ class Case:
 NO_PARTS = {"IN_PARTS": False, "partial_acc": None, "partial_state": None, "arrived": None}
 """Constants of attention over whole contexts."""
 
+ASK_AT_ONCE = {
+    expert_sums.sum_pairs_kernel: 1,
+    expert_sums.pairs_add_rms_norm_kernel: 2,
+    head_gemm.head_gemm_kernel: 2,
+    decode_merge.merge_kernel: 1,
+}
+"""Wait for memory so often at most, once for each round of vectors: small kernels of a step with
+few rows, of which that is most of the time."""
 BEGIN_LATE = (
     rms_norm.rms_norm_kernel,
     add_normed.add_normed_kernel,
@@ -278,6 +287,13 @@ def check_order(case: Case, ptx: str) -> None:
     if case.constants.get("OVERLAP") and case.kernel in BEGIN_LATE:
         begins, waits = (ptx.index(f"griddepcontrol.{end}") for end in ("launch_dep", "wait"))
         assert waits < begins, (case.kernel.__name__, case.label)
+
+
+def check_rounds(case: Case, cubin: bytes) -> None:
+    """Small kernels ask for what they need at once."""
+    most = ASK_AT_ONCE.get(case.kernel)
+    if most is not None:
+        assert rounds_of_loads(cubin) <= most, (case.kernel.__name__, case.label)
 
 
 def named(kind: str, *names: str) -> dict[str, str]:
@@ -443,11 +459,12 @@ def few_row_cases(capability: int) -> Iterator[Case]:
             f"inner={inner}",
             named("*bf16", "x", "weight", "out"),
             {
-                "ROWS": 16, "COLS": cols, "INNER": inner, "BLOCK_INNER": inner,
-                "NUM_OUTPUTS": outputs, "PRECISION": "tf32", "OVERLAP": True,
+                "ROWS": 1 if inner == 512 else 16, "COLS": cols, "INNER": inner,
+                "BLOCK_INNER": inner, "NUM_OUTPUTS": outputs, "IN_REGISTERS": inner == 512,
+                "PRECISION": "tf32", "OVERLAP": True,
                 "out_stride" if inner == 128 else "in_stride": 1,
             },
-            {"num_warps": 4, "launch_pdl": True},
+            {"num_warps": 4, "maxnreg": 128, "launch_pdl": True},
         )  # fmt: skip
     yield from few_row_qkv_cases()
     if capability == 90:
@@ -1102,13 +1119,14 @@ def expert_cases(capability: int) -> Iterator[Case]:
         "",
         types,
         {**of_pairs, "BLOCK": 1024, "OVERLAP": capability >= 90},
+        {"maxnreg": 128},
     )
     yield Case(
         expert_sums.pairs_add_rms_norm_kernel,
         "",
         types | named("*bf16", "residual", "given", "gate"),
         {**of_pairs, "HAS_GATE": True, "BLOCK": 4096, "OVERLAP": capability >= 90},
-        {"num_warps": 8},
+        {"num_warps": 16, "maxnreg": 128},
     )
     many = capability >= 90
     types |= named("*bf16", "shared_x", "shared_weight", "shared_out")
@@ -2536,6 +2554,7 @@ def compile_one(capability: int, case: Case) -> None:
     check_order(case, compiled.asm["ptx"])
     check_registers(case, compiled.asm["ptx"], compiled.asm["cubin"])
     check_spills(case, compiled.asm["cubin"])
+    check_rounds(case, compiled.asm["cubin"])
     # One piece, since others write, too.
     sys.stdout.write(f"{capability} | {case.kernel.__name__} {case.label} | {shared}\n")
     sys.stdout.flush()

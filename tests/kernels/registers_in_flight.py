@@ -61,14 +61,14 @@ def _faults_found(find: Callable[[str], list[str]], cubin: bytes) -> list[str]:
     mark = Path(triton.knobs.cache.dir) / f"no-faults-{find.__name__}-{digest}"
     if mark.exists():
         return []
-    faults = find(_disassembled(cubin))
+    faults = find(disassembled(cubin))
     if not faults:
         mark.touch()
     return faults
 
 
 @lru_cache(maxsize=1)
-def _disassembled(cubin: bytes) -> str:
+def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

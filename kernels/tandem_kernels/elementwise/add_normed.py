@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.attention.cache_lines import prefetch_lines
 from tandem_kernels.elementwise.norm_forms import Norm, PairedExperts
 from tandem_kernels.elementwise.rms_norm import normed_row
-from tandem_kernels.experts.expert_sums import sum_of_token
+from tandem_kernels.experts.expert_sums import experts_of_token, sum_of_token
 from tandem_kernels.small_launches import in_turn
 
 MOST_READERS = 3
@@ -68,6 +68,7 @@ def add_normed_kernel(
     factor = 1.0
     if SCALED:
         factor = tl.load(scale).to(tl.float32)
+    chosen = experts_of_token(experts, row, TOP_K, PAIRED and IN_PAIRS)
     if OVERLAP:
         # Nothing else reads them in a step: they come from memory while the kernels in front run.
         line = tl.minimum(tl.arange(0, BLOCK // _LINE) * _LINE, width - 1)
@@ -87,7 +88,7 @@ def add_normed_kernel(
     carried = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     if PAIRED:
         sums = sum_of_token(
-            parts, experts, parts, row, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, False
+            parts, chosen, parts, row, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, False
         )
         of_dense = tl.load(dense_weight + col, mask=inside, other=0.0).to(tl.float32)
         of_sparse = tl.load(sparse_weight + col, mask=inside, other=0.0).to(tl.float32)

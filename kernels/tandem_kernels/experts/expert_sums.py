@@ -4,6 +4,10 @@ A token's outputs lie beside each other, one of each of its experts, as the seco
 them. By themselves sum and norm would write a tensor and read it again; together they are one
 launch, which gives the same bits. So do what a shared expert has computed beside them, and its sum
 with theirs.
+
+What takes time is memory that answers, so all is asked for at once: which pairs exist before the
+kernel in front has ended (PDL), and a thread has few enough numbers of the row for registers to
+hold them of all pairs.
 """
 
 from __future__ import annotations
@@ -17,11 +21,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.elementwise.rms_norm import normed_row
 from tandem_kernels.small_launches import in_turn, take_turn
 
+_NUMBERS = 8
+"""A thread has as many of a row: one vector of each pair."""
+_REGISTERS = 128
+"""Bounds those of a thread, which needs fewer. Without a bound the assembler takes so few that most
+vectors are asked for only when others have arrived (`findings/triton_maxnreg_asks_at_once.sh`)."""
+
+
+@triton.jit
+def experts_of_token(
+    experts: tl.tensor, token: tl.tensor, TOP_K: tl.constexpr, IN_PAIRS: tl.constexpr
+) -> tl.tuple:
+    """Loads a token's experts, none where there are sums. A kernel behind the second GEMM may do so
+    before it waits: the first one lets others begin when experts are known. Reads past the SM's own
+    cache, which may hold what was there before."""
+    chosen: tl.tuple = ()
+    if IN_PAIRS:
+        for place in tl.static_range(TOP_K):
+            chosen += (tl.load(experts + token * TOP_K + place, cache_modifier=".cg"),)
+    return chosen
+
 
 @triton.jit
 def sum_of_token(
     parts: tl.tensor,
-    experts: tl.tensor,
+    chosen: tl.tuple,
     beside: tl.tensor,
     token: tl.tensor,
     col: tl.tensor,
@@ -35,6 +59,7 @@ def sum_of_token(
 ) -> tl.tensor:
     """Returns columns `col` [BLOCK] of a token's sum, as `kind` rounds them, in float32.
 
+    chosen: `experts_of_token`.
     IN_PAIRS: Else TOP_K is 1, and `parts` are sums.
     """
     total = tl.zeros([BLOCK], tl.float32)
@@ -42,7 +67,7 @@ def sum_of_token(
         pair = token * TOP_K + place
         real = inside
         if IN_PAIRS:
-            real = inside & (tl.load(experts + pair) >= 0)
+            real = inside & (chosen[place] >= 0)
         total += tl.load(parts + pair * width + col, mask=real, other=0.0).to(tl.float32)
     total = total.to(kind).to(tl.float32)
     if HAS_BESIDE:
@@ -74,13 +99,14 @@ def sum_pairs_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Sums, in program (t, j), columns j * BLOCK and on of token t over its experts."""
-    take_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
+    chosen = experts_of_token(experts, token, TOP_K, IN_PAIRS)
+    take_turn(OVERLAP)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
     kind = out.dtype.element_ty
     total = sum_of_token(
-        parts, experts, beside, token, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, HAS_BESIDE
+        parts, chosen, beside, token, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, HAS_BESIDE
     )
     tl.store(out + token * width + col, total.to(kind), mask=inside)
 
@@ -111,6 +137,7 @@ def pairs_add_rms_norm_kernel(
     col = tl.arange(0, BLOCK)
     inside = col < width
     scale = tl.load(weight + col, mask=inside, other=0.0).to(tl.float32)
+    chosen = experts_of_token(experts, token, TOP_K, IN_PAIRS)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -120,7 +147,7 @@ def pairs_add_rms_norm_kernel(
     # What has a gate is not added in there.
     adds: tl.constexpr = HAS_BESIDE and not HAS_GATE
     total = sum_of_token(
-        parts, experts, beside, token, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, adds
+        parts, chosen, beside, token, col, inside, width, kind, TOP_K, BLOCK, IN_PAIRS, adds
     )
     if HAS_GATE:
         at = token * width + col
@@ -151,6 +178,7 @@ def sum_pairs(parts: Tensor, experts: Tensor | None, beside: Tensor | None = Non
         width,
         BLOCK=block,
         **forms_of(experts, beside),
+        maxnreg=_REGISTERS,
         **in_turn(out.device),
     )
     return out
@@ -185,7 +213,8 @@ def pairs_add_rms_norm(
         HAS_GATE=gate is not None,
         BLOCK=block,
         **forms_of(experts, beside),
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // (32 * _NUMBERS), 1), 16),
+        maxnreg=_REGISTERS,
         **in_turn(out.device),
     )
     return out
