@@ -89,6 +89,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [[1], [2]], "n": 33}, "n"),
     ({"prompt": [[1]] * 65}, "prompt"),
     ({"prompt": [1], "best_of": 2}, "best_of"),
+    ({"prompt": [1], "best_of": 2, "n": 3, "temperature": 0}, "best_of"),
     ({"prompt": [1], "suffix": "x"}, "suffix"),
     ({"prompt": [1], "echo": True, "logprobs": 21}, "logprobs"),
     ({"prompt": [1], "prompt_logprobs": 21}, "prompt_logprobs"),

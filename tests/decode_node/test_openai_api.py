@@ -354,6 +354,20 @@ async def test_fields_that_change_nothing_are_taken() -> None:
         await post(node, "/v1/completions", {**TEXT, **ignored, "best_of": 1, "suffix": None})
 
 
+@pytest.mark.parametrize("sampling", [{"n": 2, "temperature": 1}, {"n": 1, "temperature": 0}])
+@pytest.mark.parametrize(
+    ("url", "body"), [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)]
+)
+async def test_a_best_of_that_chooses_nothing_is_taken(
+    url: str, body: dict[str, Any], sampling: dict[str, int]
+) -> None:
+    """As many as are answered, or more that are all alike."""
+    async with http_node() as node:
+        best_of = 2 if sampling["n"] == 2 else 5
+        answer = await post(node, url, {**body, **sampling, "best_of": best_of})
+        assert len(answer["choices"]) == sampling["n"]
+
+
 async def test_text_parts_become_one_text() -> None:
     """A refusal in an assistant's turn is text as well, as the API's types have it."""
     parts = [{"type": "text", "text": "the"}, {"type": "refusal", "refusal": "dog"}]

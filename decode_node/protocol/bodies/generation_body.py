@@ -59,7 +59,8 @@ class GenerationBody(
     use_beam_search: bool | None = None
     """Answer with the best that a beam search finds, `n` of them, in place of drawing tokens."""
     best_of: Count | None = None
-    """The width of the beam search; `n` where it is not given. Only 1 without `use_beam_search`."""
+    """The width of the beam search; `n` where it is not given. Without `use_beam_search` only 1 or
+    `n`, and any more at temperature 0, where all answers are alike."""
     length_penalty: float | None = None
     """Beam search compares sums of log probabilities, divided by the length to this power; 1."""
     early_stopping: bool | Literal["never"] | None = None
@@ -247,8 +248,9 @@ def check_beams(body: GenerationBody) -> None:
     """Raises `BadRequest` for what does not go with beam search, or means nothing without it.
     Fields of sampling are compared by the engine (`check_sampling`)."""
     if not body.use_beam_search:
-        if body.best_of not in (None, 1):
-            message = "best_of needs use_beam_search; use n for several answers"
+        are_alike = body.temperature == 0 and (body.best_of or 0) > body.num_choices
+        if body.best_of not in (None, 1, body.num_choices) and not are_alike:
+            message = "best_of needs use_beam_search or temperature 0; use n for several answers"
             raise BadRequest(message, param="best_of")
         for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
             if getattr(body, name) not in (None, neutral):
