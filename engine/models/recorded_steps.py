@@ -6,6 +6,8 @@ from engine.config import SHORT_PROMPT_TOKENS, EngineConfig
 from engine.contracts.steps.step_launches import GraphKey, StepLaunches
 from engine.contracts.steps.step_shapes import lengths_up_to
 from engine.models.registry import spec_of
+from engine.models.specs.dense import DenseSpec
+from engine.models.step_costs import cost_of
 from engine.quantization import Fp8Scheme
 
 PROMPT_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, SHORT_PROMPT_TOKENS)
@@ -15,13 +17,18 @@ longer than of 512."""
 LONG_PROMPT_TOKENS = (640, 768, 832, 896, 1024)
 """More sizes. Launched one by one, steps of these take as long at best."""
 LONGEST_PROMPT_TOKENS = (1152, 1280, 1408, 1536, 1792, 2048)
-"""Still more, where launches take the host longer than such steps take the GPU: in models of many
-launches, where ranks share the work of each, and where quantised weights are multiplied sooner."""
+"""Still more, at least where ranks share the work of each launch, and where quantised weights are
+multiplied sooner."""
 MOST_PROMPT_TOKENS = (2560, 3072, 3584, 4096)
-"""Larger ones, of models of many launches alone: their launches take as long as 4000 tokens do."""
+"""Larger ones, at least of models with experts: their launches take as long as 4000 tokens do."""
 FP8_PROMPT_TOKENS = (4608, 5120, 5632, 6144)
-"""The largest, of such models with FP8 weights: 48 layers take the host 105 ms to launch, and the
-GPU computes 6000 tokens in about 80."""
+"""The largest, at least of such models with FP8 weights: 48 layers take the host 105 ms to launch,
+and the GPU computes 6000 tokens in about 80."""
+_ATTENTION_S, _STATE_S, _DENSE_S, _EXPERTS_S = 0.4e-3, 0.55e-3, 0.3e-3, 0.9e-3
+"""Seconds in which a host launches what a layer has: by the quicker steps on a host of H200s, whose
+slower ones took 1.6 times as long."""
+_FLOPS, _EXPERT_FLOPS, _FP8_GAIN = 500e12, 400e12, 1.6
+"""FLOPs that an H200 makes in a second of steps with prompts, and what FP8 multiplies that by."""
 DRAFTED_PROMPT_TOKENS = (128, 256, 512, 1024)
 """Sizes of steps with prompts beside decodes with drafts."""
 PROMPT_REQUESTS = (8, 64)
@@ -55,33 +62,66 @@ def launches_on_gpu(config: EngineConfig) -> StepLaunches:
 def recorded_steps(config: EngineConfig) -> StepLaunches:
     """Returns what an engine records on a GPU."""
     most = config.scheduler.max_num_seqs
-    many_launches = spec_of(config.model).has_many_launches
     return StepLaunches(
         decodes={
             config.decode_query_len: capture_sizes(config, most),
             **shorter_sizes(config, most),
         },
-        prompts=tuple(prompts_to_record(config, many_launches=many_launches)),
+        prompts=tuple(prompts_to_record(config, longest_prompt(config))),
         most_beside=_most_beside(config),
     )
 
 
-def prompts_to_record(config: EngineConfig, *, many_launches: bool) -> list[GraphKey]:
-    """Returns the graphs of steps with prompts of a model, smallest first. `many_launches`: the
-    host is the limit for longer prompts."""
+def longest_prompt(config: EngineConfig) -> int:
+    """Returns the tokens of the largest step with prompts that is worth a graph: the GPU computes
+    them in about the time in which the host launches their kernels one by one."""
+    spec = spec_of(config.model)
+    is_quick = config.parallel.tensor_parallel_size > 1 or config.model.quantization is not None
+    if any(group.is_state for group in config.kv_layout.groups):
+        longest = SHORT_PROMPT_TOKENS
+    elif spec.num_experts_per_token:
+        longest = (FP8_PROMPT_TOKENS if _multiplies_fp8(config) else MOST_PROMPT_TOKENS)[-1]
+    else:
+        longest = (LONGEST_PROMPT_TOKENS if is_quick else LONG_PROMPT_TOKENS)[-1]
+    waiting = _tokens_while_launching(config)
+    return max([longest, *(size for size in every_prompt_tokens() if size <= waiting)])
+
+
+def _tokens_while_launching(config: EngineConfig) -> float:
+    """Returns how many tokens of prompts the GPU computes while the host launches a step; 0: of a
+    model that is not described."""
+    spec, cost = spec_of(config.model), cost_of(config)
+    if cost is None or not isinstance(spec, DenseSpec):
+        return 0.0
+    rate = _FLOPS if cost.experts is None else _EXPERT_FLOPS
+    if _multiplies_fp8(config):
+        rate *= _FP8_GAIN
+    return _launch_s(spec, config.model.num_layers) * rate / cost.flops_per_token
+
+
+def _launch_s(spec: DenseSpec, num_layers: int) -> float:
+    """Returns the seconds in which the host launches the kernels of a step."""
+    states, experts, seconds = spec.states, spec.experts, 0.0
+    for layer in range(num_layers):
+        if states is not None and layer in states.layers:
+            seconds += _STATE_S
+        if states is None or states.leaves_attention(layer):
+            seconds += _ATTENTION_S
+        if layer not in spec.bare_layers:
+            is_dense = experts is None or layer in experts.dense_layers
+            seconds += _DENSE_S if is_dense else _EXPERTS_S
+    return seconds
+
+
+def prompts_to_record(config: EngineConfig, longest: int) -> list[GraphKey]:
+    """Returns the graphs of steps with prompts of a model, smallest first, of up to `longest`
+    tokens."""
     device, limits = config.device, config.scheduler
     if device.enforce_eager or not device.allows("prompt-graphs"):
         return []
     if config.parallel.data_parallel_size > 1:
         return []  # Other groups may have other steps at the same time.
     has_state = any(group.is_state for group in config.kv_layout.groups)
-    is_quick = config.parallel.tensor_parallel_size > 1 or config.model.quantization is not None
-    if has_state:
-        longest = PROMPT_TOKENS[-1]
-    elif many_launches:
-        longest = (FP8_PROMPT_TOKENS if _multiplies_fp8(config) else MOST_PROMPT_TOKENS)[-1]
-    else:
-        longest = LONGEST_PROMPT_TOKENS[-1] if is_quick else LONG_PROMPT_TOKENS[-1]
     sizes = limits.max_num_seqs, min(longest, limits.max_num_batched_tokens)
     keys = prompt_keys(*sizes, any_context=_cuts_hidden_decodes(config))
     beside = _most_beside(config)

@@ -123,12 +123,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
     @property
-    def has_many_launches(self) -> bool:
-        """Returns whether the kernels of a layer are so many that steps of one or two thousand
-        tokens wait for the host that launches them."""
-        return False
-
-    @property
     def latent_shape(self) -> LatentSpec | None:
         """Returns the sizes of latent attention; None: heads have keys and values."""
         return None

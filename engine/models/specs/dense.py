@@ -331,10 +331,6 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         return self.first_sharing_layer is not None or self.layer_input_size > 0
 
     @property
-    def has_many_launches(self) -> bool:
-        return self.experts is not None
-
-    @property
     def latent_shape(self) -> LatentSpec | None:
         return self.latent
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bench.engine.models.shapes import shape_config
 from engine.batch.input_batch import InputBuffers
+from engine.config import EngineConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
@@ -18,9 +21,7 @@ from engine.contracts.steps.step_launches import GraphKey, StepLaunches, StepPar
 from engine.fast_paths import FastPath
 from engine.layers.attention.paged import PagedBackend
 from engine.models import recorded_steps
-from engine.models.quantization.fp8 import ONLINE
-from engine.models.recorded_steps import prompt_keys, prompts_to_record
-from engine.quantization import Quantization
+from engine.models.recorded_steps import longest_prompt, prompt_keys, prompts_to_record
 from engine.worker import model_runner
 from engine.worker.graphs.cuda_graphs import CudaGraphManager
 from engine.worker.kv_connector import KVConnector
@@ -42,6 +43,11 @@ from tests.engine.worker.saved_layers import SavedLayers
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(seed=5, temperature=0.9, top_p=0.95)
 PENALISED = SamplingParams(seed=6, repetition_penalty=1.3)
+OF_1_7B = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+"""Holds what a shape of that many parameters has other than the 8B's."""
 
 
 class GraphsByHand(CudaGraphManager):
@@ -228,42 +234,53 @@ def test_keys_are_smallest_first_and_fit() -> None:
     ]
 
 
-def test_steps_that_wait_for_the_host_are_recorded(make_config) -> None:
-    """Models of many launches, quantised ones, and ranks that share layers: each has all of the
-    launches and less to compute. A prompt of 1800 tokens took 40 ms on two H200s, and 30 from a
-    graph; one of 1260 tokens of 8 FP8 layers took 9.8 ms on an H200, and one of 1010 from a graph
-    3.8."""
-    config = make_config()
+@pytest.mark.parametrize(
+    ("shape", "quantization", "changes", "tokens"),
+    [
+        ("llama-3.1-8b", "", {}, 1024),
+        ("llama-3.1-8b", "fp8", {}, 2048),
+        ("llama-3.1-8b", "", {"tensor_parallel_size": 2}, 2048),
+        ("llama-3.1-8b", "", OF_1_7B, 3072),
+        ("qwen3-30b-a3b", "", {}, 4096),
+        ("qwen3-30b-a3b", "", {"tensor_parallel_size": 2}, 6144),
+        ("qwen3-30b-a3b", "fp8", {}, 6144),
+        ("gpt-oss-20b", "", {}, 4096),
+        ("qwen3.5-35b-a3b", "", {}, 4096),
+        ("nemotron-3-nano", "", {}, 2048),
+    ],
+)
+def test_steps_that_wait_for_the_host_are_recorded(
+    shape: str, quantization: str, changes: dict[str, Any], tokens: int
+) -> None:
+    """Steps of small models, of models of many launches, of quantised ones, and of ranks that share
+    layers: each has all of the launches and less to compute. In ms on an H200, one by one and from
+    a graph: 1024 tokens of 28 layers of 1.7B parameters 29 and 5.7, 2000 of Qwen3.5-35B-A3B 79 and
+    41, 3072 of Nemotron 3 Nano 49.8 and 50.6."""
+    config = shape_config(shape, device="cpu", quantization=quantization, **changes)
+    assert longest_prompt(config) == tokens
 
-    def sizes_of(
-        tp_size: int = 1,
-        most_tokens: int = 8192,
-        quantization: Quantization | None = None,
-        *,
-        many_launches: bool = False,
-    ) -> list[int]:
-        limits = replace(config.scheduler, max_num_batched_tokens=most_tokens, max_num_seqs=100)
-        parallel = replace(config.parallel, tensor_parallel_size=tp_size)
-        model = replace(config.model, quantization=quantization)
-        changed = replace(config, model=model, scheduler=limits, parallel=parallel)
-        keys = prompts_to_record(changed, many_launches=many_launches)
-        longest = min(keys[-1].num_tokens, most_tokens)
-        assert keys == prompt_keys(100, longest, any_context=True)
+
+def test_sizes_of_recorded_prompts(make_config) -> None:
+    config = make_config()
+    limits = replace(config.scheduler, max_num_batched_tokens=8192, max_num_seqs=100)
+    config = replace(config, scheduler=limits)
+
+    def sizes_up_to(longest: int, config: EngineConfig = config) -> list[int]:
+        keys = prompts_to_record(config, longest)
+        largest = min(keys[-1].num_tokens, config.scheduler.max_num_batched_tokens)
+        assert keys == prompt_keys(100, largest, any_context=True)
         assert keys == sorted(keys, key=lambda key: key.num_tokens)
         assert all(key.num_reqs >= 64 for key in keys if key.num_tokens > 512)
         assert [key.num_tokens for key in keys if key.num_reqs == 100 and key.samples] == [
-            size for size in (320, 512, 1024) if size <= longest
+            size for size in (320, 512, 1024) if size <= largest
         ]
         return sorted({key.num_tokens for key in keys})
 
-    short, long, most = sizes_of(), sizes_of(2), sizes_of(many_launches=True)
-    assert (short[-1], long[-1], most[-1]) == (1024, 2048, 4096)
+    short, long, most = sizes_up_to(1024), sizes_up_to(2048), sizes_up_to(6144)
+    assert (short[-1], long[-1], most[-4:]) == (1024, 2048, [4608, 5120, 5632, 6144])
     assert most[: len(long)] == long and long[: len(short)] == short
-    assert sizes_of(quantization=ONLINE) == long
-    assert sizes_of(2, many_launches=True) == most
-    of_fp8 = sizes_of(quantization=ONLINE, many_launches=True)
-    assert of_fp8[: len(most)] == most and of_fp8[len(most) :] == [4608, 5120, 5632, 6144]
-    assert sizes_of(2, 1600) == [size for size in long if size <= 1600]
+    fewer = replace(config, scheduler=replace(limits, max_num_batched_tokens=1600))
+    assert sizes_up_to(2048, fewer) == [size for size in long if size <= 1600]
     for length in range(129, 4097):
         padded = next(size for size in most if size >= length)
         widest = 64 if length <= 384 else 128 if length <= 1024 else 256 if length <= 2048 else 512
@@ -272,7 +289,7 @@ def test_steps_that_wait_for_the_host_are_recorded(make_config) -> None:
         replace(config.device, enforce_eager=True),
         replace(config.device, disabled_fast_paths=frozenset({"prompt-graphs"})),
     ):
-        assert prompts_to_record(replace(config, device=device), many_launches=True) == []
+        assert prompts_to_record(replace(config, device=device), 4096) == []
 
 
 def test_the_smallest_that_holds_a_step_is_taken() -> None:
