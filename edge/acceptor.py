@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 _PAUSE_S = 1.0
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of a process or a host that has no room for another socket."""
 
 
 class Acceptor:
@@ -53,7 +54,7 @@ class Acceptor:
                 self._take(sock, peer[0])
         except OSError as error:
             # A peer that has gone again is no reason to stop.
-            if error.errno in _EXHAUSTED:
+            if error.errno in EXHAUSTED:
                 logger.error("no connection can be accepted for %g s: %s", _PAUSE_S, error)
                 self._loop.remove_reader(self._listener.fileno())
                 self._pause = self._loop.call_later(_PAUSE_S, self._listen)

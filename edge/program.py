@@ -1,12 +1,14 @@
 """Runs programs of ours: `run("router.main")` imports that module and calls its `main()`, and so
 does `python -m edge.program MODULE`, as which children are started.
 
-    1. imports, while Python looks for no garbage: there is none yet, and looking through a growing
+    1. as many open files as the host lets it have: shells and systemd begin with 1024, for programs
+       that use select()
+    2. imports, while Python looks for no garbage: there is none yet, and looking through a growing
        heap again and again is a quarter of the time that torch takes
-    2. freezes what was imported, so that no collection walks it
-    3. main(): returns None or an exit code, or raises SystemExit. It calls `settle` when all that
+    3. freezes what was imported, so that no collection walks it
+    4. main(): returns None or an exit code, or raises SystemExit. It calls `settle` when all that
        lasts has been made, where others wait for the process
-    4. ends as soon as standard output and error are written. Taking modules and libraries apart
+    5. ends as soon as standard output and error are written. Taking modules and libraries apart
        takes longer than the rest of a program's end, and the kernel gives everything back anyway
 """
 
@@ -17,9 +19,12 @@ import gc
 import importlib
 import logging
 import os
+import resource
 import sys
 from typing import NoReturn
 
+_MOST_FILES = 1 << 20
+"""Some hosts allow a billion, and some libraries look at each number."""
 _EARLY_YOUNG, _EARLY_MIDDLE = 2, 25
 """Early is at this part of a threshold."""
 _has_settled = False
@@ -31,6 +36,7 @@ def run(module_name: str) -> NoReturn:
     try:
         # Its library writes a line for each peer whose handshake fails, which calls tell as well.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        _allow_files()
         gc.disable()
         module = importlib.import_module(module_name)
         gc.freeze()
@@ -41,6 +47,20 @@ def run(module_name: str) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     leave(code)
+
+
+def file_limit() -> int:
+    """Returns how many files, connections among them, this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def _allow_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def settle(young: int = 100, middle: int = 1250, old: int = 100) -> None:

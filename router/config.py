@@ -390,8 +390,8 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSetti
     max_open_requests: int = Field(
         default=4096,
         ge=1,
-        description="Requests in flight; more are answered with 503. With several models, half is "
-        "kept free for those that are asked less.",
+        description="Requests in flight, each with two open files and some 45 kB; more are "
+        "answered with 503. With several models, half is kept free for those that are asked less.",
     )
     max_waiting_bytes: int = Field(
         default=8 << 20,

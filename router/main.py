@@ -11,6 +11,7 @@ from edge.command_line import parse_settings
 from edge.http.event_loop.large_blocks import return_large_blocks
 from edge.http.event_loop.long_work import take_short_turns
 from edge.logs.setup import setup_logging, tell_failure
+from edge.program import file_limit
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError
 from router.app import create_app
@@ -21,6 +22,11 @@ from router.nodes.address import NodeRole, parse_node_list
 from router.server import RouterServer, bind, https_files
 
 logger = logging.getLogger(__name__)
+
+_FILES_PER_REQUEST = 2
+"""They are the client's connection, and that to the node."""
+_OTHER_FILES = 1024
+"""Reports of nodes, and connections without a request."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             admin_listener = bind(settings.admin_host, settings.admin_port)
         server = RouterServer(settings, listener, admin_listener=admin_listener)
         tell_who_operates(settings)
+        tell_file_limit(settings)
         if not settings.decode:
             logger.warning("no --decode names a node: every request gets 503")
     except (ConfigurationError, SecurityError, TracingError) as error:
@@ -63,6 +70,19 @@ def tell_who_operates(settings: RouterSettings) -> None:
         settings.host,
         settings.port,
     )
+
+
+def tell_file_limit(settings: RouterSettings) -> None:
+    """Warns where the host allows fewer connections than the router would have."""
+    limit, wanted = file_limit(), _FILES_PER_REQUEST * settings.max_open_requests + _OTHER_FILES
+    if limit < wanted:
+        logger.warning(
+            "this process may have %d files open, and %d requests at a time (--max-open-requests) "
+            "take %d; raise the limit (ulimit -Hn, LimitNOFILE), or take fewer",
+            limit,
+            settings.max_open_requests,
+            wanted,
+        )
 
 
 def print_checked(settings: RouterSettings) -> int:

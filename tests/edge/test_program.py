@@ -60,3 +60,20 @@ def test_no_thread_or_handler_holds_up_the_end(tmp_path: Path) -> None:
         "    atexit.register(time.sleep, 1000)\n"
     )
     assert run(tmp_path, source).returncode == 0
+
+
+def test_a_program_may_open_as_many_files_as_the_host_allows(tmp_path: Path) -> None:
+    """systemd and shells begin with 1024: a router had room for 500 streams."""
+    (tmp_path / "of_a_child.py").write_text(
+        "from edge.program import file_limit\ndef main():\n    print(file_limit())\n"
+    )
+    command = f"ulimit -Sn 300; ulimit -Hn 4000; exec {sys.executable} -m edge.program of_a_child"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout == "4000\n", done.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import signal
 import socket
 import time
@@ -13,8 +15,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from edge.program import file_limit
 from router.config import RouterSettings
-from router.main import main
+from router.main import main, tell_file_limit
+from router.nodes.node import NodeState
 from router.server import bind
 from tests.router.cluster import TIMEOUT_S, Cluster
 from tests.router.fakes import event, open_stream
@@ -184,3 +188,38 @@ def test_keys_do_not_show_when_settings_are_printed() -> None:
     settings = RouterSettings(api_keys="secret-1", node_api_key="secret-2")
     assert "secret-1" not in repr(settings)
     assert "secret-2" not in repr(settings)
+
+
+def test_too_few_files_for_the_requests_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    limit = file_limit()
+    tell_file_limit(RouterSettings(max_open_requests=1))
+    assert not caplog.records
+    tell_file_limit(RouterSettings(max_open_requests=limit))
+    assert f"may have {limit} files open, and {limit} requests at a time" in caplog.text
+
+
+async def test_a_router_without_room_for_connections_blames_no_node(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    await router.wait_usable(decode=1, prefill=0)
+    loop = asyncio.get_running_loop()
+    connect, is_full = loop.create_connection, True
+
+    async def connect_if_there_is_room(new: Any, *to: Any, **more: Any) -> Any:
+        if is_full and to[1:] == (decode.port,):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await connect(new, *to, **more)
+
+    monkeypatch.setattr(loop, "create_connection", connect_if_there_is_room)
+    for _ in range(5):
+        async with router.post(BODY) as response:
+            assert response.status == 503 and response.headers["retry-after"]
+            said = await response.json()
+        assert "no room for another connection" in said["error"]["message"]
+    [node] = router.services.registry.all_nodes()
+    assert router.services.registry.state(node) is NodeState.READY
+    is_full = False
+    async with router.post(BODY) as response:
+        assert response.status == 200

@@ -11,20 +11,25 @@ redirects. A reader that stops reading stops the node's sending, one socket buff
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from edge.acceptor import EXHAUSTED
 from edge.address import join_address
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.silent_peers import set_silence_timeout
-from router.errors import NodeUnreachable
+from router.errors import NodeUnreachable, Overloaded
 from router.nodes.http.http_answer import HttpAnswer, Take
 from router.nodes.http.node_connection import NodeConnection
 
+logger = logging.getLogger(__name__)
+
+_NO_ROOM = "The router has no room for another connection. Try again shortly."
 _SILENCE_S = 40.0
 """Seconds after which a connection breaks on which a node's kernel acknowledges nothing, however
 long its answer may take: a network has lost it. So does one on which the node reads nothing for as
@@ -65,6 +70,7 @@ class Transport(Protocol):
         Raises:
             NodeUnreachable: no connection could be made.
             NodeLost: the connection broke before the head was complete.
+            Overloaded: this router has no room for another connection.
         """
 
     async def close(self) -> None: ...
@@ -133,6 +139,9 @@ class HttpTransport:
         except TimeoutError:
             raise NodeUnreachable(f"no connection within {self._connect_timeout_s:g} s") from None
         except (OSError, UnicodeError) as error:
+            if isinstance(error, OSError) and error.errno in EXHAUSTED:
+                logger.error("no connection to a node can be made: %s", error)
+                raise Overloaded(_NO_ROOM) from error
             raise NodeUnreachable(f"{type(error).__name__}: {error}") from error
         set_silence_timeout(transport.get_extra_info("socket"), _SILENCE_S)
         self._open.add(connection)
