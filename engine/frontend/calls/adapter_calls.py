@@ -55,13 +55,9 @@ class AdapterCalls:
         self.records = AdapterRecords()
         self._own_paths = {(module.name, module.digest): module.path for module in modules}
 
-    def names_of(self, digest: str) -> list[str]:
-        """Returns the names that stand for an adapter."""
-        return [name for name, ref in self.known.items() if ref.digest == digest]
-
     def has(self, digest: str) -> bool:
         """Returns whether any name stands for an adapter."""
-        return bool(self.names_of(digest))
+        return self.known.has(digest)
 
     async def load(
         self,
@@ -93,6 +89,8 @@ class AdapterCalls:
             version = version or self.records.next_version(name)
             if (known := self.records.of(name)) is not None and version < known.version:
                 raise OutdatedCall
+            if known is not None and digest and (version, digest) == known.order:
+                return self.known[name]  # Many routers ask for the same.
             until = asyncio.get_running_loop().time() + LOAD_LIMIT_S
             folder, found = await self._read(name, path, digest, until, in_place=in_place)
             record = AdapterCall(name, found, path, version, model)

@@ -6,7 +6,7 @@ as long as they are known from where it is on.
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
+from collections import Counter, OrderedDict, UserDict
 from itertools import takewhile
 
 from engine.contracts.request_spec import AdapterRef
@@ -21,17 +21,27 @@ class ServedAdapters(UserDict[str, AdapterRef]):
     def __init__(self) -> None:
         self.num_changes = 0
         self._num_forgotten = 0
+        self._num_names: Counter[str] = Counter()
+        """Counts names by what they stand for."""
         self._changes: OrderedDict[str, int] = OrderedDict()
         """Has the newest change of each name, the newest of all at the end."""
         super().__init__()
 
     def __setitem__(self, name: str, ref: AdapterRef) -> None:
+        if name in self:
+            self._drop(self[name].digest)
         super().__setitem__(name, ref)
+        self._num_names[ref.digest] += 1
         self._note(name)
 
     def __delitem__(self, name: str) -> None:
+        self._drop(self[name].digest)
         super().__delitem__(name)
         self._note(name)
+
+    def has(self, digest: str) -> bool:
+        """Returns whether any name stands for an adapter."""
+        return self._num_names[digest] > 0
 
     def since(self, number: int) -> list[tuple[str, AdapterRef | None]] | None:
         """Returns the names that have changed after the first `number` changes, each with what it
@@ -40,6 +50,11 @@ class ServedAdapters(UserDict[str, AdapterRef]):
             return None
         new = takewhile(lambda one: one[1] > number, reversed(self._changes.items()))
         return [(name, self.get(name)) for name, _ in new]
+
+    def _drop(self, digest: str) -> None:
+        self._num_names[digest] -= 1
+        if not self._num_names[digest]:
+            del self._num_names[digest]
 
     def _note(self, name: str) -> None:
         self.num_changes += 1

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from edge.adapter_call import MAX_VERSION, AdapterCall
 from engine.contracts.errors import InvalidRequest
+from engine.frontend.calls import adapter_calls
 from engine.frontend.calls.adapter_calls import OutdatedCall
 from engine.frontend.calls.adapter_records import AdapterRecords
-from engine.models.adapters.adapter_files import read_adapter
+from engine.models.adapters.adapter_files import AdapterFiles, read_adapter
 from engine.node.services.adapter_servicer import adapter_call
 from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.lora.adapted_engine import Adapted
@@ -75,6 +77,25 @@ async def test_other_files_than_on_other_nodes_are_refused(
     with pytest.raises(InvalidRequest, match="give all nodes the same files"):
         await adapters.load("poet", "adapter-1", version=10, digest=models.refs[2].digest)
     assert adapters.told == [] and adapters.records.of("poet") is None
+
+
+async def test_what_many_routers_ask_for_is_read_once(
+    adapters: StillAdapters, models: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asks every node that has missed a call: twenty would have it hash its files as often."""
+    num_read = 0
+
+    def read(folder: Path, max_rank: int) -> AdapterFiles:
+        nonlocal num_read
+        num_read += 1
+        return read_adapter(folder, max_rank)
+
+    monkeypatch.setattr(adapter_calls, "read_adapter", read)
+    digest = models.refs[1].digest
+    for _ in range(20):
+        ref = await adapters.load("poet", "adapter-1", in_place=True, version=10, digest=digest)
+        assert ref.digest == digest
+    assert num_read == 1 and told(adapters) == ["AddAdapter"]
 
 
 async def test_a_name_goes_back_to_what_the_settings_say(

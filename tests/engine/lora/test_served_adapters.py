@@ -27,6 +27,18 @@ def test_what_changed_since_is_told_once_as_it_is_now() -> None:
     assert served.since(served.num_changes) == []
 
 
+def test_an_adapter_is_there_while_a_name_stands_for_it() -> None:
+    served = ServedAdapters()
+    served.update({"poet": ref("poet", "a"), "bard": ref("bard", "a")})
+    served["poet"] = ref("poet", "b")
+    assert served.has("a") and served.has("b") and not served.has("c")
+    del served["bard"]
+    served["poet"] = ref("poet", "b")
+    assert served.has("b") and not served.has("a")
+    served.clear()
+    assert not served.has("b")
+
+
 def test_those_who_are_far_behind_are_told_of_all() -> None:
     served = ServedAdapters()
     served["first"] = ref("first")
