@@ -45,6 +45,9 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
         knows_developer: There is a role `developer`.
         greetings: Where the assistant may speak before any user does.
         needs_user: A chat without a user is refused, or loses what the system says.
+        empty_turns: What an assistant says may be empty.
+        apart_results: A tool's result may stand apart from its call, or without one.
+        open_calls: A call may be without its result.
         repeats_roles: Two turns of one role may follow each other.
         user_after_tool: A user's turn may follow a tool's result.
     """
@@ -71,6 +74,9 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
     knows_developer: bool = False
     greetings: Literal["anywhere", "behind_system", "nowhere"] = "anywhere"
     needs_user: bool = False
+    empty_turns: bool = True
+    apart_results: bool = True
+    open_calls: bool = True
     repeats_roles: bool = True
     user_after_tool: bool = True
 

@@ -14,6 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from decode_node.chat_templates.forms import TemplateForms
+from decode_node.chat_templates.results import (
+    one_call_a_turn,
+    results_behind_calls,
+    with_missing_results,
+    without_empty_turns,
+)
 from decode_node.chat_templates.typescript_tools import TYPESCRIPT_VARIABLE, typescript
 from decode_node.protocol.bodies.valid_strings import with_valid_strings
 from decode_node.protocol.chat.chat_messages import (
@@ -42,6 +48,12 @@ def history(messages: Sequence[ChatMessage], forms: TemplateForms) -> list[Messa
         found = [m | {"role": "system"} if m["role"] == "developer" else m for m in found]
     if forms.system != "anywhere":
         found = _with_system_in_front(found, forms)
+    if not forms.empty_turns:
+        found = without_empty_turns(found, forms)
+    if not forms.apart_results:
+        found = results_behind_calls(found)
+    if not forms.open_calls:
+        found = with_missing_results(found)
     if forms.needs_user or forms.greetings != "anywhere":
         found = _with_user(found, forms)
     if not forms.shows_calls:
@@ -49,7 +61,7 @@ def history(messages: Sequence[ChatMessage], forms: TemplateForms) -> list[Messa
     if forms.content_beside_calls != "kept":
         found = _content_apart(found, forms)
     if not forms.parallel_calls:
-        found = _one_call_a_turn(found)
+        found = one_call_a_turn(found)
     if forms.calls_as_metadata:
         found = [_as_metadata(message, forms) for message in found]
     if forms.call_ids != "any" or forms.names_results:
@@ -181,26 +193,6 @@ def _content_apart(messages: list[Message], forms: TemplateForms) -> list[Messag
     return found
 
 
-def _one_call_a_turn(messages: list[Message]) -> list[Message]:
-    """Makes a turn of each call, before its result."""
-    found: list[Message] = []
-    waiting: list[Message] = []
-    for message in messages:
-        if message["role"] == "tool" and waiting:
-            turn = next((t for t in waiting if _answers(message, t)), waiting[0])
-            waiting.remove(turn)
-            found += [turn, message]
-            continue
-        found += waiting
-        calls = message.get("tool_calls") or ()
-        waiting = [{"role": message["role"], "content": "", "tool_calls": [call]} for call in calls]
-        if waiting:
-            waiting[0] = {**message, "tool_calls": calls[:1]}
-        else:
-            found.append(message)
-    return found + waiting
-
-
 def _as_metadata(message: Message, forms: TemplateForms) -> Message:
     """Writes a call as a turn with metadata, and a result as an observation."""
     if message["role"] == "tool":
@@ -209,11 +201,6 @@ def _as_metadata(message: Message, forms: TemplateForms) -> Message:
         return message
     function = _call(calls[0], forms)["function"]
     return {**message, "metadata": function["name"], "content": function["arguments"]}
-
-
-def _answers(result: Message, turn: Message) -> bool:
-    named = result.get("tool_call_id")
-    return named is not None and turn["tool_calls"][0].get("id") == named
 
 
 def _name_calls(messages: list[Message], forms: TemplateForms) -> None:

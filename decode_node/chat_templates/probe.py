@@ -255,6 +255,9 @@ class _Prober:
             "system": place,
             "knows_developer": "developer" in self._template.source
             and self._shows([developer, _USER], *rule),
+            "empty_turns": self._shows(
+                [_USER, {**answer, "content": ""}, other], _QUESTION, "probe other"
+            ),
             "repeats_roles": self._shows([_USER, other], _QUESTION, "probe other")
             and self._shows(
                 [_USER, answer, {**answer, "content": "more"}, other], "answer", "more"
@@ -262,10 +265,29 @@ class _Prober:
         }
         if self._call:
             chat = [_USER, self._call, _result(self._call_id, "probe result", name=TOOL_NAME)]
-            found["user_after_tool"] = self._shows(
-                [*chat, other], "probe result", "probe other", tools=[_TOOL]
-            )
+            is_free = self._shows([*chat, other], "probe result", "probe other", tools=[_TOOL])
+            found["user_after_tool"] = is_free
+            found |= self._loose_results(answer, other, forms, is_free)
         return found
+
+    def _loose_results(
+        self, answer: Message, other: Message, forms: TemplateForms, user_after_tool: bool
+    ) -> dict[str, bool]:
+        """Finds out whether a call and its result need each other."""
+        named = {"name": TOOL_NAME} if forms.names_results else {}
+        result = _result(self._call_id, "probe result", **named)
+        words = ("probe value", "probe other")
+        apart = [_USER, self._call, answer, other, result]
+        alone = [_USER, answer, {**result, "tool_call_id": "probe"}, other]
+        filled = [{**result, "content": ""}, other]
+        if not user_after_tool:
+            filled = [{**result, "content": "probe other"}]
+        return {
+            "apart_results": self._shows(apart, *words, "probe result", tools=[_TOOL])
+            and self._shows(alone, "probe result", "probe other", tools=[_TOOL]),
+            "open_calls": self._shows([_USER, self._call, other], *words, tools=[_TOOL])
+            or not self._shows([_USER, self._call, *filled], *words, tools=[_TOOL]),
+        }
 
     def _users(self, system_place: str) -> dict[str, Any]:
         """Finds out whether a user has to speak at all, and before the assistant does. A user who

@@ -170,6 +170,7 @@ def _is_rebuilt(forms: TemplateForms) -> bool:
         or forms.content_beside_calls == "apart"
         or forms.greetings != "anywhere"
         or forms.needs_user
+        or not (forms.empty_turns and forms.apart_results and forms.open_calls)
         or not (forms.parallel_calls and forms.repeats_roles and forms.user_after_tool)
     )
 

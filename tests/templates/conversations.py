@@ -122,6 +122,11 @@ def _plain() -> dict[str, Sequence[Json]]:
         "system and greeting": Talk().say("system").say("assistant").say("user").messages,
         "system alone": Talk().say("system").messages,
         "begun answer alone": Talk().say("assistant").messages,
+        "empty answer": [
+            *Talk().say("user").messages,
+            {"role": "assistant", "content": None},
+            {"role": "user", "content": "w9w go on"},
+        ],
         "refusal": [
             *Talk().say("user").messages,
             {"role": "assistant", "content": None, "refusal": "w8w no"},
@@ -176,6 +181,16 @@ def _with_tools() -> dict[str, Sequence[Json]]:
         "developer, two users, call": (
             Talk().say("developer").say("user").say("user").call("read_file").messages
         ),
+        "call without result": [
+            *start().call("read_file").messages[:-1],
+            {"role": "user", "content": "w9w go on"},
+        ],
+        "result behind more": _result_behind_more(start()),
+        "result without call": [
+            *start().messages,
+            {"role": "tool", "tool_call_id": "call_000000009", "content": "w8w"},
+            {"role": "user", "content": "w9w go on"},
+        ],
         "results in parts": _result_in_parts(start()),
         "long": _long(start()),
     }
@@ -185,6 +200,15 @@ def _result_in_parts(talk: Talk) -> list[Json]:
     talk.call("read_file")
     parts = [{"type": "text", "text": "w101w"}, {"type": "text", "text": "w102w"}]
     return [*talk.messages[:-1], {**talk.messages[-1], "content": parts}]
+
+
+def _result_behind_more(talk: Talk) -> list[Json]:
+    *before, result = talk.call("read_file").messages
+    between = [
+        {"role": "assistant", "content": "w101w I look"},
+        {"role": "user", "content": "w102w do"},
+    ]
+    return [*before, *between, result]
 
 
 def _long(talk: Talk) -> list[Json]:
