@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
+from edge import adapter_call
 from edge.adapter_call import LOAD_LIMIT_S
 from router.errors import NoNodeAvailable
 from router.models.known_models import KnownModels
@@ -56,6 +60,26 @@ async def test_a_load_outlasts_one_of_another_router_before_it(cluster: Cluster)
     )
     assert status == 200
     assert node.status.load_limits_s[0] > 2 * LOAD_LIMIT_S
+
+
+async def test_the_last_call_counts_though_clocks_of_routers_differ(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions are times: a router that is late makes one that is newer than what it has learnt."""
+    node = await cluster.decode()
+    routers = [await cluster.router(node) for _ in range(3)]
+    now_ns = time.time_ns()
+    for index, (router, path) in enumerate(zip(routers, ("v1", "v2", "v3"), strict=True)):
+        await router.wait_usable(decode=1, prefill=0)
+        clock = SimpleNamespace(time_ns=lambda ahead=600 * (1 - index): now_ns + ahead * 10**9)
+        monkeypatch.setattr(adapter_call, "time", clock)
+        body = {"lora_name": "poet", "lora_path": path, "load_inplace": True}
+        assert await call(router, "/v1/load_lora_adapter", body) == (200, ANY)
+        for one in routers:
+            table = one.services.models
+            await eventually(lambda table=table, path=path: table.table.adapters["poet"][0] == path)
+    versions = [one.services.registry.adapters.calls("demo")["poet"].version for one in routers]
+    assert versions == [now_ns // 10**6 + 600_002] * 3
 
 
 async def test_requests_reach_nodes_that_have_the_adapter(cluster: Cluster) -> None:

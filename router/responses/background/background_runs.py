@@ -8,7 +8,7 @@
 5. drained    runs have the time that a drain has, and none is taken of other routers
 6. closed     what is left is free for other routers at once
 
-Routers compare their clocks by leases: they may differ by less than two thirds of one.
+Leases are judged by the time of the database (`router.store.sql.shared_clock`).
 """
 
 from __future__ import annotations
