@@ -20,6 +20,7 @@ this process itself stood still does not count, neither for answers nor for repo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from router.nodes.node import Node
@@ -28,6 +29,7 @@ from router.relay.attempts.event_loop_stalls import EventLoopStalls
 from router.relay.attempts.exchange import Exchange
 
 _CHECK_S = 0.25
+_PIECE = 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,17 +46,29 @@ class SilenceWatch:
 
     async def run(self) -> None:
         """Runs until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
-            self.check()
-            await asyncio.sleep(_CHECK_S)
+            next_at = loop.time() + _CHECK_S
+            for _ in self.check():
+                await asyncio.sleep(0)
+            await asyncio.sleep(next_at - loop.time())
 
-    def check(self) -> None:
-        """Is called every `_CHECK_S`: later is a standstill."""
+    def check(self) -> Iterator[None]:
+        """Is called every `_CHECK_S`: later is a standstill. Yields after some of many exchanges:
+        others may use the event loop."""
         now = self.registry.clock()
         self._stalls.record(now)
-        for exchange in tuple(self.exchanges):
+        soon_s = min(self.stall_s / 2, self.registry.patience.down_after_s)
+        for number, exchange in enumerate(tuple(self.exchanges), start=1):
+            if number % _PIECE == 0:
+                yield
             since = exchange.waiting_since
             if since is None:
+                continue
+            begun_s, stuck_s = now - exchange.asked_at, now - exchange.progress_at
+            if now - since < soon_s and stuck_s < self.progress_s and begun_s < self.answer_s:
+                continue
+            if exchange not in self.exchanges:
                 continue
             silent_s = self._stalls.running_time(since, now)
             if self._is_hung(exchange, silent_s, now):
