@@ -83,20 +83,32 @@ class Discovery:
 
     async def run(self) -> None:
         """Runs until cancelled; returns at once when all nodes are static."""
-        await self.refresh()
+        if self._static or not self.dynamic:
+            self._announce()
         async with asyncio.TaskGroup() as tasks:
             for entry in self._services:
                 tasks.create_task(self._follow_service(entry))
-            while self._names or self._services:
-                await asyncio.sleep(self._interval_s)
-                await self.refresh()
+            for entry in self.dynamic:
+                tasks.create_task(self._keep_looking(entry))
 
-    async def refresh(self) -> None:
-        for entry in self._names:
+    @property
+    def dynamic(self) -> list[NodeEntry]:
+        """Returns the entries whose nodes may change."""
+        return [*self._names, *self._services]
+
+    async def look(self, entry: NodeEntry) -> None:
+        """Looks a name up; of a name and a service alike, forgets what it has no longer."""
+        if entry.source is NodeSource.DNS:
             await self._resolve_entry(entry)
-        for entry in self._services:
+        else:
             self._drop_missing(entry)
         self._announce()
+
+    async def _keep_looking(self, entry: NodeEntry) -> None:
+        """Looks at each by itself: a name whose servers are silent takes many seconds."""
+        while True:
+            await self.look(entry)
+            await asyncio.sleep(self._interval_s)
 
     def _announce(self) -> None:
         members = self._static.union(*self._last_seen.values())

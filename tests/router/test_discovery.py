@@ -4,7 +4,9 @@ mind.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -17,6 +19,7 @@ from router.nodes.address import NodeAddress, NodeRole, NodeSource, parse_node_l
 from router.nodes.discovery import Discovery, resolve_host
 from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
+from tests.awaited import until
 from tests.router.cluster import Cluster
 from tests.router.factories import ManualClock
 
@@ -107,7 +110,8 @@ class Watched:
 
     async def after(self, seconds: float) -> set[str]:
         self.clock.now += seconds
-        await self.discovery.refresh()
+        for entry in self.discovery.dynamic:
+            await self.discovery.look(entry)
         return self.announced[-1]
 
     @property
@@ -119,6 +123,24 @@ async def test_static_nodes_are_announced_once_and_need_no_loop() -> None:
     watched = Watched("a:1,b:1", Names())
     await watched.discovery.run()
     assert watched.announced == [{"a:1", "b:1"}]
+
+
+async def test_a_name_whose_servers_are_silent_holds_up_no_other() -> None:
+    asked = Counter[str]()
+
+    class Some(Names):
+        async def __call__(self, name: str) -> Sequence[str]:
+            asked[name] += 1
+            if name == "silent":
+                await asyncio.Event().wait()
+            return ["10.0.0.1"]
+
+    watched = Watched("s:1,dns://silent:5,dns://well:6", Some())
+    watched.discovery._interval_s = 0.001
+    running = asyncio.create_task(watched.discovery.run())
+    await until(lambda: asked["well"] > 3)
+    running.cancel()
+    assert watched.announced == [{"s:1"}, {"s:1", "10.0.0.1:6"}] and asked["silent"] == 1
 
 
 async def test_new_addresses_join_and_vanished_ones_leave() -> None:
