@@ -15,6 +15,7 @@ from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.prompts.image_prompts import ImagePrompts
 from decode_node.serving.prompts.prompts import Prompts
 from edge.http.errors import NotFound
+from edge.printable import listed
 from engine.config import ModelConfig
 from engine.contracts.request_spec import AdapterRef
 from engine.frontend.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ class ServedModel:
             )
         if adapter is not None or name is None or name in self.config.served_names:
             return adapter
-        served = ", ".join(repr(one) for one in (*self.config.served_names, *self.adapters))
+        served = listed([repr(one) for one in (*self.config.served_names, *self.adapters)])
         raise NotFound(
             f"the model {name!r} does not exist; this server has {served}",
             param="model",

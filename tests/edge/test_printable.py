@@ -6,10 +6,13 @@ import grpc.aio
 import pytest
 
 from edge.grpc_answers import words_of
-from edge.printable import printable
+from edge.http.errors import NotFound
+from edge.printable import listed, printable
 from kv_transfer.errors import CorruptChunk, HandshakeMismatch, PeerLost
+from router.nodes.operations.named_node import named_node
 from router.nodes.report import NodeReport
 from tandem_pb.node_pb2 import NodeLoad
+from tests.router.factories import Fleet, address
 
 ESCAPE = "a\x1b[2J\nb\r\u202e"
 
@@ -48,3 +51,17 @@ def test_names_that_nodes_report() -> None:
     report = NodeReport.from_message(load)
     names = [report.node_id, *report.model_names, report.version]
     assert all(name.isprintable() and len(name) <= 512 for name in names)
+
+
+def test_of_many_words_the_first_are_listed() -> None:
+    assert listed([]) == ""
+    assert listed(["a", "b"]) == listed(["a", "b"], most=2) == "a, b"
+    assert listed(["a", "b", "c"], most=1, between="; ") == "a and 2 more"
+
+
+def test_errors_name_few_of_many_nodes() -> None:
+    fleet = Fleet()
+    fleet.registry.set_members([address(f"n{i}") for i in range(1000)])
+    with pytest.raises(NotFound, match=r"n\d+:80 \(joining\) and 980 more") as error:
+        named_node(fleet.registry, "other")
+    assert len(error.value.message) < 1000

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from edge.adapter_call import AdapterCall
 from edge.http.errors import BadRequest, NotFound
+from edge.printable import listed
 from router.errors import NodesAway, NodesRefused, NoNodeAvailable
 from router.nodes.adapter_set import AdapterId
 from router.nodes.adapters.adapter_asker import (
@@ -224,4 +225,4 @@ def _by_name(nodes: Sequence[Node], found: Sequence[NodeAnswer]) -> Outcomes:
 def _faults(outcomes: Outcomes) -> str:
     faults = {node: said for node, said in outcomes.items() if said.startswith("failed")}
     faults |= {node: "a newer call came" for node, said in outcomes.items() if said == OUTDATED}
-    return "; ".join(f"{node}: {said}" for node, said in faults.items())
+    return listed([f"{node}: {said}" for node, said in faults.items()], between="; ")

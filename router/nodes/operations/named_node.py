@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from edge.grpc_answers import SHORT_CALL_S, QuietChannel, asked_twice
 from edge.http.errors import NotFound
+from edge.printable import listed
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from router.errors import NodesAway
@@ -32,20 +33,19 @@ def named_node(registry: NodeRegistry, name: str) -> Node:
         NodesAway: It has not reported yet.
     """
     nodes = registry.all_nodes()
-    listed = {node.listed: node for node in nodes}
+    entries = {node.listed: node for node in nodes}
     for node in nodes:
         places = (node.address.target, node.address.status_target)
         if node.report is not None and name in (*places, node.report.node_id):
             return node
         if node.report is None and name in places:
-            one = listed.get(node.counts_at) if node.counts_at is not None else None
+            one = entries.get(node.counts_at) if node.counts_at is not None else None
             if one is not None and one.report is not None:
                 return one
             raise NodesAway(f"{node.address} has not reported yet; try again")
-    known = ", ".join(
-        sorted(f"{node.address}{'' if node.report else ' (joining)'}" for node in nodes)
-    )
-    raise NotFound(f"no node is known as {name!r}; there are {known or 'none'}", param="node")
+    states = {node: "" if node.report else f" ({registry.state(node)})" for node in nodes}
+    shown = listed(sorted(f"{node.address}{state}" for node, state in states.items())) or "none"
+    raise NotFound(f"no node is known as {name!r}; there are {shown}", param="node")
 
 
 @asynccontextmanager
