@@ -39,7 +39,7 @@ sizes and choices
   bench     measures the speed of a node on this machine's GPUs
   plan      says how many prefill and decode nodes some traffic needs
 
-tandem COMMAND --help describes each; every option is also an environment variable.
+tandem COMMAND --help describes each; settings of services are environment variables, too.
 """
 
 _SERVICES = {

@@ -26,7 +26,7 @@ from cli.local_cluster.service_checks import check_services
 from cli.local_cluster.supervisor import ServiceFailed, Supervisor
 from edge.command_line import parse_settings
 from engine.contracts.errors import CannotStartError
-from engine.models.checkpoint import check_architecture
+from engine.models.checkpoint import check_architecture, check_name
 from kv_transfer.memory.devices.device import DeviceError
 
 _ROUTABLE_POLL_S = 0.05
@@ -146,6 +146,7 @@ def main(args: list[str]) -> int:
 async def _checked_up(settings: UpSettings, node_args: NodeArgs, console: Console) -> None:
     """Finds what cannot work before anything is started."""
     await node_args.check(settings.switchable > 0)
+    check_name(settings.model)
     check_architecture(settings.model)
     check_memory(settings, node_args.common)
     if settings.check:

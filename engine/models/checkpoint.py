@@ -41,6 +41,7 @@ from engine.quantization import Quantization
 __all__ = [
     "CheckpointError",
     "check_architecture",
+    "check_name",
     "check_parallel",
     "is_here",
     "load_model_config",
@@ -128,6 +129,17 @@ def is_here(name: str) -> bool:
     `CheckpointError` for a folder with several files in the GGUF format."""
     folder = Path(name).expanduser()
     return folder.is_dir() and _gguf_file(name, folder) is None
+
+
+def check_name(name: str) -> None:
+    """Raises `CheckpointError` for what is no checkpoint of this machine and cannot be a name on
+    the hub. Asks no hub."""
+    if not is_here(name):
+        folder = Path(name).expanduser()
+        if _gguf_file(name, folder) is None:
+            from engine.models.files.hub import check_hub_name
+
+            check_hub_name(name, folder)
 
 
 def check_architecture(folder: Path | str) -> None:

@@ -101,6 +101,24 @@ def test_a_check_starts_nothing(
     assert "Nonesuch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("check", [["--check"], []])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("/nonexistent", "does not exist; check the path"), (__file__, "is a file; name the folder")],
+)
+def test_a_model_that_is_nowhere_is_refused_before_anything_starts(
+    model: str,
+    words: str,
+    check: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli.up, "running_cluster", Mock(side_effect=AssertionError))
+    assert tandem(["up", model, *check]) == (2 if check else 1)
+    line = only_line(capsys.readouterr().err)
+    assert line.startswith(f"{model}: ") and words in line
+
+
 @pytest.mark.parametrize(
     ("flags", "kind", "words"),
     [

@@ -32,6 +32,17 @@ _OTHER_FORMS = [*_OF_FOLDERS, "consolidated*.safetensors"]
 """The same weights once more, as gpt-oss and Mistral publish them beside Hugging Face's form."""
 
 
+def check_hub_name(name: str, folder: Path) -> None:
+    """Raises `CheckpointError` where a name, as a `folder` none of this machine, cannot be one of
+    the hub either."""
+    if folder.exists():
+        raise CheckpointError(folder, "is a file", "name the folder that holds config.json")
+    if not _HUB_NAME.fullmatch(name):
+        raise CheckpointError(
+            folder, "does not exist", "check the path, or give a Hugging Face name like org/model"
+        )
+
+
 def download(
     name: str,
     folder: Path,
@@ -42,12 +53,7 @@ def download(
 ) -> Path:
     """Returns the folder of a checkpoint of the hub. `check` is given a folder with config.json
     alone and raises when the rest is not worth its hours. Raises `CheckpointError`."""
-    if folder.exists():
-        raise CheckpointError(folder, "is a file", "name the folder that holds config.json")
-    if not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(
-            folder, "does not exist", "check the path, or give a Hugging Face name like org/model"
-        )
+    check_hub_name(name, folder)
     others = _OTHER_FORMS
     patterns = _HUB_FILES if load_format == "safetensors" else _HUB_FILES[:-1]
     try:
