@@ -131,7 +131,7 @@ def _arguments(name: str, config: str, folder: Path, port: int, router: str) -> 
         config = _envoy(yaml.safe_load(config), port, router)
     file.write_text(config, encoding="utf-8")
     return {
-        "envoy": ["--config-yaml", config, "--concurrency", "1", "--use-dynamic-base-id"],
+        "envoy": ["--config-yaml", config, "--concurrency", "1", "--disable-hot-restart"],
         "nginx": ["-p", str(folder), "-e", "stderr", "-c", str(file)],
         "haproxy": ["-db", "-f", str(file)],
         "caddy": ["run", "--adapter", "caddyfile", "--config", str(file)],
