@@ -83,14 +83,14 @@ def test_a_queue_that_grows_is_none_that_was_short_for_as_long_as_was_simulated(
 def test_as_many_requests_are_simulated_as_come_while_nodes_fill_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fast = ["--input", "10", "--output", "2", "--rate", "450", "--json", "--max-nodes", "64"]
+    fast = ["--input", "10", "--output", "2", "--rate", "310", "--json", "--max-nodes", "64"]
     assert main(fast) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["traffic"]["simulated"] == 4500
+    assert plan["traffic"]["simulated"] == 3100
     assert main([*fast, "--requests", "200"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["traffic"]["simulated"] == 200
-    assert any("Give --requests 4" in sentence for sentence in plan["recommendation"])
+    assert any("Give --requests 3" in sentence for sentence in plan["recommendation"])
 
 
 def test_of_a_trace_too_the_part_is_long_enough_to_fill_nodes(
@@ -98,10 +98,10 @@ def test_of_a_trace_too_the_part_is_long_enough_to_fill_nodes(
 ) -> None:
     line = '{"arrival_s": %f, "input_tokens": 10, "output_tokens": 2}\n'
     path = tmp_path / "trace.jsonl"
-    path.write_text("".join(line % (i / 450) for i in range(6000)))
+    path.write_text("".join(line % (i / 310) for i in range(4000)))
     assert main(["--trace", str(path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["traffic"]["simulated"] == pytest.approx(4500, abs=1)
+    assert plan["traffic"]["simulated"] == pytest.approx(3100, abs=1)
     assert not any("Give --requests" in sentence for sentence in plan["recommendation"])
 
 
