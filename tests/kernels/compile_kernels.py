@@ -1336,7 +1336,7 @@ def fp4_expert_cases(capability: int) -> Iterator[Case]:
         for num_pairs, gated in itertools.product(sizes, (True, False))
     ]
     if capability >= 90:
-        unrolled = {"extra_rows": 16, "spares_extra": True, "unroll": 3, "strips": 2}
+        unrolled = {"extra_rows": 16, "spares_extra": True, "unroll": 2, "strips": 2}
         cases.append((8192, False, expert_tuning.ExpertTuning(64, 128, 64, 4, 2, **unrolled)))
     tiled = [(544, case) for case in cases] + [(576, case) for case in cases[1:6:2]]
     for words, (num_pairs, gated, tuning) in tiled:
@@ -1493,7 +1493,7 @@ def fp4_pair_cases(capability: int) -> Iterator[Case]:
                 **({} if words == 576 else {"factors": None}),
                 **({} if is_routed else {"logits": None, "slot_mapping": None}),
             },
-            {"num_warps": num_warps, "num_stages": 4},
+            {"num_warps": num_warps, "num_stages": 2 if is_late else 4},
         )
 
 
