@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -223,3 +225,30 @@ async def test_a_router_without_room_for_connections_blames_no_node(
     is_full = False
     async with router.post(BODY) as response:
         assert response.status == 200
+
+
+_GROWTH = """
+import gc
+from router.garbage import settle
+
+most, kept = 0, []
+
+def look(phase, info):
+    global most
+    if phase == "start" and info["generation"] == 1:
+        most = max(most, len(gc.get_objects(generation=1)))
+
+settle()
+gc.callbacks.append(look)
+for _ in range(300_000):
+    kept.append([])
+print(most)
+"""
+
+
+def test_no_collection_looks_at_all_streams_that_have_begun() -> None:
+    """The objects of 4,000 took it 0.1 s."""
+    done = subprocess.run(
+        [sys.executable, "-c", _GROWTH], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert 5_000 < int(done.stdout) < 15_000

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope
 from edge.http.bodies.body_room import BodyLease, BodyRoom
 from edge.http.bodies.json_counter import JsonCounter
 from edge.http.errors import BadRequest, RequestTimeout, RequestTooLarge, UnsupportedBody
+from edge.http.event_loop.long_work import pause
 from edge.http.headers import media_type
 from edge.http.request_head import RequestHead
 from edge.tracing.context import plain_request_id
@@ -61,6 +62,7 @@ class ClientGuard:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        await pause()  # Thousands leave at once where a balancer before us ends.
         self._disconnected = True
         self._task.cancel()
 
