@@ -78,14 +78,14 @@
 {{- if and $model.revision (include "tandem.modelIsLocal" .root) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "model.revision is of a model on the hub, but the checkpoint is in the volume: leave it empty") -}}
 {{- end -}}
-{{- if $storage.path -}}
-{{- if eq $storage.type "emptyDir" -}}
+{{- if and (eq $storage.type "emptyDir") (or $storage.path $model.hub.offline) -}}
+{{- $set := ternary "model.storage.path is set" "model.hub.offline is true" (not (empty $storage.path)) -}}
+{{- $else := ternary "leave the path empty to download model.name" "set model.hub.offline to false" (not (empty $storage.path)) -}}
 {{- range $name, $tier := .tiers -}}
 {{- $fills := false -}}
 {{- range $tier.initContainers -}}{{- range .volumeMounts -}}{{- if eq .name "models" -}}{{- $fills = true -}}{{- end -}}{{- end -}}{{- end -}}
 {{- if not $fills -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "model.storage.path is set, but an emptyDir starts empty: let one of %s.initContainers mount the volume models and fill it, set model.storage.type to pvc, hostPath or image, or leave the path empty to download model.name" $name)) -}}
-{{- end -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s, but an emptyDir starts empty: let one of %s.initContainers mount the volume models and fill it, set model.storage.type to pvc, hostPath or image, or %s" $set $name $else)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -32,6 +32,13 @@ BETWEEN_VALUES = [
         },
         "let one of prefill.initContainers mount the volume models",
     ),
+    (
+        {
+            "model": {"hub": {"offline": True}},
+            "decode": {"initContainers": [{"name": "fetch", "image": "i", "volumeMounts": FILLS}]},
+        },
+        "model.hub.offline is true, but an emptyDir starts empty: let one of prefill.init",
+    ),
     ({"model": {"storage": {"type": "hostPath"}}}, "set model.storage.hostPath.path"),
     ({"model": {"storage": {"type": "image"}}}, "set model.storage.image.reference"),
     ({"model": ONE_CLAIM}, "2 pods share one claim"),
