@@ -24,6 +24,7 @@ from router.store.batches import (
 from router.store.files import ListQuery
 from router.store.sql.transaction import Transaction
 
+_INPUT = "input_file_id"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 _SECONDS = {"h": 3600.0, "d": 86_400.0}
@@ -78,8 +79,9 @@ class BatchCalls:
         )
 
         def write(transaction: Transaction) -> None:
-            if self.store.file(transaction, tenant, batch.input_file).purpose != BATCH:
-                raise BadRequest("input_file_id must name a file of purpose batch")
+            file = self.store.file(transaction, tenant, batch.input_file, param=_INPUT)
+            if file.purpose != BATCH:
+                raise BadRequest(f"{_INPUT} must name a file of purpose batch", param=_INPUT)
             most = self.store.limits.max_batches_per_tenant
             if num_unfinished(transaction, tenant) >= most:
                 raise TooMany(f"You have {most} batches that have not ended, and may have no more.")

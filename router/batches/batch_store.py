@@ -28,11 +28,13 @@ class BatchStore:
     limits: BatchLimits
     clock: Callable[[], float] = time.time
 
-    def file(self, transaction: Transaction, tenant: str, name: str) -> FileRow:
-        """Returns a file of the tenant. Raises `NotThere`."""
+    def file(
+        self, transaction: Transaction, tenant: str, name: str, *, param: str = "file_id"
+    ) -> FileRow:
+        """Returns a file of the tenant, which the field `param` names. Raises `NotThere`."""
         found = find_file(transaction, tenant, name, self.clock())
         if found is None:
-            raise NotThere(f"There is no file {name[:_MAX_SHOWN]!r}.", param="file_id")
+            raise NotThere(f"There is no file {name[:_MAX_SHOWN]!r}.", param=param)
         return found
 
     def batch(self, transaction: Transaction, tenant: str, name: str) -> BatchRow:

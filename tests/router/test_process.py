@@ -140,6 +140,7 @@ def test_an_address_is_taken_as_soon_as_it_is_bound() -> None:
         (("--check", "--decode", "nonsense"), 2, "host:http_port/grpc_port"),
         (("--check", "--batch-store", "files"), 2, "--batch-store must be sqlite:///FILE"),
         (("--check", "--response-store", "sqlite:////none/x.db"), 2, "there is no folder"),
+        (("--check", "--batch-store", "sqlite:////proc"), 2, "/proc is no file; name a file"),
         (("--check", "--trace-file", "/none/spans"), 2, "make its folder"),
     ],
 )

@@ -182,6 +182,10 @@ def _check_file(file: Path, flag: str) -> None:
     folder = file.parent
     if not folder.is_dir():
         raise ConfigurationError(f"{flag}: there is no folder for the file {file}")
+    if file.exists() and not file.is_file():
+        raise ConfigurationError(
+            f"{flag}: {file} is no file; name a file in a folder that is there"
+        )
     place = file if file.exists() else folder
     if not (os.access(folder, os.W_OK | os.X_OK) and os.access(place, os.W_OK)):
         raise ConfigurationError(

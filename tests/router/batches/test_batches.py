@@ -140,6 +140,21 @@ async def test_a_cancelled_batch_keeps_what_was_answered(
         await client.batches.cancel("batch_none")
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_batch_of_no_input_names_the_field(
+    client: openai.AsyncOpenAI, is_there: bool
+) -> None:
+    batch = await ended(client, await make(client, [line("a")]))
+    name = batch.output_file_id if is_there else "file-none"
+    assert name is not None
+    with pytest.raises(openai.APIStatusError) as refused:
+        await client.batches.create(
+            input_file_id=name, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+    assert refused.value.status_code == (400 if is_there else 404)
+    assert refused.value.param == "input_file_id"
+
+
 async def test_refusals_and_faults_are_tried_again(
     client: openai.AsyncOpenAI, node: ChatNode, router: RunningRouter
 ) -> None:
