@@ -92,7 +92,11 @@ class AdapterCalls:
             if known is not None and digest and (version, digest) == known.order:
                 return self.known[name]  # Many routers ask for the same.
             until = asyncio.get_running_loop().time() + LOAD_LIMIT_S
-            folder, found = await self._read(name, path, digest, until, in_place=in_place)
+            try:
+                async with asyncio.timeout_at(until):
+                    folder, found = await self._read(name, path, digest, in_place=in_place)
+            except TimeoutError:
+                raise EngineCallTimeout("reading the adapter's files", LOAD_LIMIT_S) from None
             record = AdapterCall(name, found, path, version, model)
             if known is not None and record.order <= known.order:
                 if record.order < known.order:
@@ -160,11 +164,8 @@ class AdapterCalls:
         call = RemoveAdapter(self._calls.next_id(), digest)
         await self._calls.ask(call, AdapterAnswer, UNLOAD_LIMIT_S)
 
-    async def _read(
-        self, name: str, path: str, digest: str, until: float, *, in_place: bool
-    ) -> tuple[Path, str]:
-        """Returns the adapter's folder, and what it is. Raises `InvalidRequest`, and
-        `EngineCallTimeout` where its files have not been read by `until`, in the loop's time."""
+    async def _read(self, name: str, path: str, digest: str, *, in_place: bool) -> tuple[Path, str]:
+        """Returns the adapter's folder, and what it is. Raises `InvalidRequest`."""
         lora = self._config.lora
         if lora is None:
             raise InvalidRequest("this node serves no adapters: start it with --enable-lora")
@@ -174,12 +175,9 @@ class AdapterCalls:
         if fault := check_adapter_name(name, taken):
             raise InvalidRequest(fault, "lora_name")
         try:
-            async with asyncio.timeout_at(until):
-                found = await asyncio.to_thread(read_adapter, folder, lora.max_lora_rank)
+            found = await asyncio.to_thread(read_adapter, folder, lora.max_lora_rank)
         except AdapterError as error:
             raise InvalidRequest(printable(str(error)), "lora_path") from None
-        except TimeoutError:
-            raise EngineCallTimeout("reading the adapter's files", LOAD_LIMIT_S) from None
         if digest and found.digest != digest:
             raise InvalidRequest(
                 f"the adapter in {path or folder} is another one here ({found.digest[:12]}) than "

@@ -17,8 +17,11 @@ from edge.adapter_call import AdapterCall, version_after
 
 _MAX_UNLOADED = 1024
 """Unloaded names that are remembered; the oldest are forgotten."""
-_MAX_TOLD = 64
-"""Calls in one report."""
+_MAX_TOLD_BYTES = 256 << 10
+"""Bounds the calls of one report: some two thousand with names of usual lengths. A router that
+starts asks a node to follow what it has learnt of others, and not yet of that one."""
+_CALL_BYTES = 96
+"""It has a digest and a version besides names."""
 
 
 class AdapterRecords:
@@ -56,5 +59,12 @@ class AdapterRecords:
         """Returns records noted after `number`, the oldest first and not too many at once, and the
         number of the last of them. 0: from the first."""
         newest_first = takewhile(lambda noted: noted[0] > number, reversed(self._records.values()))
-        new = list(newest_first)[: -_MAX_TOLD - 1 : -1]
-        return [one for _, one in new], new[-1][0] if new else number
+        told: list[AdapterCall] = []
+        num_bytes = 0
+        for at, one in reversed(list(newest_first)):
+            num_bytes += _CALL_BYTES + len(one.name) + len(one.path) + len(one.model)
+            if told and num_bytes > _MAX_TOLD_BYTES:
+                break
+            told.append(one)
+            number = at
+        return told, number

@@ -220,19 +220,22 @@ async def test_a_call_that_none_could_follow_is_refused(
 
 def test_reports_tell_each_call_once_and_not_too_many_at_a_time() -> None:
     records = AdapterRecords()
-    for i in range(150):
+    for i in range(1000):
         records.note(AdapterCall(f"n{i}", "d", "p", i))
-    records.note(AdapterCall("n0", "", "", 200))
+    assert len(records.since(0)[0]) == 1000, "those of usual names come at once"
+    for i in range(1000):
+        records.note(AdapterCall(f"n{i}", "d" * 64, "p" * 900, i))
+    records.note(AdapterCall("n0", "", "", 2000))
     seen: list[str] = []
     number = 0
     while True:
         new, number = records.since(number)
         if not new:
             break
-        assert len(new) <= 64
+        assert sum(adapter_call(one).ByteSize() for one in new) < 270_000
         seen += [one.name for one in new]
-    assert seen == [*(f"n{i}" for i in range(1, 150)), "n0"]
-    records.note(AdapterCall("n7", "", "", 201))
+    assert seen == [*(f"n{i}" for i in range(1, 1000)), "n0"]
+    records.note(AdapterCall("n7", "", "", 2001))
     assert [one.name for one in records.since(number)[0]] == ["n7"]
     for i in range(3000):
         records.note(AdapterCall(f"g{i}", "", "", i))
