@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     traffic.add_argument("--burstiness", type=float, default=1.0, help="coefficient of variation "
                          "of the times between requests; 1: Poisson")  # fmt: skip
     traffic.add_argument("--requests", type=int, help="that are simulated; of a longer trace the "
-                         "busiest so many. Default: 3000, or those of 10 s and of two answers, "
+                         "busiest part. Default: 3000, or those of 10 s and of two answers, "
                          "20000 at most")  # fmt: skip
     traffic.add_argument("--seed", type=int, default=1)
     speed = parser.add_argument_group("speed of a node")

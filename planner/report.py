@@ -225,9 +225,10 @@ class Report:
             return f"{text}; no number of them up to {4 * total} meets both objectives."
         count = fewest.nodes.decode
         if count < total:
+            meet = "meets" if count == 1 else "meet"
             return (
-                f"{text}; {count} of them meet both objectives already: for this traffic do not "
-                "divide (prefill.enabled: false), it takes fewer nodes."
+                f"{text}; {count} of them {meet} both objectives already: "
+                "for this traffic do not divide (prefill.enabled: false), it takes fewer nodes."
             )
         if count == total:
             return f"{text}, which meets both objectives as well: dividing saves no node here."

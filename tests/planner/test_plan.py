@@ -317,6 +317,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "✓" in table and "1M out" in table, "all columns are there at 80 columns"
 
 
+def test_one_node_that_is_enough_is_told_in_the_singular(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    traffic = "--rate 5 --input 200 --output 10 --requests 200"
+    assert main([*traffic.split(), "--profile", "h200-llama-3.1-8b"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "; 1 of them meets both objectives already: for this traffic do not divide" in said
+
+
 def test_the_percentile_of_the_objectives(capsys: pytest.CaptureFixture[str]) -> None:
     """One prompt in five takes 20 s alone, which no number of nodes changes: at the 90th percentile
     that is too much, at the 75th it is not asked about."""
