@@ -55,7 +55,7 @@ class Purpose:
     flag: str = "--response-store"
     kept: str = "responses"
     code: str = "response_store_unavailable"
-    advice: str = ', or send "store": false'
+    advice: str = '; requests with "store": false need none'
 
 
 RESPONSES_KEPT = Purpose()
