@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
+from tandem_kernels.gemm.small_m_shapes import tile_rows
 from tandem_kernels.part_sums import sum_of_parts
 from tandem_kernels.stream_lanes import lane_counters
 from tandem_kernels.tunings.table import TuningTable
@@ -181,7 +182,7 @@ def run_small_m(
         num_outputs,
         weight.shape[1],
         x.stride(0),
-        ROWS=max(16, triton.next_power_of_2(num_rows)),
+        ROWS=tile_rows(num_rows),
         COLS=tuning.cols,
         DEPTH=tuning.depth,
         SPLITS=tuning.splits,

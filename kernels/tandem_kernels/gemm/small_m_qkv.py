@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.device import supports_pdl
 from tandem_kernels.gemm.cache_lines import cache_lines
 from tandem_kernels.gemm.small_m_gemm import MOST_TILES, small_m_tuning
+from tandem_kernels.gemm.small_m_shapes import tile_rows
 from tandem_kernels.part_sums import sum_of_parts
 from tandem_kernels.stream_lanes import lane_counters
 
@@ -150,7 +151,7 @@ def small_m_qkv(
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         BLOCK_SIZE=block_size,
-        ROWS=max(16, triton.next_power_of_2(num_rows)),
+        ROWS=tile_rows(num_rows),
         PAIRS=tuning.cols // 2,
         DEPTH=tuning.depth,
         SPLITS=tuning.splits,

@@ -12,6 +12,12 @@ _HEAD_DIMS = (64, 128, 256)
 """A program has pairs of one head."""
 
 
+def tile_rows(num_rows: int) -> int:
+    """Returns the rows of a tile. None has 32: warps multiply these by themselves, four of them 64
+    together (wgmma), which takes three quarters of the time."""
+    return 16 if num_rows <= 16 else MAX_ROWS
+
+
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Returns whether the kernel takes `x` [T, K] and `weight` [N, K]: whole tiles, half precision,
     few rows, each in one piece.

@@ -208,7 +208,11 @@ def _compute(
 ) -> None:
     """Multiplies and writes rows 64 * HALF and on of all of this program's units."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    WRITTEN: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    # Threads have 16 bytes, which lie beside their neighbours': whole lines of a row at once.
+    VECTOR: gl.constexpr = 16 if GATED else 8
+    WRITTEN: gl.constexpr = gl.BlockedLayout(
+        [1, VECTOR], [VECTOR // 4, 128 // VECTOR], [4, 1], [1, 0]
+    )
     tiles, row_memory, weight_memory, full, empty = given[2:7]
     shares, weight_scales = scales
     steps, columns = sizes[0], sizes[1]
