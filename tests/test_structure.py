@@ -104,6 +104,7 @@ WORKER_ORDER = [
         "sampler_of_model",
     },
     {"drafts"},
+    {"step_halves"},
     {"model_runner"},
     {"group_runner", "stage_runner", "start"},
     {"worker"},

@@ -31,6 +31,7 @@ from engine.parallel.place import ParallelPlace
 from engine.worker.attention_of_model import attention_of, group_inputs
 from engine.worker.memory.kv_cache import layer_views
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
+from engine.worker.step_halves import parts_of
 from kv_transfer.layout import own_groups
 from tandem_kernels.device import GpuFacts, as_on
 from tandem_kernels.tunings.table import asked_choices
@@ -285,13 +286,26 @@ def _graph(
     order = order_of(batch)
     launches = StepLaunches(none="a CPU has no graphs") if gpu is None else launches_of(config)
     found = launches.find(order.parts())
-    if isinstance(found, str):
-        return f"none: {found}"
-    if found.decodes:
-        return f"of {found.num_reqs} decodes"
-    if not attention.graph_ok(order):
-        return "none: the attention backend attends this step apart"
-    return f"of {found.num_tokens} tokens with prompts of {found.num_reqs} requests"
+    if isinstance(found, GraphKey) and not found.decodes and not attention.graph_ok(order):
+        found = "the attention backend attends this step apart"
+
+    def find(part: BatchOrder) -> GraphKey | None:
+        key = launches.find(part.parts())
+        if isinstance(key, str) or not (key.decodes or attention.graph_ok(part)):
+            return None
+        return key
+
+    if isinstance(found, GraphKey):
+        return _named(found)
+    keys = [key for _, key in parts_of(order, find, launches.most_prompt_tokens, lambda _: True)]
+    named = [_named(key) for key in keys if key is not None]
+    return f"two, {', then '.join(named)}" if len(named) == 2 else f"none: {found}"
+
+
+def _named(key: GraphKey) -> str:
+    if key.decodes:
+        return f"of {key.num_reqs} decodes"
+    return f"of {key.num_tokens} tokens with prompts of {key.num_reqs} requests"
 
 
 def _as_recorded(config: EngineConfig, gpu: GpuFacts | None, batch: Batch) -> Batch:

@@ -23,6 +23,7 @@ from engine.contracts.sampling_params import (
 )
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.contracts.steps.step_shapes import lengths_up_to
+from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.selection import TOKENS_OF_TWO_PASSES
 from engine.models.recorded_steps import (
     FP8_PROMPT_TOKENS,
@@ -156,6 +157,19 @@ def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> lis
         lengths[i] += more
         rest -= more
     return lengths
+
+
+def largest_of(
+    attention: AttentionBackend, config: EngineConfig, device: torch.device, num_tokens: int
+) -> list[DummyStep]:
+    """Returns those of an engine: see `largest_steps`."""
+    return largest_steps(
+        num_tokens,
+        config.scheduler.max_num_seqs,
+        config.model,
+        expands_contexts=attention.expands_contexts,
+        masked_tokens=masked_tokens_of(config, device),
+    )
 
 
 def largest_steps(

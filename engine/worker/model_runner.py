@@ -49,21 +49,21 @@ from engine.worker.async_output import AsyncOutput, ResultCopier
 from engine.worker.attention_of_model import (
     attention_of,
     group_inputs,
-    masked_tokens_of,
     prepare_attention,
 )
 from engine.worker.drafts.drafter import Drafts
 from engine.worker.drafts.network_drafter import NetworkDrafter, with_drafts
-from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
+from engine.worker.dummy_steps import DummyStep, largest_of, warm_up_steps
 from engine.worker.graphs.cuda_graphs import CudaGraphManager
 from engine.worker.graphs.recorded_choices import RecordedChoices
-from engine.worker.kv_connector import KVConnector, OnLayer, waits_for_layers
+from engine.worker.kv_connector import KVConnector, OnLayer, ignore_layer, waits_for_layers
 from engine.worker.memory.kv_cache import KVCache
 from engine.worker.rows.adapters import Adapters, NoAdapters
 from engine.worker.rows.beam_rows import BeamRows
 from engine.worker.rows.image_rows import create_image_rows
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from engine.worker.sampler_of_model import create_sampler
+from engine.worker.step_halves import Part, joined, parts_of
 from kv_transfer.layout import own_groups
 from tandem_kernels import ops
 from tandem_kernels.attention.index_pages import LayerCache
@@ -132,15 +132,8 @@ class ModelRunner:
     def _create_network(self, draft: DraftNetwork | None) -> NetworkDrafter | None:
         if draft is None:
             return None
-        drafter = NetworkDrafter(
-            self._config,
-            draft,
-            self.sampler.draw,
-            self._attention,
-            self._block_tables,
-            self._row_tables,
-            self._device,
-        )
+        given = self._config, draft, self.sampler.draw, self._attention
+        drafter = NetworkDrafter(*given, self._block_tables, self._row_tables, self._device)
         self.drafts.drafter = drafter
         return drafter
 
@@ -175,9 +168,25 @@ class ModelRunner:
             return AsyncOutput(step.step_id, rows, epochs, None, [], self._result_copier)
 
         on_layer = self._connector.pre_forward(step)
+        parts: list[Part] = [(order, None)]
+        if not waits_for_layers(step):  # A graph cannot stop at layers.
+            draws = self.sampler.only_draws
+            parts = parts_of(order, self._graph_key, self._recorded_tokens, draws)
+        found = []
+        for number, (part, key) in enumerate(parts, 1):
+            after = on_layer if number == len(parts) else ignore_layer
+            found.append(self._run(part, key, after, num_drafts))
+        sampled, of_prompts = joined([each for each, _ in found]), found[-1][1]
+        output = AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._result_copier)
+        if self.sampler.grammars.needed_by(rows):
+            self.sampler.grammars.step_started(output)
+        return output
+
+    def _run(
+        self, order: BatchOrder, key: GraphKey | None, on_layer: OnLayer, num_drafts: int | None
+    ) -> tuple[SamplerOutput | None, list[PromptLogprobsTensors]]:
+        """Runs a step or a part of it, whose rows then are as far as it."""
         self.adapters.begin(rows=order.rows)
-        # A forward pass that reads KV while it is loaded stops at layers, as a graph cannot.
-        key = None if waits_for_layers(step) else self._graph_key(order)
         key = self.adapters.of_step(key)
         sampled: SamplerOutput | None
         of_prompts: list[PromptLogprobsTensors] = []
@@ -193,10 +202,7 @@ class ModelRunner:
                 sampled = replace(sampled, draft_features=features)
         if self._decode_query_len > 1:
             sampled = self._draft(order, sampled, num_drafts)
-        output = AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._result_copier)
-        if self.sampler.grammars.needed_by(rows):
-            self.sampler.grammars.step_started(output)
-        return output
+        return sampled, of_prompts
 
     def size_of(self, step: SchedulerOutput) -> tuple[int, int]:
         """Returns how many rows will decode in a step that is next, and how many tokens it computes
@@ -243,15 +249,8 @@ class ModelRunner:
         be free. Warms up, and takes as much memory as any step may. Overwrites the cache's block 0,
         and block 1 where it has states.
         """
-        model, most_rows = self._config.model, self.states.max_num_reqs
         self._images.dummy_run()
-        is_longer, masked = (
-            self._attention.expands_contexts,
-            masked_tokens_of(self._config, self._device),
-        )
-        for step in largest_steps(
-            num_tokens, most_rows, model, expands_contexts=is_longer, masked_tokens=masked
-        ):
+        for step in largest_of(self._attention, self._config, self._device, num_tokens):
             self._dummy_step(step)
 
     def _dummy_step(self, dummy: DummyStep) -> None:
@@ -310,18 +309,16 @@ class ModelRunner:
         self._decode_set.add_request(row)
 
     def _graph_key(self, order: BatchOrder) -> GraphKey | None:
+        """Returns the graph of a step; None: there is none. To those with prompts all requests are
+        prompts, whose states have all tokens before."""
         if self._graphs is None or self._images.needed_by(order, self.states):
             return None
-        if order.num_decodes < len(order.rows) and self._is_unlike_recorded(order):
-            return None
+        if order.num_decodes < len(order.rows):
+            is_recordable = not order.has_pending and self._attention.graph_ok(order)
+            if not is_recordable or self._prompt_logprobs.needed_by(order):
+                return None
         key = self._graphs.launches.find(order.parts(samples=self.sampler.only_draws(order.rows)))
         return key if isinstance(key, GraphKey) else None
-
-    def _is_unlike_recorded(self, order: BatchOrder) -> bool:
-        """Returns whether a step with prompts computes anything else than recorded ones do. To
-        these all requests are prompts, whose states have all tokens before."""
-        is_recordable = not order.has_pending and self._attention.graph_ok(order)
-        return not is_recordable or self._prompt_logprobs.needed_by(order)
 
     def _run_eagerly(
         self, order: BatchOrder, on_layer: OnLayer
