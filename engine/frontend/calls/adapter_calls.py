@@ -12,6 +12,7 @@ routers of those that were followed, which bring other nodes up to date.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -49,6 +50,8 @@ class AdapterCalls:
         """Ranks read one adapter at a time, each within a limit of its own."""
         self._adding = ""
         """The digest of what is read, which no name stands for yet."""
+        self._reader = ThreadPoolExecutor(1, "adapter-files")
+        """A file server that is silent keeps this thread, and none of those that prompts need."""
         modules = () if config.lora is None else config.lora.modules
         self.known = ServedAdapters()
         self.known.update((one.name, AdapterRef(one.name, one.digest)) for one in modules)
@@ -175,7 +178,9 @@ class AdapterCalls:
         if fault := check_adapter_name(name, taken):
             raise InvalidRequest(fault, "lora_name")
         try:
-            found = await asyncio.to_thread(read_adapter, folder, lora.max_lora_rank)
+            found = await asyncio.get_running_loop().run_in_executor(
+                self._reader, read_adapter, folder, lora.max_lora_rank
+            )
         except AdapterError as error:
             raise InvalidRequest(printable(str(error)), "lora_path") from None
         if digest and found.digest != digest:

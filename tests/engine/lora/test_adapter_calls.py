@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from edge.adapter_call import MAX_VERSION, AdapterCall
-from engine.contracts.errors import InvalidRequest
+from engine.contracts.errors import EngineCallTimeout, InvalidRequest
 from engine.frontend.calls import adapter_calls
 from engine.frontend.calls.adapter_calls import OutdatedCall
 from engine.frontend.calls.adapter_records import AdapterRecords
@@ -96,6 +98,33 @@ async def test_what_many_routers_ask_for_is_read_once(
         ref = await adapters.load("poet", "adapter-1", in_place=True, version=10, digest=digest)
         assert ref.digest == digest
     assert num_read == 1 and told(adapters) == ["AddAdapter"]
+
+
+async def test_files_that_are_never_read_to_the_end_leave_threads_for_prompts(
+    adapters: StillAdapters, models: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers ask again and again, and each reading hangs on the file server."""
+    is_back = threading.Event()
+
+    def read(folder: Path, max_rank: int) -> AdapterFiles:
+        assert is_back.wait(60)
+        return read_adapter(folder, max_rank)
+
+    monkeypatch.setattr(adapter_calls, "read_adapter", read)
+    most_threads = 4 + (os.cpu_count() or 1)
+    try:
+        with monkeypatch.context() as hurried:
+            hurried.setattr(adapter_calls, "LOAD_LIMIT_S", 0.01)
+            for _ in range(min(32, most_threads)):
+                with pytest.raises(EngineCallTimeout, match="reading the adapter's files"):
+                    await adapters.load("poet", "adapter-1", in_place=True, version=10)
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(threading.active_count)
+        assert adapters.told == [] and "poet" not in adapters.known
+    finally:
+        is_back.set()
+    await adapters.load("poet", "adapter-1", in_place=True, version=10)
+    assert adapters.known["poet"].digest == models.refs[1].digest
 
 
 async def test_a_name_goes_back_to_what_the_settings_say(
