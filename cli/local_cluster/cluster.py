@@ -23,6 +23,9 @@ _LOWEST_PORT = 10_000
 _held: list[int] = []
 """File descriptors of sockets that are bound to the ports we gave out."""
 
+_FOLDERS = "--kv-disk-path", "--kv-host-memory-path"
+"""Flags of nodes that name folders for the KV of one node."""
+
 DEMO_CHECKPOINT = Path(__file__).parent.parent / "demo_checkpoint"
 
 
@@ -185,30 +188,39 @@ def _places(settings: UpSettings, node_args: list[str]) -> list[list[str]]:
     return placement_args(num_nodes, settings.tp, num_gpus, settings.gpu_memory_utilization)
 
 
+def _of_node(name: str, args: list[str]) -> list[str]:
+    """Gives a node folders of its own in those that hold KV, which no two nodes may share."""
+    found = list(args)
+    for at, flag in enumerate(args[:-1]):
+        if flag in _FOLDERS:
+            found[at + 1] = str(Path(args[at + 1], name))
+    return found
+
+
 def _prefill_spec(index: int, common: list[str]) -> tuple[ServiceSpec, str]:
-    port, metrics_port = free_ports(2)
-    argv = _module(
-        "prefill_node", *common, "--port", str(port), "--metrics-port", str(metrics_port)
-    )
+    name, (port, metrics_port) = f"prefill-{index}", map(str, free_ports(2))
+    args = _of_node(name, common)
+    argv = _module("prefill_node", *args, "--port", port, "--metrics-port", metrics_port)
     address = f"127.0.0.1:{port}"
-    spec = ServiceSpec(f"prefill-{index}", argv, f"grpc://{address}", stop_stage=3)
+    spec = ServiceSpec(name, argv, f"grpc://{address}", stop_stage=3)
     return spec, address
 
 
 def _decode_spec(index: int, common: list[str]) -> tuple[ServiceSpec, str]:
-    port, grpc_port = free_ports(2)
-    argv = _module("decode_node", *common, "--port", str(port), "--grpc-port", str(grpc_port))
-    spec = ServiceSpec(f"decode-{index}", argv, f"http://127.0.0.1:{port}", stop_stage=1)
+    name, (port, grpc_port) = f"decode-{index}", map(str, free_ports(2))
+    args = _of_node(name, common)
+    argv = _module("decode_node", *args, "--port", port, "--grpc-port", grpc_port)
+    spec = ServiceSpec(name, argv, f"http://127.0.0.1:{port}", stop_stage=1)
     return spec, f"127.0.0.1:{port}/{grpc_port}"
 
 
 def _switchable_spec(index: int, common: list[str]) -> tuple[ServiceSpec, str]:
     """Returns its address as that of a prefill node: routers follow what it reports."""
-    port, grpc_port, metrics_port = map(str, free_ports(3))
+    name, (port, grpc_port, metrics_port) = f"node-{index}", map(str, free_ports(3))
     ports = ("--port", port, "--grpc-port", grpc_port, "--metrics-port", metrics_port)
     address = f"127.0.0.1:{grpc_port}"
-    argv = _module("role_node", *common, *ports)
-    return ServiceSpec(f"node-{index}", argv, f"grpc://{address}", stop_stage=2), address
+    argv = _module("role_node", *_of_node(name, common), *ports)
+    return ServiceSpec(name, argv, f"grpc://{address}", stop_stage=2), address
 
 
 def _module(name: str, *args: str) -> tuple[str, ...]:

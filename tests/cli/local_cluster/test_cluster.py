@@ -40,6 +40,17 @@ def test_every_node_is_known_to_the_router_and_ports_are_distinct() -> None:
     assert "--block-size" not in router.argv
 
 
+def test_nodes_have_folders_for_kv_of_their_own() -> None:
+    """Two nodes that shared one would take its files from each other."""
+    settings = UpSettings(prefill=2, decode=1, switchable=1, device="cpu")
+    flags = ["--kv-disk-path", "/kv/disk", "--kv-host-memory-path", "shm", "--kv-disk-bytes", "9"]
+    _, *nodes = cluster_specs(settings, flags)
+    for node in nodes:
+        assert option(node.argv, "--kv-disk-path") == f"/kv/disk/{node.name}"
+        assert option(node.argv, "--kv-host-memory-path") == f"shm/{node.name}"
+        assert option(node.argv, "--kv-disk-bytes") == "9"
+
+
 def test_switchable_nodes_begin_as_prefill_nodes_and_stop_between_the_tiers() -> None:
     settings = UpSettings(prefill=1, decode=1, switchable=2, device="cpu")
     specs = cluster_specs(settings, ["--block-size", "32"], ["--strict-fields"])
