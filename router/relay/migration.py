@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 
 from edge.http.errors import HttpError
+from router.errors import Overloaded
 from router.models.per_model import PerModel
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
@@ -83,7 +84,10 @@ class Migrations:
         body, headers = journal.resume(request.body, attempts.node_headers(request, placement))
         exchange = attempts.exchange(placement)
         exchange.num_before = number
-        failure = await attempts.attempt(exchange, request.info, headers, body)
+        try:
+            failure = await attempts.attempt(exchange, request.info, headers, body)
+        except Overloaded:  # This router has no room for a connection now.
+            return None
         if failure is None and exchange.is_journaled and exchange.journal_number == number:
             return exchange
         if failure is None:

@@ -4,7 +4,9 @@ nothing of it."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from typing import Any
 
 import pytest
@@ -93,6 +95,31 @@ async def test_a_node_that_dies_at_any_token_is_replaced(cluster: Cluster, num_t
         assert migrations(router, "lost") == 1
         for phase in ("unnoticed", "placing", "beginning", "catching_up"):
             assert router.metric("tandem_router_migration_seconds_count", phase=phase) == 1
+
+
+async def test_an_answer_waits_for_room_for_a_connection(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has a part of it, and other answers give files back as they end."""
+    loop = asyncio.get_running_loop()
+    connect, num_refusals, has_died = loop.create_connection, 2, asyncio.Event()
+
+    async def fault(writer: Writer) -> None:
+        if writer.num_tokens == 3:
+            has_died.set()
+        await die_at(3)(writer)
+
+    async def connect_if_there_is_room(*given: Any, **more: Any) -> Any:
+        nonlocal num_refusals
+        if has_died.is_set() and num_refusals:
+            num_refusals -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await connect(*given, **more)
+
+    router, handler = await two_nodes(cluster, fault)
+    monkeypatch.setattr(loop, "create_connection", connect_if_there_is_room)
+    assert texts(await router.text(BODY)) == [expected(BODY)]
+    assert handler.resumed_from == [3] and num_refusals == 0
 
 
 async def test_a_node_that_dies_between_the_last_token_and_the_end(cluster: Cluster) -> None:
