@@ -31,9 +31,10 @@ def results_behind_calls(messages: list[Message]) -> list[Message]:
             for call in message.get("tool_calls") or ():
                 turn_of_call[call.get("id") or ""] = turns[-1]
             continue
+        given = message.get("tool_call_id") or ""
+        turn = turn_of_call.get(given)
         is_next = bool(turns and turns[-1][0].get("tool_calls"))
-        turn = turn_of_call.get(message.get("tool_call_id") or "")
-        if turn is None and is_next:
+        if is_next and (turn is None or not given):
             turn = turns[-1]
         if turn is None:
             turns.append([{"role": "user", "content": message["content"]}])

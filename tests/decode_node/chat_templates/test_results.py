@@ -43,7 +43,7 @@ MORE = {"role": "user", "content": "more"}
 ANSWER = {"role": "assistant", "content": "yes"}
 
 
-def called(*ids: str) -> Json:
+def called(*ids: str | None) -> Json:
     function = {"name": "f", "arguments": "{}"}
     calls = [{"id": one, "type": "function", "function": function} for one in ids]
     return {"role": "assistant", "content": None, "tool_calls": calls}
@@ -97,6 +97,8 @@ def test_a_result_without_a_call_is_what_the_user_says(template: str) -> None:
 def test_a_result_without_its_id_belongs_to_the_calls_before_it() -> None:
     chat = [USER, called("a"), result(None, "1"), called("a"), result("other", "2")]
     expected = "<user>hi<assistant>(f {})<tool>1<assistant>(f {})<tool>2"
+    assert prompt(BEHIND_CALLS, chat) == expected
+    chat = [USER, called(None), result(None, "1"), called("a"), result(None, "2")]
     assert prompt(BEHIND_CALLS, chat) == expected
 
 
