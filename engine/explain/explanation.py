@@ -156,8 +156,8 @@ class Batch:
 def explain(
     config: EngineConfig, gpu: GpuFacts | None, batches: Sequence[Batch], *, has_flash: bool = True
 ) -> list[Explanation]:
-    """Returns what the first rank of an engine does in these steps. Nothing is launched, and no
-    weights are read.
+    """Returns what the first rank of an engine does in these steps: one explanation of each, or
+    two of a step that is cut (`step_halves`). Nothing is launched, and no weights are read.
 
     Args:
         gpu: Of each rank; None: the engine is on CPU.
@@ -173,12 +173,17 @@ def explain(
         with asked_choices() as asked:
             policy = GemmPolicy.choose(config.device, NOWHERE, size, dtype)
         thresholds = "" if gpu is None else ", ".join(map(str, asked))
+        given = config, gpu, policy
         explained = []
         for batch in batches:
             attention = run(_as_recorded(config, gpu, batch))
-            explained.append(
-                _explained(config, gpu, policy, attention, batch, launches, thresholds)
-            )
+            halves = _halves(config, gpu, batch, attention)
+            if not halves:
+                explained.append(_explained(*given, attention, batch, launches, thresholds))
+            for half, place in zip(halves, ("first", "second"), strict=False):
+                attention = run(_as_recorded(config, gpu, half))
+                found = _explained(*given, attention, half, launches, thresholds)
+                explained.append(replace(found, graph=f"{found.graph}, the {place} of two"))
         return explained
 
 
@@ -286,8 +291,22 @@ def _graph(
     order = order_of(batch)
     launches = StepLaunches(none="a CPU has no graphs") if gpu is None else launches_of(config)
     found = launches.find(order.parts())
-    if isinstance(found, GraphKey) and not found.decodes and not attention.graph_ok(order):
-        found = "the attention backend attends this step apart"
+    if isinstance(found, str):
+        return f"none: {found}"
+    if found.decodes:
+        return f"of {found.num_reqs} decodes"
+    if not attention.graph_ok(order):
+        return "none: the attention backend attends this step apart"
+    return f"of {found.num_tokens} tokens with prompts of {found.num_reqs} requests"
+
+
+def _halves(
+    config: EngineConfig, gpu: GpuFacts | None, batch: Batch, attention: AttentionBackend
+) -> tuple[Batch, ...]:
+    """Returns the two that a step is run as; none: it is run as a whole."""
+    if gpu is None or not (batch.num_decodes and batch.prompts):
+        return ()
+    launches = launches_of(config)
 
     def find(part: BatchOrder) -> GraphKey | None:
         key = launches.find(part.parts())
@@ -295,17 +314,9 @@ def _graph(
             return None
         return key
 
-    if isinstance(found, GraphKey):
-        return _named(found)
-    keys = [key for _, key in parts_of(order, find, launches.most_prompt_tokens, lambda _: True)]
-    named = [_named(key) for key in keys if key is not None]
-    return f"two, {', then '.join(named)}" if len(named) == 2 else f"none: {found}"
-
-
-def _named(key: GraphKey) -> str:
-    if key.decodes:
-        return f"of {key.num_reqs} decodes"
-    return f"of {key.num_tokens} tokens with prompts of {key.num_reqs} requests"
+    parts = parts_of(order_of(batch), find, launches.most_prompt_tokens, lambda _: True)
+    halves = replace(batch, prompts=()), replace(batch, num_decodes=0)
+    return halves if len(parts) == len(halves) else ()
 
 
 def _as_recorded(config: EngineConfig, gpu: GpuFacts | None, batch: Batch) -> Batch:

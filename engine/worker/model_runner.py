@@ -13,8 +13,8 @@ One step, in this order (see also `engine.contracts.scheduler_output`):
        follows are written, if there is a drafter
 
 On a GPU, 3 to 6 of a step with decodes only are one CUDA graph, but for the copy, and but for the
-sampling when a request wants more than a draw from its logits. So they may be of a step with few
-tokens of prompts, when all its requests sample.
+sampling when a request wants more than a draw from its logits. So they may be of a step with
+prompts. One that no graph holds may be run as two: decodes go through 3 to 6, then prompts.
 
 Nothing here waits for the device, but for a step with grammars: behind the launch of its forward
 pass, 5 waits for the tokens of the step before (`engine.sample.grammars`). The result is awaited in

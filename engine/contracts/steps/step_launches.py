@@ -6,7 +6,8 @@ beside answers may have, `tandem explain` for the reason, the simulation for wha
     with prompts       the smallest recorded step that has room for the requests and for the tokens
     a drafter's guess  the smallest recorded batch of decodes that may follow it
     one by one         nothing holds it. That takes the host tens of milliseconds, whatever the GPU
-                       computes meanwhile: a step beside answers should be a graph
+                       computes meanwhile: a step beside answers should be a graph. A worker looks
+                       for one of its decodes and one of its prompts (`engine.worker.step_halves`)
 
 `engine.models.recorded_steps` makes the table of an engine from its settings. What else a step may
 need that no graph has (images, KV that is loaded meanwhile, ...) its worker knows.

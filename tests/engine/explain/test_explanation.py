@@ -193,12 +193,16 @@ def test_a_step_with_a_chunk_beside_answers_says_which_graph_it_is(tmp_path: Pat
     assert far.graph == "none: 2008 tokens with prompts, recorded up to 1024"
 
 
-def test_a_step_that_no_graph_holds_says_of_which_two_it_is() -> None:
+def test_a_step_that_no_graph_holds_is_explained_as_the_two_that_run() -> None:
     """No graph with prompts holds the kernels for what an indexer chooses of long contexts."""
     config = shape_config("deepseek-v3.2-6-layers", num_layers=4)
-    few, many = explain(config, H200, [Batch(8, 12_000, (64,)), Batch(8, 12_000, (2100,))])
-    assert few.graph == "two, of 8 decodes, then of 64 tokens with prompts of 8 requests"
-    assert many.graph.startswith("none: ")
+    steps = Batch(8, 12_000, (64,)), Batch(8, 12_000, (2100,)), Batch(8, 12_000), Batch(0, 1, (64,))
+    first, second, whole, decodes, prompt = explain(config, H200, steps)
+    assert first.graph == f"{decodes.graph}, the first of two" == "of 8 decodes, the first of two"
+    assert second.graph == f"{prompt.graph}, the second of two"
+    assert (first.step, first.choices) == (decodes.step, decodes.choices)
+    assert (second.step, second.choices) == (prompt.step, prompt.choices)
+    assert whole.graph.startswith("none: ")
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 65])
