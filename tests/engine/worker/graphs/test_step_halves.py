@@ -3,6 +3,8 @@ hand. Answers, drafts and what is accepted are those of single launches."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ from engine.batch.input_batch import BatchOrder
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.contracts.steps.step_launches import GraphKey
 from engine.sample.sampler import SamplerOutput
+from engine.sched.rows.draft_length import DraftLength
 from engine.worker import model_runner
+from engine.worker.kv_connector import OnLayer
 from engine.worker.step_halves import Part, joined, parts_of
 from tests.engine.worker.drafts.test_draft_graphs import DecodeGraphsByHand
 from tests.engine.worker.drafts.test_network_drafters import (
@@ -118,6 +123,35 @@ def late_requests(vocab_size: int) -> list[EngineCoreRequest]:
     ]
 
 
+def test_layers_are_handed_on_when_both_have_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Saved layers have the KV of prompts, too, and each is saved once."""
+    monkeypatch.setattr(model_runner, "CudaGraphManager", DecodeGraphsByHand)
+    CASES["mtp of qwen3_next"][1](tmp_path)
+    config = with_ngrams(engine_config(tmp_path, num_blocks=96), 3)
+    engine = OneEngine(config, depth=2)
+    runner = engine.worker.runner
+    runner.capture_model(lambda fraction: None)
+    graphs = runner._graphs
+    assert isinstance(graphs, DecodeGraphsByHand)
+    replays_of_layers: list[list[int]] = []
+
+    def pre_forward(step: SchedulerOutput) -> OnLayer:
+        before, found = len(graphs.replayed), list[int]()
+        replays_of_layers.append(found)
+        return lambda layer: found.append(len(graphs.replayed) - before)
+
+    monkeypatch.setattr(runner._connector, "pre_forward", pre_forward)
+    for request in late_requests(config.model.vocab_size):
+        engine.add(request)
+        engine.step()
+    engine.finish()
+    cut = [found for found in replays_of_layers if 2 in found]
+    assert len(cut) > 2 and all(found == [2] * config.model.num_layers for found in cut)
+
+
+@pytest.mark.parametrize("lengths", [(), (4, 1, 2)], ids=["all drafts", "adaptive"])
 @pytest.mark.parametrize(
     ("case", "samples"),
     [
@@ -127,16 +161,23 @@ def late_requests(vocab_size: int) -> list[EngineCoreRequest]:
     ],
 )
 def test_answers_and_drafts_are_those_of_single_launches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, samples: set[bool]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    case: str,
+    samples: set[bool],
+    lengths: tuple[int, ...],
 ) -> None:
     """States of decodes that draft lack tokens, which no graph with prompts allows for. Some
-    prompts are chunks that get no token (`samples`)."""
+    prompts are chunks that get no token (`samples`). `lengths`: tokens of decodes that differ by
+    step."""
     monkeypatch.setattr(model_runner, "CudaGraphManager", DecodeGraphsByHand)
     method, write, _ = CASES["mtp of qwen3_next" if case == "ngrams" else case]
     write(tmp_path)
     config = engine_config(tmp_path, num_blocks=96)
     drafts_by_layers = case != "ngrams"
-    config = with_drafter(config, method, tmp_path) if drafts_by_layers else with_ngrams(config, 3)
+    config = with_drafter(config, method, tmp_path) if drafts_by_layers else with_ngrams(config, 4)
+    assert config.speculative is not None
+    config = replace(config, speculative=replace(config.speculative, adaptive=bool(lengths)))
     cut: list[list[GraphKey | None]] = []
 
     def note(*given: Any) -> list[Part]:
@@ -149,6 +190,8 @@ def test_answers_and_drafts_are_those_of_single_launches(
     results = []
     for is_recorded in (False, True):
         engine = OneEngine(config, depth=2)
+        turns = cycle(lengths)
+        monkeypatch.setattr(DraftLength, "choose", lambda self, rows, of=turns: next(of))
         if is_recorded:
             assert not cut
             engine.worker.runner.capture_model(lambda fraction: None)
@@ -169,4 +212,6 @@ def test_answers_and_drafts_are_those_of_single_launches(
         check_empty(engine)
     assert results[0] == results[1]
     assert len(cut) > 2 and all(first and first.decodes for first, _ in cut)
+    widths = {first.decode_query_len for first, _ in cut if first is not None}
+    assert len(widths) > 1 if lengths else widths == {4}
     assert {second.samples for _, second in cut if second is not None} == samples
