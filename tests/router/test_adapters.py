@@ -63,6 +63,18 @@ async def test_a_load_outlasts_one_of_another_router_before_it(cluster: Cluster)
     assert node.status.load_limits_s[0] > 2 * LOAD_LIMIT_S
 
 
+async def test_a_router_asks_for_changes_of_adapters_alone(cluster: Cluster) -> None:
+    node = await cluster.decode()
+    router = await cluster.router(node)
+    await router.wait_usable(decode=1, prefill=0)
+    for name in ("poet", "bard"):
+        body = {"lora_name": name, "lora_path": name}
+        assert await call(router, "/v1/load_lora_adapter", body) == (200, ANY)
+    [known] = router.services.registry.all_nodes()
+    await eventually(lambda: known.adapters.by_name.keys() == {"poet", "bard"})
+    assert [one.takes_adapter_changes for one in node.status.watched] == [True]
+
+
 def _stands_for(router: RunningRouter, digest: str) -> bool:
     """Returns whether the router leads "poet" to this adapter."""
     found, _ = router.services.models.table.adapters.get("poet", ("", ""))
