@@ -47,7 +47,7 @@ pdl             small kernels that start before the one before has ended (progra
                 launch)
 precompile      kernels are compiled by a process of their own, on all cores, while weights are
                 loaded; without, by the first step that needs them
-prompt-graphs   CUDA graphs of steps with short prompts
+prompt-graphs   CUDA graphs of steps with prompts
 residual-gemm   GEMMs of many rows that add to the residual stream themselves
 sampled-rows    behind its attention, the last layer computes no tokens of prompts but those behind
                 which the next one is chosen

@@ -222,7 +222,7 @@ class EngineSettings(
         "request may come that it could take along. lora-gemm: adapters of up to 16 rows are "
         "computed in the launch of their layer, where its weights are not quantised. pdl: small "
         "kernels overlap, by programmatic dependent launch. prompt-graphs: CUDA graphs of steps "
-        "with short prompts. residual-gemm: GEMMs of many rows add to the residual stream "
+        "with prompts. residual-gemm: GEMMs of many rows add to the residual stream "
         "themselves. sampled-rows: behind its attention, the last layer computes of a prompt only "
         "the token behind which the next one is chosen. side-stream: shared experts run beside the "
         "others, adapters of few rows beside their layer. small-m-gemm: our own kernels for few "

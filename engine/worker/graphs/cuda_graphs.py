@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps and of short prompts: one launch instead of hundreds.
+"""CUDA graphs of decode steps and of prompts: one launch instead of hundreds.
 
     1. `capture`    once, when all memory that steps touch has its address: for each key, largest
                     batch first, the work runs once (kernels are compiled, libraries choose their
