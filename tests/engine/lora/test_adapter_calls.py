@@ -7,14 +7,16 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from edge.adapter_call import MAX_VERSION, AdapterCall
+from edge.adapter_call import LOAD_LIMIT_S, MAX_VERSION, AdapterCall
 from engine.contracts.errors import EngineCallTimeout, InvalidRequest
 from engine.frontend.calls import adapter_calls
 from engine.frontend.calls.adapter_calls import OutdatedCall
 from engine.frontend.calls.adapter_records import AdapterRecords
+from engine.frontend.calls.engine_calls import EngineCalls
 from engine.models.adapters.adapter_files import AdapterFiles, read_adapter
 from engine.node.services.adapter_servicer import adapter_call
 from tests.engine.frontend.still_adapters import StillAdapters
@@ -125,6 +127,21 @@ async def test_files_that_are_never_read_to_the_end_leave_threads_for_prompts(
         is_back.set()
     await adapters.load("poet", "adapter-1", in_place=True, version=10)
     assert adapters.known["poet"].digest == models.refs[1].digest
+
+
+async def test_the_engine_has_the_time_that_reading_files_leaves(
+    adapters: StillAdapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits_s: list[float] = []
+    ask = EngineCalls.ask
+
+    async def noted(calls: EngineCalls, call: Any, answer: Any, limit_s: float) -> Any:
+        limits_s.append(limit_s)
+        return await ask(calls, call, answer, limit_s)
+
+    monkeypatch.setattr(EngineCalls, "ask", noted)
+    await adapters.load("poet", "adapter-1")
+    assert len(limits_s) == 1 and 0.0 < limits_s[0] < LOAD_LIMIT_S
 
 
 async def test_a_name_goes_back_to_what_the_settings_say(
