@@ -104,12 +104,12 @@ def test_logits_equal_those_over_the_same_rounded_keys_and_values(
                 pass
         assert plane.dtype == (torch.float8_e4m3fn if index in attended else torch.uint8)
     plain = reference(folder)
-    for chunk in (1000, 13):
-        for prompt, ours in zip(prompts(), paged.prefill(prompts(), chunk), strict=True):
+    chunked, behind = paged.prefill_sharing(prompts(), 13)
+    for found in (paged.prefill(prompts(), 1000), chunked):
+        for prompt, ours in zip(prompts(), found, strict=True):
             assert relative_error(ours, quantised(folder).logits(prompt)) < 1e-3
             moved = relative_error(ours, reference_logits(plain, prompt))
             assert 0.01 < moved < (0.4 if family == "deepseek_v32" else 0.2)
-    behind = paged.prefill_behind(prompts()[-2], prompts()[-1], 13)
     expected = quantised(folder).logits(prompts()[-1])[-len(behind) :]
     assert relative_error(behind, expected) < 1e-3
 
