@@ -173,15 +173,16 @@ def explain(
         with asked_choices() as asked:
             policy = GemmPolicy.choose(config.device, NOWHERE, size, dtype)
         thresholds = "" if gpu is None else ", ".join(map(str, asked))
-        given = config, gpu, policy
+        steps = _steps_of(config, gpu)
+        given = config, gpu, policy, steps
         explained = []
         for batch in batches:
-            attention = run(_as_recorded(config, gpu, batch))
-            halves = _halves(config, gpu, batch, attention)
+            attention = run(_as_recorded(steps, batch))
+            halves = _halves(steps, batch, attention)
             if not halves:
                 explained.append(_explained(*given, attention, batch, launches, thresholds))
             for half, place in zip(halves, ("first", "second"), strict=False):
-                attention = run(_as_recorded(config, gpu, half))
+                attention = run(_as_recorded(steps, half))
                 found = _explained(*given, attention, half, launches, thresholds)
                 explained.append(replace(found, graph=f"{found.graph}, the {place} of two"))
         return explained
@@ -203,7 +204,7 @@ def asked_model(
         place = ParallelPlace(range(config.model.num_layers), _OneOf(parallel.tensor_parallel_size))
         model = create_model(config, place, NOWHERE)
         launches.know(model, model.get_submodule("layers").children())
-        recorded_tokens = _recorded_tokens(config, gpu)
+        recorded_tokens = _steps_of(config, gpu).most_prompt_tokens
 
         def run(batch: Batch) -> AttentionBackend:
             launches.by_layer, launches.layer = {}, 0
@@ -214,11 +215,9 @@ def asked_model(
         yield run
 
 
-def _recorded_tokens(config: EngineConfig, gpu: GpuFacts | None) -> int:
-    """Returns the tokens of the largest step with prompts that is a CUDA graph; 0: none is."""
-    if gpu is None:
-        return 0
-    return launches_of(config).most_prompt_tokens
+def _steps_of(config: EngineConfig, gpu: GpuFacts | None) -> StepLaunches:
+    """Returns which steps of an engine are CUDA graphs."""
+    return StepLaunches(none="a CPU has no graphs") if gpu is None else launches_of(config)
 
 
 @contextmanager
@@ -238,6 +237,7 @@ def _explained(
     config: EngineConfig,
     gpu: GpuFacts | None,
     policy: GemmPolicy,
+    steps: StepLaunches,
     attention: AttentionBackend,
     batch: Batch,
     launches: Launches,
@@ -250,7 +250,7 @@ def _explained(
     name = type(attention).__name__
     if dense := getattr(attention, "dense", None):
         name += f": {dense.name} for prompts from {dense.min_tokens} tokens on, else paged"
-    graph = _graph(config, gpu, batch, attention)
+    graph = _graph(steps, batch, attention)
     names = {-1: "embedding", config.model.num_layers: "head"}
     return Explanation(str(batch), name, graph, alike(rows), names, thresholds)
 
@@ -285,12 +285,9 @@ def _row(launch: Launch, policy: GemmPolicy, gpu: GpuFacts | None) -> KernelChoi
     return KernelChoice(part, kernel, tile, why, launch.name, launch.module, tables)
 
 
-def _graph(
-    config: EngineConfig, gpu: GpuFacts | None, batch: Batch, attention: AttentionBackend
-) -> str:
+def _graph(steps: StepLaunches, batch: Batch, attention: AttentionBackend) -> str:
     order = order_of(batch)
-    launches = StepLaunches(none="a CPU has no graphs") if gpu is None else launches_of(config)
-    found = launches.find(order.parts())
+    found = steps.find(order.parts())
     if isinstance(found, str):
         return f"none: {found}"
     if found.decodes:
@@ -300,28 +297,23 @@ def _graph(
     return f"of {found.num_tokens} tokens with prompts of {found.num_reqs} requests"
 
 
-def _halves(
-    config: EngineConfig, gpu: GpuFacts | None, batch: Batch, attention: AttentionBackend
-) -> tuple[Batch, ...]:
+def _halves(steps: StepLaunches, batch: Batch, attention: AttentionBackend) -> tuple[Batch, ...]:
     """Returns the two that a step is run as; none: it is run as a whole."""
-    if gpu is None or not (batch.num_decodes and batch.prompts):
-        return ()
-    launches = launches_of(config)
 
     def find(part: BatchOrder) -> GraphKey | None:
-        key = launches.find(part.parts())
+        key = steps.find(part.parts())
         if isinstance(key, str) or not (key.decodes or attention.graph_ok(part)):
             return None
         return key
 
-    parts = parts_of(order_of(batch), find, launches.most_prompt_tokens, lambda _: True)
+    parts = parts_of(order_of(batch), find, steps.most_prompt_tokens, lambda _: True)
     halves = replace(batch, prompts=()), replace(batch, num_decodes=0)
     return halves if len(parts) == len(halves) else ()
 
 
-def _as_recorded(config: EngineConfig, gpu: GpuFacts | None, batch: Batch) -> Batch:
+def _as_recorded(steps: StepLaunches, batch: Batch) -> Batch:
     """Returns the step that runs: decodes alone have the rows of their graph, which may be more."""
-    found = "" if gpu is None else launches_of(config).find(order_of(batch).parts())
+    found = steps.find(order_of(batch).parts())
     if isinstance(found, str) or not found.decodes:
         return batch
     return replace(batch, num_decodes=found.num_reqs)

@@ -77,7 +77,7 @@ def longest_prompt(config: EngineConfig) -> int:
     them in about the time in which the host launches their kernels one by one."""
     spec = spec_of(config.model)
     is_quick = config.parallel.tensor_parallel_size > 1 or config.model.quantization is not None
-    if any(group.is_state for group in config.kv_layout.groups):
+    if _has_state(config):
         longest = SHORT_PROMPT_TOKENS
     elif spec.num_experts_per_token:
         longest = (FP8_PROMPT_TOKENS if _multiplies_fp8(config) else MOST_PROMPT_TOKENS)[-1]
@@ -121,14 +121,13 @@ def prompts_to_record(config: EngineConfig, longest: int) -> list[GraphKey]:
         return []
     if config.parallel.data_parallel_size > 1:
         return []  # Other groups may have other steps at the same time.
-    has_state = any(group.is_state for group in config.kv_layout.groups)
     sizes = limits.max_num_seqs, min(longest, limits.max_num_batched_tokens)
     keys = prompt_keys(*sizes, any_context=_cuts_hidden_decodes(config))
     beside = _most_beside(config)
     if beside and _cuts_hidden_decodes(config):
         # The fewer requests a step may have, the finer contexts of latents are cut.
         keys = [key._replace(any_context=key.num_tokens <= beside) for key in keys]
-    if has_state:
+    if _has_state(config):
         return keys  # Decodes with drafts have states that lack tokens, prompts have not.
     longest = min(sizes[1], beside or sizes[1])
     return keys + drafted_keys(limits.max_num_seqs, longest, config.decode_query_len)
@@ -164,6 +163,10 @@ def _most_beside(config: EngineConfig) -> int:
     Larger ones of latents are whole prompts, which are expanded."""
     expands = spec_of(config.model).latent_shape is not None and not config.device.deterministic
     return PROMPT_TOKENS[-1] if expands else 0
+
+
+def _has_state(config: EngineConfig) -> bool:
+    return any(group.is_state for group in config.kv_layout.groups)
 
 
 def _multiplies_fp8(config: EngineConfig) -> bool:
