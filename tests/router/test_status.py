@@ -347,6 +347,33 @@ async def test_viewers_share_snapshots_and_slow_ones_skip_them() -> None:
             assert await anext(viewer, None) is None
 
 
+async def test_no_two_snapshots_are_made_at_a_time() -> None:
+    """The older one of two would follow the newer, where it takes longer."""
+    num_begun = num_ended = most_at_once = 0
+
+    async def take() -> Snapshot:
+        nonlocal num_begun, num_ended, most_at_once
+        num_begun += 1
+        most_at_once = max(most_at_once, num_begun - num_ended)
+        await asyncio.sleep(0.02)
+        num_ended += 1
+        return Snapshot({"count": b"%d" % num_begun}, {}, b"[]", {})
+
+    feed = StatusFeed(take, tick_s=0.001)
+
+    async def see(count: int) -> None:
+        async with contextlib.aclosing(feed.events()) as events:
+            for _ in range(count):
+                await anext(events)
+
+    async def come_later() -> None:
+        await eventually(lambda: num_begun == 1)
+        await see(3)
+
+    await asyncio.gather(see(4), come_later())
+    assert most_at_once == 1 and num_begun >= 4
+
+
 async def test_too_many_viewers_are_refused(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

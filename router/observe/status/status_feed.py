@@ -60,8 +60,8 @@ class StatusFeed:
         self.num_viewers = 0
         self._is_closed = False
         self._whole = SharedWork(self._make_document)
-        self._first = SharedWork(self._advance)
-        """Viewers that come and go cost no snapshot each."""
+        self._newest = SharedWork(self._advance)
+        """Viewers that come and go cost no snapshot each, and no two are made at a time."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":
@@ -88,7 +88,7 @@ class StatusFeed:
             seen = -1
             while not self._is_closed:
                 if self._ticking is None:
-                    await self._first.get()
+                    await self._newest.get()
                 if self._ticking is None:
                     self._ticking = asyncio.create_task(self._run(), name="router status feed")
                 if seen != self._tick:
@@ -120,7 +120,7 @@ class StatusFeed:
         while True:
             await asyncio.sleep(self._interval_s(self._snapshot))
             try:
-                await self._advance()
+                await self._newest.get()
             except Exception:
                 logger.exception("no snapshot for the status page")
 
