@@ -8,6 +8,7 @@ from router.config import RouterSettings
 from router.models.per_model import PerModel
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
+from router.nodes.partners import decodes_of, prefills_of
 from router.nodes.registry import NodeRegistry
 from router.placement.candidates.node_pool import NodePool
 from router.relay.prefill_hold import PrefillHold
@@ -23,7 +24,10 @@ def make_scaling(settings: RouterSettings, registry: NodeRegistry) -> PerModel[S
 
     def make(model: str) -> ScalingSignal:
         def all_nodes(role: NodeRole) -> list[Node]:
-            return [node for node in registry.nodes(role) if _serves(node, model)]
+            decodes = registry.nodes(NodeRole.DECODE)
+            if role is NodeRole.DECODE:
+                return decodes_of(model, decodes)
+            return prefills_of(model, registry.nodes(role), decodes)
 
         def nodes(role: NodeRole) -> list[Node]:
             return [node for node in all_nodes(role) if not is_drained(node)]
@@ -58,10 +62,3 @@ def make_prefill_hold(
         rng=rng,
         clock=pool.registry.clock,
     )
-
-
-def _serves(node: Node, model: str) -> bool:
-    """Returns whether the node has reported that it serves `model`; any will do for ""."""
-    if node.report is None:
-        return False
-    return not model or model in node.report.model_names

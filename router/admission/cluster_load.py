@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.nodes.address import NodeRole
-from router.nodes.node import Node
+from router.nodes.partners import decodes_of, prefills_of
 from router.nodes.registry import NodeRegistry
-from router.nodes.report import NodeReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +43,14 @@ class ClusterLoads:
         return ClusterLoad(found.kv_usage, found.num_waiting + num_in_line)
 
     def _sum(self, model: str) -> ClusterLoad:
-        decodes = self._reports(NodeRole.DECODE, model)
-        nodes = [*decodes, *self._reports(NodeRole.PREFILL, model)]
-        num_blocks = sum(report.num_total_blocks for report in decodes)
-        num_free = sum(report.num_free_blocks for report in decodes)
+        decodes = self.registry.usable(NodeRole.DECODE)
+        prefills = prefills_of(model, self.registry.usable(NodeRole.PREFILL), decodes)
+        decodes = decodes_of(model, decodes)
+        reports = [node.report for node in decodes if node.report is not None]
+        num_blocks = sum(report.num_total_blocks for report in reports)
+        num_free = sum(report.num_free_blocks for report in reports)
+        reports += [node.report for node in prefills if node.report is not None]
         return ClusterLoad(
             kv_usage=1 - num_free / num_blocks if num_blocks else 0.0,
-            num_waiting=sum(report.num_waiting_requests for report in nodes),
+            num_waiting=sum(report.num_waiting_requests for report in reports),
         )
-
-    def _reports(self, role: NodeRole, model: str) -> Sequence[NodeReport]:
-        nodes: Sequence[Node] = self.registry.usable(role)
-        reports = [node.report for node in nodes if node.report is not None]
-        return [report for report in reports if not model or model in report.model_names]

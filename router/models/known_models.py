@@ -23,7 +23,7 @@ from router.models.rules_file import RulesFile
 from router.nodes.adapter_set import AdapterId
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.node import Node
-from router.nodes.partners import by_weights, partners_of
+from router.nodes.partners import by_weights, partners_of_all
 from router.nodes.registry import NodeRegistry
 from router.nodes.report import NodeReport
 from router.request.model_route import ModelRoute, plain_route
@@ -256,7 +256,5 @@ def num_computing(decodes: Iterable[Node], prefills: Sequence[Node]) -> dict[str
     groups = by_weights(prefills)
     counts = {}
     for model, nodes in by_model.items():
-        of_kinds = {(node.fingerprint, node.model): node for node in nodes}
-        partners = {node for one in of_kinds.values() for node in partners_of(one, groups)}
-        counts[model] = len(partners) or len(nodes)
+        counts[model] = len(partners_of_all(nodes, groups)) or len(nodes)
     return counts

@@ -156,6 +156,11 @@ class Node:
         return self.report.model_name if self.report else ""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Returns all names of that model; none before the first report."""
+        return self.report.model_names if self.report else ()
+
+    @property
     def adapters(self) -> AdapterSet:
         """Returns the adapters that requests may name there."""
         return self.report.adapters if self.report else NO_ADAPTERS

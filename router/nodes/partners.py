@@ -34,7 +34,31 @@ def partners_of(decode: Node, groups: Mapping[Weights, list[Node]]) -> list[Node
     return group_of(decode, groups, [])
 
 
+def partners_of_all(
+    decodes: Iterable[Node], groups: Mapping[Weights, list[Node]]
+) -> dict[Node, None]:
+    """Returns the nodes that work for any of `decodes`, in order."""
+    of_kinds = {(node.fingerprint, node.model): node for node in decodes}
+    return {node: None for one in of_kinds.values() for node in partners_of(one, groups)}
+
+
 def group_of(decode: Node, groups: Mapping[Weights, _Nodes], others: _Nodes) -> _Nodes:
     """Returns the group that works for `decode`, or `others`."""
     named = groups.get((decode.fingerprint, decode.model))
     return named if named is not None else groups.get((decode.fingerprint, ""), others)
+
+
+def decodes_of(model: str, decodes: Iterable[Node]) -> list[Node]:
+    """Returns those that have reported that they serve `model`; any will do for ""."""
+    reporting = (node for node in decodes if node.report is not None)
+    return [node for node in reporting if not model or model in node.names]
+
+
+def prefills_of(model: str, prefills: Iterable[Node], decodes: Iterable[Node]) -> list[Node]:
+    """Returns those that work for the decode nodes of `model`, by whatever name they serve; by
+    their names where no decode node has said what that is."""
+    own = decodes_of(model, decodes)
+    if not model or not own:
+        return decodes_of(model, prefills)
+    groups = by_weights(node for node in prefills if node.report is not None)
+    return list(partners_of_all(own, groups))

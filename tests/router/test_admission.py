@@ -489,3 +489,6 @@ def test_the_load_that_answers_tell_is_summed_up_once_a_moment() -> None:
     fleet.clock.now += 0.2
     assert loads.of("demo", 0).num_waiting == 9
     assert loads.of("another", 1).num_waiting == 1
+    fleet.add("p", NodeRole.PREFILL, model_name="pool", num_waiting_requests=4)
+    fleet.clock.now += 0.2
+    assert loads.of("demo", 0).num_waiting == 13, "its prompts wait there, whatever its name"

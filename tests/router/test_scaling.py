@@ -291,6 +291,25 @@ def test_requests_for_many_models_lose_no_model_that_waits_for_a_node() -> None:
     assert signals.get("waits") is None
 
 
+def test_prefill_nodes_count_by_their_weights_whatever_they_are_called() -> None:
+    """As they are placed on: those of another name that fit, and none of this name that fit not."""
+    fleet = Fleet()
+    fleet.add("d", model_name="chat", model_aliases=("c",), fingerprint="w")
+    signals = make_scaling(RouterSettings(slo_ttft_ms=200.0), fleet.registry)
+    fleet.add("p-new", PREFILL, model_name="chat", fingerprint="next weights")
+    assert signals.of("chat").nodes(PREFILL) == []
+    other = fleet.add("p0", PREFILL, model_name="pool", fingerprint="w", prefill_tokens_per_s=1e4)
+    for name in ("chat", "c", ""):
+        assert other in signals.of(name).nodes(PREFILL)
+        signals.of(name).arrived(request(num_prompt_tokens=1000))
+        assert signals.of(name).predicted_ttft_s() == pytest.approx(0.1)
+    fleet.add("p1", PREFILL, model_name="pool", fingerprint="w", draining=True, drained=True)
+    assert signals.of("chat").num_drained(PREFILL) == 1
+    own = fleet.add("p2", PREFILL, model_name="chat", fingerprint="w")
+    assert signals.of("chat").nodes(PREFILL) == [own], "as long as one has its name"
+    assert signals.of("pool").nodes(PREFILL) == [other], "no decode node says what fits it"
+
+
 def test_decode_follows_tokens_and_room() -> None:
     site = Site()
     site.learn_steps()

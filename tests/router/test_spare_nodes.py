@@ -76,6 +76,16 @@ def test_nothing_is_spare_before_the_window_is_over(fleet: Fleet, policy: Tandem
     assert policy.spare.free_tokens("demo") == 3 * 2048
 
 
+def test_prefill_nodes_of_another_name_are_spare_as_well() -> None:
+    fleet = Fleet()
+    fleet.add("d", fingerprint="w", num_total_blocks=100, num_free_blocks=100, block_size=64)
+    for name in ("p0", "p1", "p2", "p3"):
+        fleet.add(name, PREFILL, model_name="pool", fingerprint="w")
+    spare = TandemPolicy(fleet.registry, random.Random(1)).spare
+    wait(fleet, spare)
+    assert spare.free_tokens("demo") == 3 * 2048
+
+
 def test_as_many_stay_free_as_were_needed_and_a_reserve(fleet: Fleet, policy: TandemPolicy) -> None:
     wait(fleet, policy.spare)
     for name in ("p0", "p1"):

@@ -25,6 +25,7 @@ from operator import attrgetter
 
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
+from router.nodes.partners import decodes_of, prefills_of
 from router.nodes.registry import NodeRegistry
 
 _SLOTS = 10
@@ -134,21 +135,21 @@ class SpareNodes:
 
     def free_tokens(self, model: str) -> int:
         """Returns about how many prompt tokens may be begun now."""
-        decodes = self.decodes(self._of(NodeRole.DECODE, model), 0)
+        own = self._decodes_of(model)
+        decodes = self.decodes(own, 0)
         if not decodes:
             return 0
-        nodes = self._of(NodeRole.PREFILL, model)
+        nodes = prefills_of(model, self.registry.usable(NodeRole.PREFILL), own)
         computing = self.prefills(nodes) or [n for n in decodes if self.may_compute(n)]
         return sum(max(0, self.step_tokens - _work(node)) for node in computing)
 
     def num_rooms(self, model: str) -> int:
         """Returns how many such requests decode nodes may have besides those that they have."""
-        decodes = self.decodes(self._of(NodeRole.DECODE, model), 0)
+        decodes = self.decodes(self._decodes_of(model), 0)
         return sum(self._most(node) - _num_idle(node) for node in decodes)
 
-    def _of(self, role: NodeRole, model: str) -> list[Node]:
-        nodes = self.registry.usable(role)
-        return [n for n in nodes if n.report is not None and model in ("", *n.report.model_names)]
+    def _decodes_of(self, model: str) -> list[Node]:
+        return decodes_of(model, self.registry.usable(NodeRole.DECODE))
 
     def _has_room(self, decode: Node, num_kv_tokens: int) -> bool:
         report = decode.report
