@@ -278,7 +278,10 @@ class NodeRegistry:
 
     def mark_disconnected(self, address: NodeAddress) -> None:
         node = self._nodes.get(address)
-        if node is not None and node.connected:
+        if node is None:
+            return
+        node.counts_at = None
+        if node.connected:
             node.connected = False
             self.version += 1
 

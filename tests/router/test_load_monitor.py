@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 import grpc
+import pytest
 
+from edge.security.credentials import Credentials
 from router.nodes.adapter_set import AdapterId, adapter_set
 from router.nodes.node import Node, NodeState
 from router.nodes.report import NodeReport
@@ -189,6 +192,25 @@ async def test_reports_are_asked_for_further_apart_when_there_are_many_nodes(
     await decode.status.change(num_running_requests=6)
     await eventually(lambda: decode.status.watched[-1].change_interval_s < 0.02)
     assert len(decode.status.watched) == 3
+
+
+async def test_nodes_that_appear_together_are_called_one_by_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The channels of 1,000 took the loop for a second, in which no stream went on."""
+    router = await cluster.router(decode="127.0.0.1:9/9")
+    turn, opened = 0, Counter[int]()
+
+    def channel(*_: object, **__: object) -> None:
+        opened[turn] += 1
+        raise OSError
+
+    monkeypatch.setattr(Credentials, "channel", channel)
+    router.services.monitor.set_members(address(f"10.255.0.{i}") for i in range(1, 101))
+    while opened.total() < 100:
+        await asyncio.sleep(0)
+        turn += 1
+    assert max(opened.values()) == 1
 
 
 async def test_reports_of_nodes_that_appear_together_do_not_stay_together(

@@ -270,6 +270,8 @@ def test_a_node_with_two_addresses_is_one_node(caplog: pytest.LogCaptureFixture)
     states = [registry.state(node) for node in registry.all_nodes()]
     assert states == [NodeState.READY, NodeState.ELSEWHERE, NodeState.READY]
     assert named_node(registry, second.target).address == first
+    registry.mark_disconnected(second)
+    assert registry.state(registry.all_nodes()[1]) is NodeState.JOINING, "nothing is known there"
     registry.set_members([first, second, other])
     assert tell(second, "a", sequence=4) is ReportOutcome.LISTED_TWICE
     registry.mark_disconnected(first)

@@ -140,7 +140,8 @@ class Database:
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             has_failed = True
             told = self._purpose
-            logger.error("the store of %s failed: %s", told.kept, _shown(error))
+            where = _place(self._url)
+            logger.error("the store of %s at %s failed: %s", told.kept, where, _shown(error))
             raise StoreUnavailable(
                 f"The store of {told.kept} does not answer now. Try again shortly{told.advice}.",
                 code=told.code,
@@ -211,6 +212,13 @@ def _checked_url(text_: str, flag: str) -> URL:
     # The field writes sslmode; asyncpg's name for it is ssl.
     query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
     return url.set(drivername="postgresql+asyncpg", query=query)
+
+
+def _place(url: URL) -> str:
+    """Returns what the log may say of a database: the URL without users, passwords and options."""
+    if url.get_backend_name() == "sqlite":
+        return str(url.database)
+    return f"{url.host or 'its host'}/{url.database}"
 
 
 def _shown(error: BaseException) -> str:

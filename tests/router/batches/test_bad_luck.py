@@ -115,6 +115,7 @@ async def test_a_spoiled_database_is_named(
         with pytest.raises(openai.InternalServerError) as refused:
             await client.files.list()
     assert refused.value.status_code == 503
+    assert f"the store of files and batches at {store} failed: " in caplog.text
     assert "SQLITE_NOTADB" in caplog.text
     await router.text({"model": "demo", "prompt": "all else goes on"})
 
