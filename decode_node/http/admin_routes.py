@@ -41,6 +41,8 @@ def admin_routes(
     async def flush(request: Request) -> Response:
         """Forgets all cached prefixes as SGLang does: a 400 while requests run, for whose end
         `?timeout=30` waits that many seconds. For operators alone."""
+        if request.method == "HEAD":  # asks whether this is here
+            return Response(status_code=200)
         if not await is_reset(request, wait_of(request.query_params)):
             raise CacheInUse(_IN_USE)
         return Response(status_code=200)
@@ -69,7 +71,7 @@ def admin_routes(
 
     routes = [
         Route("/reset_prefix_cache", reset, methods=["POST"]),
-        Route("/flush_cache", flush, methods=["POST"]),
+        Route("/flush_cache", flush, methods=["GET", "POST"]),
         Route("/abort_request", abort_one, methods=["POST"]),
         Route("/abort_requests", abort_several, methods=["POST"]),
     ]

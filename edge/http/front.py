@@ -23,6 +23,8 @@ _METHODS = "GET, POST"
 _EXPOSED = f"{names.REQUEST_ID}, retry-after, {names.PREFILL_NODE}"
 _PREFLIGHT_AGE_S = "600"
 _SAFE = "GET", "HEAD", "OPTIONS"
+_CHANGED_BY_GET = ("/flush_cache",)
+"""SGLang's clients ask so."""
 _UNASKED = "", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain"
 """Types of bodies that a page may send without a preflight."""
 
@@ -71,11 +73,12 @@ class HttpFront:
         origin = headers.get("origin", "")
         return origin in self.origins or (bool(origin) and ANY_ORIGIN in self.origins)
 
-    def refuses(self, method: str, headers: Mapping[str, str]) -> bool:
+    def refuses(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """Returns whether a page of a site that is not allowed made a browser send this, which
         could change something, and the browser did not ask first."""
         kind = names.media_type(headers)
-        unasked = method not in _SAFE and kind in _UNASKED
+        may_change = method not in _SAFE or path in _CHANGED_BY_GET
+        unasked = may_change and kind in _UNASKED
         return unasked and _is_of_other_site(headers) and not self.allows(headers)
 
     def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:

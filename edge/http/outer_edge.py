@@ -96,7 +96,7 @@ class OuterEdge:
         try:
             if self._front.is_preflight(scope["method"], headers):
                 await self._answer_preflight(headers, send_outward)
-            elif self._front.refuses(scope["method"], headers):
+            elif self._front.refuses(scope["method"], scope["path"], headers):
                 await send_error(send_outward, OriginRefused(_OTHER_SITE))
             else:
                 await self._app(scope, receive_watched, send_outward)

@@ -14,6 +14,8 @@ from starlette.routing import BaseRoute, Route
 from edge.http.errors import HttpError, MethodNotAllowed, NotFound, NoWebSockets, PathMoved
 
 _MAX_SHOWN = 100
+_BEGINNINGS = {"/status": "the cluster", "/metrics": "counters", "/docs": "the API"}
+"""What a person looks for who opens a service without a path."""
 _HIDDEN = {"HEAD", "OPTIONS"}
 
 
@@ -62,7 +64,14 @@ def unknown_path(request: Request) -> HttpError:
     listed = ", ".join(f"{'|'.join(sorted(how))} {one}" for one, how in sorted(named.items()))
     meant = _meant(shown, named)
     hint = f"did you mean {meant}? " if meant else ""
+    if path == "/":
+        begun = {one: what for one, what in _BEGINNINGS.items() if _serves(request, one)}
+        hint = f"see {', '.join(f'{one} ({what})' for one, what in begun.items())}; "
     return NotFound(f"there is no {method} {shown} here; {hint}served: {listed}")
+
+
+def _serves(request: Request, path: str) -> bool:
+    return any(isinstance(one, Route) and one.path == path for one in request.app.state.served)
 
 
 def path_without_slash(request: Request) -> PathMoved:

@@ -264,10 +264,10 @@ def _read_body(body: bytes) -> _Body:
     try:
         return _decode_body(body)
     except msgspec.ValidationError:
-        raise _bad_json("the request body must be a JSON object") from None
+        raise _bad_json("the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         fault = json_fault(body, error)
-        raise _bad_json(f"the request body is not valid JSON: {fault}") from None
+        raise _bad_json(f"the body is not valid JSON: {fault}") from None
 
 
 def _first_given(fields: _Body, names: Sequence[str]) -> msgspec.Raw | None:

@@ -163,7 +163,7 @@ def _fields(body: bytes) -> Fields:
     try:
         return fields_of(body or b"{}")
     except UNREADABLE:
-        raise BadRequest("the request body must be a JSON object", code="invalid_json") from None
+        raise BadRequest("the body must be a JSON object", code="invalid_json") from None
 
 
 def _metadata(fields: Fields) -> bytes:

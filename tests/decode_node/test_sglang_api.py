@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.contracts.request_spec import RequestSpec
 from tests.decode_node.http_node import HttpNode, chunks_of, http_node
 
 IDS = [5, 6, 7]
@@ -202,7 +203,12 @@ async def test_the_model_is_described() -> None:
 async def test_its_names_of_probes_and_resets_are_served() -> None:
     async with http_node() as node:
         assert (await node.client.get("/health_generate")).status_code == 200
-        assert (await node.client.post("/flush_cache")).status_code == 200
+        known = node.proxy._prefix_index
+        prompt, spec = list(range(5, 30)), RequestSpec()
+        for method, is_reset in ("HEAD", False), ("GET", True), ("POST", True):
+            known.add(prompt, spec)
+            assert (await node.client.request(method, "/flush_cache")).status_code == 200
+            assert (known.num_cached_tokens(prompt, spec) == [0]) == is_reset, method
         node.state.draining = True
         assert (await node.client.get("/health_generate")).status_code == 503
 

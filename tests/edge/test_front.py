@@ -131,8 +131,9 @@ async def test_what_another_site_s_page_sends_unasked_reaches_nothing(
     if b"origin:" in said:
         answer, _ = await exchange(HttpFront(origins=["*"]), request)
         assert b"origin_refused" not in answer
-    answer, _ = await exchange(HttpFront(), request.replace(b"POST", b"GET"))
-    assert b"origin_refused" not in answer
+    for path, is_changed in ((b"/x", False), (b"/flush_cache?timeout=1", True)):
+        answer, _ = await exchange(HttpFront(), request.replace(b"POST /x", b"GET " + path))
+        assert (b"origin_refused" in answer) == (is_changed and is_refused), path
 
 
 @pytest.mark.parametrize(

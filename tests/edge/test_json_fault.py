@@ -20,6 +20,9 @@ HALF = "half of a surrogate pair"
         ('{"a": "é"}'.encode("utf-16"), "UTF-8"),
         (b'{"a": NaN}', "NaN (byte 6) is not JSON"),
         (b'{"NaN": [1, -Infinity]}', "Infinity (byte 13) is not JSON"),
+        (b'{"a": [1e999, 1e9999]}', "too large for any float: 1e999;"),
+        (b'{"1e999": -2.5E+400', "too large for any float: -2.5E+400;"),
+        (b"[" + b"1" * 5000 + b", 1.0e310]", "1.0e310"),
         (b'{"a": None}', "invalid character"),
         (b"[" * 5000, "nested too deeply"),
         (rb'{"a": "\ud83d"}', HALF),
@@ -30,7 +33,7 @@ HALF = "half of a surrogate pair"
         (rb'{"a": "\\ud83d"', "truncated"),
         (rb'{"a": "' + b"x" * (1 << 18) + rb'\ud83d"}', "truncated"),
     ],
-    ids=range(16),
+    ids=range(19),
 )
 def test_the_fault_of_a_body(body: bytes, words: str) -> None:
     with pytest.raises((msgspec.DecodeError, UnicodeDecodeError, RecursionError)) as caught:

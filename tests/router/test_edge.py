@@ -276,6 +276,7 @@ async def test_what_is_not_served_is_named_with_what_is(cluster: Cluster) -> Non
         ("POST", "/chat/completions", 404, ["POST /chat/completions", "/v1/chat/completions?"]),
         ("GET", "/v1/completions//", 404, ["POST /v1/completions"]),
         ("GET", "/v1/model", 404, ["did you mean /v1/models?", "POST /v1/completions"]),
+        ("GET", "/", 404, ["/status (the cluster)", "/metrics (counters)", "/docs (the API)"]),
         ("GET", "/nothing/at/all", 404, ["GET /nothing/at/all", "served: ", "GET /health"]),
         ("GET", "/v1/completions", 405, ["/v1/completions takes POST, not GET"]),
         ("POST", "/v1/models/a/b", 405, ["/v1/models/a/b takes GET, not POST"]),

@@ -537,6 +537,13 @@ async def test_operators_reset_the_caches_of_all_nodes(cluster: Cluster) -> None
     async with router.client.post(router.url + "/flush_cache?timeout=0.5") as response:
         assert response.status == 400, "as SGLang says it"
     assert [node.status.reset_within_s for node in nodes] == [0.5, 0.5, 0.5]
+    resets = [node.status.num_resets for node in nodes]
+    async with router.client.head(router.url + "/flush_cache") as response:
+        assert response.status == 200
+    assert [node.status.num_resets for node in nodes] == resets
+    async with router.client.get(router.url + "/flush_cache?timeout=0.25") as response:
+        assert response.status == 400
+    assert [node.status.reset_within_s for node in nodes] == [0.25, 0.25, 0.25]
     await nodes[2].stop()
     async with router.client.post(router.url + "/reset_prefix_cache") as response:
         assert response.status == 503
@@ -567,6 +574,9 @@ async def test_an_admin_port_has_what_the_api_s_port_has_not() -> None:
                 assert response.status == 200
             async with client.get(api + path) as response:
                 assert response.status == 404
+        for base, words in ((api, "see /docs (the API); "), (admin, "see /status (the cluster), ")):
+            async with client.get(base) as response:
+                assert words in (await response.json())["error"]["message"]
         for path in ("/admin/nodes", "/admin/nodes/d/drain", "/flush_cache", "/abort_request"):
             async with client.post(api + path) as response:
                 assert response.status == 404

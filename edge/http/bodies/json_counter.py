@@ -80,7 +80,8 @@ class JsonCounter:
         depths = list(accumulate(map(_STEPS.__getitem__, brackets), initial=self.depth))
         _check(max(depths), MAX_DEPTH, "levels of nesting")
         if min(depths) < 0:
-            raise BadRequest("the body is not valid JSON: it closes what it never opened")
+            fault = "the body is not valid JSON: it closes what it never opened"
+            raise BadRequest(fault, code="invalid_json")
         self.depth = depths[-1]
         literals = outside.count(b"true") + outside.count(b"false")
         exponents = outside.count(b"e") + outside.count(b"E")

@@ -139,7 +139,7 @@ async def read_json_body(
                     return body.whole()
     except TimeoutError:
         raise RequestTimeout(
-            f"the request body did not arrive within {limits.timeout_s:g} s, or came slowly while "
+            f"the body did not arrive within {limits.timeout_s:g} s, or came slowly while "
             f"others waited"
         ) from None
 
@@ -192,4 +192,4 @@ class _Body:
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:
-    return RequestTooLarge(f"the request body is larger than {max_bytes} bytes")
+    return RequestTooLarge(f"the body is larger than {max_bytes} bytes")

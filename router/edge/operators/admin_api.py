@@ -5,7 +5,7 @@
     GET  /metrics    Prometheus
     GET  /status     a page for people (`status_api.py`)
     POST /reset_prefix_cache    forgets the cached prefixes of all nodes; 503 where one could not
-    POST /flush_cache           the same as SGLang does it: 400 while requests run, ?timeout= waits
+    GET, POST /flush_cache      the same as SGLang does it: 400 while requests run, ?timeout= waits
     -    /admin/nodes           the nodes, taken out of use and back (`node_api.py`)
 
 All on the port of the API, or the last two on a port of their own (`admin_port`), which then has
@@ -69,8 +69,10 @@ def admin_routes(
         nodes = await reset(0.0)
         return JSONResponse({"nodes": nodes}, 200 if set(nodes.values()) <= {RESET} else 503)
 
-    @routes.post("/flush_cache")
+    @routes.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache(request: Request) -> JSONResponse:
+        if request.method == "HEAD":  # asks whether this is here
+            return JSONResponse({})
         nodes = await reset(wait_of(request.query_params))
         others = set(nodes.values()) - {RESET}
         status = 200 if not others else 400 if others == {IN_USE} else 503
