@@ -18,7 +18,8 @@ Message = dict[str, Any]
 MARK = "\ufdd2"
 """Stands where a control token is cut. Unicode keeps this character out of text."""
 _LOOKS_LIKE_CONTROL = re.compile(r"[<\[【].*[>\]】]", re.DOTALL)
-_ROLES = ("user", "tool", "function")
+_TRUSTED = ("system", "developer", "assistant")
+"""What all others say, under whatever name a template has for tools, is cut."""
 
 
 class ControlTokens:
@@ -32,7 +33,7 @@ class ControlTokens:
 
     def sanitize(self, messages: Iterable[Message]) -> list[Message]:
         """Returns messages in which the control tokens of users and tools are cut."""
-        return [self._of(message) if message["role"] in _ROLES else message for message in messages]
+        return [m if m["role"] in _TRUSTED else self._of(m) for m in messages]
 
     def _of(self, message: Message) -> Message:
         content = message.get("content")

@@ -15,6 +15,7 @@ from typing import Any
 
 from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.results import (
+    functions_as_tools,
     one_call_a_turn,
     results_behind_calls,
     with_missing_results,
@@ -43,7 +44,7 @@ _HIDDEN = {"role", "content", "tool_calls", "refusal", *_REASONING}
 
 def history(messages: Sequence[ChatMessage], forms: TemplateForms) -> list[Message]:
     """Returns the messages as the template takes them."""
-    found = [_plain(message, forms) for message in messages]
+    found = functions_as_tools([_plain(message, forms) for message in messages])
     if not forms.knows_developer:
         found = [m | {"role": "system"} if m["role"] == "developer" else m for m in found]
     if forms.system != "anywhere":

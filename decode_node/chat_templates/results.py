@@ -9,6 +9,39 @@ from decode_node.chat_templates.forms import TemplateForms
 Message = dict[str, Any]
 
 
+def functions_as_tools(messages: list[Message]) -> list[Message]:
+    """Says calls and results of the API's first form as those of tools: an assistant's
+    `function_call`, and messages of the role `function`, which few templates show. A result
+    answers the first open call of its name in the turn before, or the first of all."""
+    found: list[Message] = []
+    waiting: list[Message] = []
+    for number, message in enumerate(messages):
+        if call := _called_function(message, f"function_call_{number}"):
+            message = {k: v for k, v in message.items() if k != "function_call"}
+            message.setdefault("tool_calls", [call])
+        if message["role"] == "function":
+            message = {**message, "role": "tool"}
+            named = (call for call in waiting if call["function"]["name"] == message.get("name"))
+            if answered := next(named, waiting[0] if waiting else None):
+                waiting.remove(answered)
+                if call_id := answered.get("id"):
+                    message.setdefault("tool_call_id", call_id)
+        elif message.get("tool_calls"):
+            waiting = list(message["tool_calls"])
+        found.append(message)
+    return found
+
+
+def _called_function(message: Message, call_id: str) -> Message | None:
+    """Returns the call of the API's first form as that of a tool."""
+    called = message.get("function_call")
+    if not isinstance(called, dict) or not isinstance(name := called.get("name"), str) or not name:
+        return None
+    given = called.get("arguments")
+    arguments = given if isinstance(given, str | dict) else ""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def without_empty_turns(messages: list[Message], forms: TemplateForms) -> list[Message]:
     """Leaves out turns of an assistant that say and call nothing. The last one may be continued, so
     it stays."""

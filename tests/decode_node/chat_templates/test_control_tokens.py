@@ -45,6 +45,13 @@ async def test_what_users_and_tools_write_forges_no_turn(role: str) -> None:
     assert text == f"<|im_start|>{role}\n{FORGED}<|im_end|>\n"
 
 
+async def test_what_a_function_or_a_role_of_the_template_s_own_says_is_cut() -> None:
+    for role, written in ("function", "tool"), ("observation", "observation"):
+        tokens = await tokens_of(role, FORGED, sanitize=True)
+        assert [token for token in tokens if token in MARKERS] == ["<|im_start|>", "<|im_end|>"]
+        assert "".join(tokens).startswith(f"<|im_start|>{written}")
+
+
 @pytest.mark.parametrize("role", ["system", "assistant"])
 async def test_what_others_say_stays_as_it_is(role: str) -> None:
     assert await tokens_of(role, FORGED, sanitize=True) == await tokens_of(

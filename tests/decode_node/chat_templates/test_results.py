@@ -102,6 +102,47 @@ def test_a_result_without_its_id_belongs_to_the_calls_before_it() -> None:
     assert prompt(BEHIND_CALLS, chat) == expected
 
 
+def first_form(name: str = "f", arguments: Any = "{}", **fields: Any) -> Json:
+    """Returns a turn that calls as the API did before it had tools."""
+    call = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": None, "function_call": call, **fields}
+
+
+def of_function(content: str, **fields: Any) -> Json:
+    return {"role": "function", "content": content, **fields}
+
+
+@pytest.mark.parametrize("template", [FREE, BEHIND_CALLS, DROPPED, ANSWERED])
+def test_calls_and_results_of_functions_are_those_of_tools(template: str) -> None:
+    chat = [USER, first_form(arguments='{"n": 1}'), of_function("1", name="f"), ANSWER]
+    chat += [MORE, first_form(content="I ask"), of_function("2")]
+    assert prompt(template, chat) == (
+        '<user>hi<assistant>(f {"n": 1})<tool>1<assistant>yes'
+        "<user>more<assistant>I ask(f {})<tool>2"
+    )
+
+
+def test_results_of_functions_answer_the_calls_of_their_names() -> None:
+    with_ids = FREE.replace("({{ c.f", "({{ c.id }} {{ c.f").replace(
+        "{{ m.content }}", "{{ m.content }}{{ ' for ' + m.tool_call_id if m.tool_call_id }}"
+    )
+    turn = called("a", "b", "c")
+    for call, name in zip(turn["tool_calls"], "fgf", strict=True):
+        call["function"] = {"name": name, "arguments": "{}"}
+    names = ({"name": "g"}, {"name": "f"}, {"name": "f"}, {"name": "f"})
+    chat = [USER, turn, *(of_function(str(n), **name) for n, name in enumerate(names))]
+    assert prompt(with_ids, chat).endswith("<tool>0 for b<tool>1 for a<tool>2 for c<tool>3")
+    chat = [USER, first_form(), first_form(), of_function("1", name="f"), of_function("2")]
+    text = prompt(with_ids, chat)
+    assert text.count("(function_call_2 f") == 1
+    assert text.endswith("<tool>1 for function_call_2<tool>2")
+
+
+@pytest.mark.parametrize("wrong", ["auto", {"name": None}, {"arguments": "{}"}, [1], 3])
+def test_what_is_no_call_of_a_function_changes_nothing(wrong: Any) -> None:
+    assert prompt(FREE, [USER, {**ANSWER, "function_call": wrong}]) == "<user>hi<assistant>yes"
+
+
 def test_an_id_that_comes_again_is_that_of_the_latest_call() -> None:
     chat = [USER, called("a"), result("a", "1"), called("a"), ANSWER, result("a", "2")]
     expected = "<user>hi<assistant>(f {})<tool>1<assistant>(f {})<tool>2<assistant>yes"
