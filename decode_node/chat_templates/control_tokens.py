@@ -19,7 +19,7 @@ MARK = "\ufdd2"
 """Stands where a control token is cut. Unicode keeps this character out of text."""
 _LOOKS_LIKE_CONTROL = re.compile(r"[<\[【].*[>\]】]", re.DOTALL)
 _TRUSTED = ("system", "developer", "assistant")
-"""What all others say, under whatever name a template has for tools, is cut."""
+"""Others may be tools, under whatever name a template has for them: what they say is cut."""
 
 
 class ControlTokens:
