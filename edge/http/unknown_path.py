@@ -15,7 +15,7 @@ from edge.http.errors import HttpError, MethodNotAllowed, NotFound, NoWebSockets
 
 _MAX_SHOWN = 100
 _BEGINNINGS = {"/status": "the cluster", "/metrics": "counters", "/docs": "the API"}
-"""What a person looks for who opens a service without a path."""
+"""People who open a service without a path look for one of these."""
 _HIDDEN = {"HEAD", "OPTIONS"}
 
 
