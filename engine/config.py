@@ -37,8 +37,6 @@ AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
 DrafterName = Literal["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
 
-SHORT_PROMPT_TOKENS = 512
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayers:
@@ -355,16 +353,6 @@ class EngineConfig:
         """Returns what tells drafters apart that have KV of their own; "": there is none."""
         draft = self.draft
         return "" if draft is None or draft.num_layers == 0 else draft.model.model_hash
-
-    @property
-    def short_prompt(self) -> int:
-        """Returns the tokens up to which a step with prompts is recorded whatever the model; 0:
-        none is."""
-        device = self.device
-        is_recorded = device.device == "cuda" and device.allows("prompt-graphs")
-        if not is_recorded or device.enforce_eager or self.parallel.data_parallel_size > 1:
-            return 0
-        return min(SHORT_PROMPT_TOKENS, self.scheduler.max_num_batched_tokens)
 
     @property
     def num_ahead(self) -> int:

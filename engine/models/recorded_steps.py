@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from engine.config import SHORT_PROMPT_TOKENS, EngineConfig
-from engine.contracts.steps.step_launches import GraphKey, StepLaunches
+from engine.config import EngineConfig
+from engine.contracts.steps.step_launches import GraphKey, LaunchTime, StepLaunches
 from engine.contracts.steps.step_shapes import lengths_up_to
+from engine.contracts.steps.step_work import ModelCost
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.models.step_costs import cost_of
 from engine.quantization import Fp8Scheme
 
-PROMPT_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, SHORT_PROMPT_TOKENS)
+PROMPT_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512)
 """Sizes of steps with short prompts. GEMMs compute 64 or 128 rows at a time, so a size that is the
 next multiple of that costs little more than the prompt itself; of 448 rows the library's take
 longer than of 512."""
@@ -69,34 +70,46 @@ def recorded_steps(config: EngineConfig) -> StepLaunches:
         },
         prompts=tuple(prompts_to_record(config, longest_prompt(config))),
         most_beside=_most_beside(config),
+        one_by_one=launch_time(config),
     )
+
+
+def launch_time(config: EngineConfig) -> LaunchTime:
+    """Returns how long the host launches the kernels of a step with prompts one by one. Of a model
+    that is not described it is known by the graphs that are worth it alone."""
+    spec, cost = spec_of(config.model), cost_of(config)
+    if cost is None or not isinstance(spec, DenseSpec):
+        return LaunchTime(_longest_at_least(config))
+    seconds = _launch_s(spec, config.model.num_layers)
+    tokens = round(seconds * _tokens_per_s(config, cost))
+    return LaunchTime(tokens, seconds, cost.flops_of_pair / cost.flops_per_token)
 
 
 def longest_prompt(config: EngineConfig) -> int:
     """Returns the tokens of the largest step with prompts that is worth a graph: the GPU computes
     them in about the time in which the host launches their kernels one by one."""
-    spec = spec_of(config.model)
+    waiting = launch_time(config).tokens
+    return max(
+        [_longest_at_least(config), *(size for size in every_prompt_tokens() if size <= waiting)]
+    )
+
+
+def _longest_at_least(config: EngineConfig) -> int:
+    """Returns what was worth it of models of a kind."""
     is_quick = config.parallel.tensor_parallel_size > 1 or config.model.quantization is not None
     if _has_state(config):
-        longest = SHORT_PROMPT_TOKENS
-    elif spec.num_experts_per_token:
-        longest = (FP8_PROMPT_TOKENS if _multiplies_fp8(config) else MOST_PROMPT_TOKENS)[-1]
-    else:
-        longest = (LONGEST_PROMPT_TOKENS if is_quick else LONG_PROMPT_TOKENS)[-1]
-    waiting = _tokens_while_launching(config)
-    return max([longest, *(size for size in every_prompt_tokens() if size <= waiting)])
+        return PROMPT_TOKENS[-1]
+    if spec_of(config.model).num_experts_per_token:
+        return (FP8_PROMPT_TOKENS if _multiplies_fp8(config) else MOST_PROMPT_TOKENS)[-1]
+    return (LONGEST_PROMPT_TOKENS if is_quick else LONG_PROMPT_TOKENS)[-1]
 
 
-def _tokens_while_launching(config: EngineConfig) -> float:
-    """Returns how many tokens of prompts the GPU computes while the host launches a step; 0: of a
-    model that is not described."""
-    spec, cost = spec_of(config.model), cost_of(config)
-    if cost is None or not isinstance(spec, DenseSpec):
-        return 0.0
+def _tokens_per_s(config: EngineConfig, cost: ModelCost) -> float:
+    """Returns the tokens of beginning prompts that the GPU computes in a second."""
     rate = _FLOPS if cost.experts is None else _EXPERT_FLOPS
     if _multiplies_fp8(config):
         rate *= _FP8_GAIN
-    return _launch_s(spec, config.model.num_layers) * rate / cost.flops_per_token
+    return rate / cost.flops_per_token
 
 
 def _launch_s(spec: DenseSpec, num_layers: int) -> float:

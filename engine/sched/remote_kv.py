@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.contracts.messages import KVTransferResult
 from engine.contracts.prefix_holder import HashChains
 from engine.contracts.request import Request
+from engine.contracts.steps.step_launches import StepLaunches
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.arrivals.arrivals import Arrivals
 from engine.sched.arrivals.block_tiers import BlockTiers
@@ -51,6 +52,7 @@ class RemoteKV:
         waiting: RequestQueue,
         config: EngineConfig,
         prefill_rate: PrefillRate,
+        launches: StepLaunches | None = None,
     ) -> None:
         self._connector = connector
         self._kv_cache = kv_cache
@@ -75,7 +77,7 @@ class RemoteKV:
             kv_cache, fence, self.held, waiting, config.scheduler.policy
         )
         self.prefill = PrefillSource(arrivals, connector, kv_cache, config.draft_hash)
-        self.host = HostSource(arrivals, connector, kv_cache, prefill_rate, config.short_prompt)
+        self.host = HostSource(arrivals, connector, kv_cache, prefill_rate, launches)
         self.peers = PeerSource(arrivals, connector, kv_cache, rates, is_on=pulls_prefixes)
         self.store = StoreSource(arrivals, tier, kv_cache, prefill_rate)
         self._prefix_sources = [

@@ -78,7 +78,7 @@ class Scheduler:
         self._prompts = PromptSteps(order, config.scheduler.policy, kv_cache, rate)
         self._waiting = self._prompts.waiting
         self.remote = self._remote = RemoteKV(
-            connector, kv_cache, self._fence, self._waiting, config, rate
+            connector, kv_cache, self._fence, self._waiting, config, rate, launches
         )
         self._prompts.arrivals = self._remote.arrivals
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, config.scheduler.policy)

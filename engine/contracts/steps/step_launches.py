@@ -77,6 +77,32 @@ class GraphKey(NamedTuple):
         return "prompt-graphs among disabled_fast_paths"
 
 
+class LaunchTime(NamedTuple):
+    """Says how long the host launches the kernels of a step with prompts one by one. What is chosen
+    between that and a graph follows from it: which prompts are recorded, which steps are cut in
+    two, and which prompts wait for all of their KV.
+
+    The GPU computes `tokens` of a beginning prompt meanwhile; 0: there is no GPU. That takes
+    `seconds`; 0: that is not known. To attend to one token takes as long as `pair` tokens."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    pair: float = 0.0
+
+    def work(self, context: int, count: int) -> float:
+        """Returns how many tokens of a beginning prompt take as long as `count` behind `context`
+        others."""
+        return count + self.pair * (context * count + count * count / 2)
+
+    def outlasts(self, work: float, wait_s: float = 0.0) -> bool:
+        """Returns whether it takes longer than to wait for this long and then to compute `work`."""
+        waited = wait_s / self.seconds if self.seconds else 0.0
+        return work < self.tokens * (1 - waited)
+
+
+_NO_TIME = LaunchTime()
+
+
 class StepParts(NamedTuple):
     """Holds what of a step decides how it is launched.
 
@@ -109,6 +135,7 @@ class StepLaunches:
         prompts: Steps with prompts, smallest first.
         longest_decode: Longer contexts of decodes need a graph of `any_context` beside prompts.
         most_beside: Tokens of the largest step with prompts beside decodes; 0: as of any.
+        one_by_one: How long a step with prompts takes the host that no graph holds.
         none: Why there are no graphs at all; empty: there are.
     """
 
@@ -116,6 +143,7 @@ class StepLaunches:
     prompts: tuple[GraphKey, ...] = ()
     longest_decode: int = LONGEST_DECODE
     most_beside: int = 0
+    one_by_one: LaunchTime = _NO_TIME
     none: str = ""
 
     @property

@@ -73,6 +73,11 @@ class ModelCost:
     state_bytes: float = 0.0
 
     @property
+    def flops_of_pair(self) -> float:
+        """Returns those of a prompt's token for each token before it, however many there are."""
+        return sum(kind.flops_of_prompts for kind in self.attention if kind.window is None)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(group.window for group in self.attention)
 

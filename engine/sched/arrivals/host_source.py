@@ -3,8 +3,9 @@ lies on disk behind it is read if that is sooner done than computed, by what was
 
     COMING     a job of the tier copies blocks
     NOTHING    blocks were damaged, or a disk did not answer: the prompt is computed
-    EARLY      first layers are there, and no other request has anything to compute: the request
-               has a row, and its step waits before each layer (`LoadTicket`)
+    EARLY      first layers are there, no other request has anything to compute, and no graph would
+               compute the rest sooner, once all of them are: the request has a row, and its step
+               waits before each layer (`LoadTicket`)
                  the load is right, or the step's result is here ──▶ an ordinary row
                  the load fails ──▶ preempted; only then the step may go on, and its result is
                                     dropped
@@ -16,15 +17,18 @@ a peer waits for are withheld, and its blocks cannot be found in the prefix cach
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.contracts.request import Request
+from engine.contracts.steps.step_launches import StepLaunches, StepParts
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.group_manager import IsBehind
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.arrivals.arrival import ArrivalState
 from engine.sched.arrivals.arrivals import Arrivals
+from engine.sched.arrivals.source_rate import SourceRate
 from engine.sched.arrivals.tier_source import TierArrival, TierSource
 from engine.sched.counters import PrefillRate
 from kv_transfer.base import ChunkLike, KVConnectorScheduler
@@ -38,11 +42,11 @@ _READ_LIMIT_S = 30.0
 @dataclass(slots=True, eq=False)
 class HostLoad(TierArrival):
     """Attributes:
-    has_begun: Its first layers are there.
+    begun_at: When its first layers were there; None: they are not.
     chunks: What is withheld while EARLY, with its steps.
     """
 
-    has_begun: bool = False
+    begun_at: float | None = None
     chunks: list[tuple[int, ChunkLike]] = field(default_factory=list)
 
 
@@ -57,13 +61,14 @@ class HostSource(TierSource[HostLoad]):
         connector: KVConnectorScheduler,
         kv_cache: KVCacheManager,
         prefill_rate: PrefillRate,
-        short_tail: int = 0,
+        launches: StepLaunches | None = None,
     ) -> None:
-        """Makes prompts of which no more than `short_tail` tokens are left wait for all of their
-        KV, since their step is recorded then, and sooner done than one that waits for layers."""
+        """Takes `launches`, what the steps of prompts will be once all of their KV is here."""
         super().__init__(arrivals, connector.host_tier, kv_cache, prefill_rate)
         self._connector = connector
-        self._short_tail = short_tail
+        self._launches = launches or StepLaunches(none="steps are not known")
+        self._copies = SourceRate()
+        """How quickly the rest of a load follows its first layers."""
         self.preempt: Callable[[Request], None] = _never
         self._ticket: LoadTicket | None = None
         """The next step waits with it."""
@@ -151,7 +156,7 @@ class HostSource(TierSource[HostLoad]):
     def update(self, output: KVConnectorOutput) -> None:
         for job in output.host_begun:
             if (load := self.loads.get(job)) is not None:
-                load.has_begun = True
+                load.begun_at = time.monotonic()
         for num_blocks, seconds in self.tier.take_reads() if output.host_jobs else ():
             self.rate.took(num_blocks * self._kv_cache.least_block_size, seconds)
         for load, is_right in self.loads.ended(output.host_jobs):
@@ -159,6 +164,8 @@ class HostSource(TierSource[HostLoad]):
 
     def loaded(self, load: HostLoad, *, is_right: bool) -> None:
         super().loaded(load, is_right=is_right)
+        if is_right and load.begun_at is not None:
+            self._copies.took(load.num_coming, time.monotonic() - load.begun_at)
         if load.state is ArrivalState.EARLY and is_right:
             self._settle(load)
         elif load.state is ArrivalState.EARLY:
@@ -178,14 +185,23 @@ class HostSource(TierSource[HostLoad]):
                 continue
             if self._arrivals.has_next(load, request.num_computed_tokens):
                 continue  # Another source is asked for what follows, once all of this is here.
-            if request.num_tokens - request.num_computed_tokens <= self._short_tail:
-                continue
-            ticket = self.tier.ticket(load.job) if load.has_begun else None
-            if ticket is not None:
+            ticket = None if load.begun_at is None else self.tier.ticket(load.job)
+            if ticket is not None and not self._is_sooner_whole(load):
                 self._ticket = ticket
                 self._arrivals.move(load, ArrivalState.EARLY)
                 return request
         return None
+
+    def _is_sooner_whole(self, load: HostLoad) -> bool:
+        """Returns whether the rest of a prompt is sooner computed once all of its KV is here, by a
+        graph. A step that waits for layers is launched one by one."""
+        num_left = load.request.num_tokens - load.stop
+        if isinstance(self._launches.find(StepParts(0, 1, num_left)), str):
+            return False
+        assert load.begun_at is not None
+        left_s = self._copies.seconds_for(load.num_coming) - (time.monotonic() - load.begun_at)
+        one_by_one = self._launches.one_by_one
+        return one_by_one.outlasts(one_by_one.work(load.stop, num_left), max(left_s, 0.0))
 
     def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
         """Tells of the chunks of exports that are certain to be right. Returns what workers must

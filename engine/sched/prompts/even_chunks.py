@@ -36,7 +36,7 @@ class EvenChunks:
 
     def __init__(self, cost: ModelCost, budget: int) -> None:
         self._budget = budget
-        self._a = sum(kind.flops_of_prompts for kind in cost.attention if kind.window is None) / 2
+        self._a = cost.flops_of_pair / 2
         self._b = cost.flops_per_token + sum(
             kind.flops_of_prompts * kind.window
             for kind in cost.attention

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contracts.steps.step_launches import GraphKey, StepLaunches, StepParts
+from engine.contracts.steps.step_launches import GraphKey, LaunchTime, StepLaunches, StepParts
 from engine.models.recorded_steps import drafted_keys, prompt_keys
 
 RECORDED = StepLaunches({1: (1, 2, 8)}, tuple(prompt_keys(100, 600)))
@@ -76,6 +76,15 @@ def test_where_nothing_is_recorded_the_reason_is_told() -> None:
     launches = StepLaunches(none="enforce_eager")
     assert launches.find(StepParts(1)) == launches.find(StepParts(0, 1, 5)) == "enforce_eager"
     assert launches.beside(StepParts(1), 64) == 0 and launches.of_decodes(1, 1, True) is None
+
+
+def test_launching_one_by_one_outlasts_little_work() -> None:
+    one_by_one = LaunchTime(tokens=1000, seconds=0.02, pair=0.001)
+    assert one_by_one.work(0, 200) == 220 and one_by_one.work(4000, 200) == 1020
+    assert one_by_one.outlasts(999) and not one_by_one.outlasts(1000)
+    assert one_by_one.outlasts(700, wait_s=0.005) and not one_by_one.outlasts(700, wait_s=0.007)
+    assert one_by_one._replace(seconds=0.0).outlasts(700, wait_s=9.0), "how long is not known"
+    assert not StepLaunches().one_by_one.outlasts(1)
 
 
 @given(decodes=st.integers(1, 110), tokens=st.integers(1, 2000), samples=st.booleans())

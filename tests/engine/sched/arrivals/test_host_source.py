@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
-from engine.config import EngineConfig
 from engine.contracts.request import RequestStatus
-from engine.models.recorded_steps import PROMPT_TOKENS
+from engine.contracts.steps.step_launches import LaunchTime, StepLaunches
+from engine.models.recorded_steps import prompt_keys
 from engine.sched.arrivals import host_source
 from kv_transfer.metadata import KVTransferParams
 from kv_transfer.tier import (
@@ -86,36 +85,55 @@ def test_a_prompt_computes_while_its_layers_are_loaded() -> None:
     machine.check_all_done()
 
 
-def test_a_short_rest_whose_step_is_recorded_waits_for_all_layers() -> None:
-    """A step that waits for layers cannot be a graph, and takes longer than what it saves."""
-    machine = StepMachine(recorded(make_config()), 12, num_host_slots=64)
+@pytest.mark.parametrize(
+    ("recorded", "pair", "launch_s", "waited_s", "num_early"),
+    [
+        (True, 0.0, 0.0, 0.0, 0),
+        (False, 0.0, 0.0, 0.0, 1),
+        (True, 0.2, 0.0, 0.0, 1),
+        (True, 0.0, 2.5, 0.0, 0),
+        (True, 0.0, 1.5, 0.0, 1),
+        (True, 0.0, 1.5, 0.5, 0),
+    ],
+    ids=["a graph", "no graph", "attends to much", "soon here", "late", "soon here by now"],
+)
+def test_a_rest_that_a_graph_computes_sooner_waits_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: bool,
+    pair: float,
+    launch_s: float,
+    waited_s: float,
+    num_early: int,
+) -> None:
+    """One token is left, and a step that waits for layers takes as long to launch as two tokens to
+    compute. The load before took one second from its first layer on, so this one will."""
+    now = 0.0
+    monkeypatch.setattr(host_source, "time", SimpleNamespace(monotonic=lambda: now))
+    launches = StepLaunches(
+        prompts=tuple(prompt_keys(8, 16)) if recorded else (),
+        one_by_one=LaunchTime(2, launch_s, pair),
+    )
+    machine = StepMachine(make_config(), 12, num_host_slots=64, launches=launches)
+    host = machine.host
+    assert host is not None
     run(machine, "first", PROMPT)
     forget(machine)
-    client = begin_to_load(machine, "again")
-    assert machine.host is not None
-    machine.host.begin_all()
+    begin_to_load(machine, "before")
+    host.begin_all()
     machine.poll_connector()
-    assert machine.schedule() is None
+    now += 1.0
     machine.finish()
-    assert client.tokens == client.expected and machine.num_early == 0
-    assert machine.scheduler.stats().prompt_tokens_loaded == NUM_LOADABLE
+    for _ in range(2):
+        forget(machine)
+    before, client = machine.num_early, begin_to_load(machine, "again")
+    host.begin_all()
+    machine.poll_connector()
+    now += waited_s
+    assert (machine.schedule() is not None) == bool(num_early)
+    machine.finish()
+    assert client.tokens == client.expected and machine.num_early - before == num_early
+    assert machine.scheduler.stats().prompt_tokens_loaded == 2 * NUM_LOADABLE
     machine.check_all_done()
-
-
-@pytest.mark.parametrize(
-    "changes", [{"enforce_eager": True}, {"disabled_fast_paths": ("prompt-graphs",)}]
-)
-def test_prompts_are_short_where_steps_are_recorded(changes: dict[str, Any]) -> None:
-    config = make_config(max_num_batched_tokens=2048)
-    assert config.short_prompt == 0, "on a CPU"
-    config = recorded(config)
-    assert config.short_prompt == PROMPT_TOKENS[-1]
-    assert replace(config, device=replace(config.device, **changes)).short_prompt == 0
-
-
-def recorded(config: EngineConfig) -> EngineConfig:
-    """Returns the configuration of an engine on a GPU."""
-    return replace(config, device=replace(config.device, device="cuda"))
 
 
 def test_others_are_not_made_to_wait_for_layers() -> None:

@@ -17,11 +17,16 @@ from engine.config import EngineConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from engine.contracts.steps.step_launches import GraphKey, StepLaunches, StepParts
+from engine.contracts.steps.step_launches import GraphKey, LaunchTime, StepLaunches, StepParts
 from engine.fast_paths import FastPath
 from engine.layers.attention.paged import PagedBackend
 from engine.models import recorded_steps
-from engine.models.recorded_steps import longest_prompt, prompt_keys, prompts_to_record
+from engine.models.recorded_steps import (
+    launch_time,
+    longest_prompt,
+    prompt_keys,
+    prompts_to_record,
+)
 from engine.worker import model_runner
 from engine.worker.graphs.cuda_graphs import CudaGraphManager
 from engine.worker.kv_connector import KVConnector
@@ -258,6 +263,24 @@ def test_steps_that_wait_for_the_host_are_recorded(
     41, 3072 of Nemotron 3 Nano 49.8 and 50.6."""
     config = shape_config(shape, device="cpu", quantization=quantization, **changes)
     assert longest_prompt(config) == tokens
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "expected"),
+    [
+        ("llama-3.1-8b", {}, LaunchTime(802, 0.0224, 3.76e-5)),
+        ("llama-3.1-70b", {"tensor_parallel_size": 4}, LaunchTime(818, 0.056, 1.91e-5)),
+        ("qwen3-30b-a3b", {}, LaunchTime(4571, 0.0624, 1.44e-4)),
+        ("qwen3-30b-a3b", {"quantization": "fp8"}, LaunchTime(7313, 0.0624, 1.44e-4)),
+        ("qwen3.5-35b-a3b", {}, LaunchTime(4535, 0.0565, 3.29e-5)),
+    ],
+)
+def test_launching_one_by_one_takes_as_long_as_some_tokens(
+    shape: str, changes: dict[str, Any], expected: LaunchTime
+) -> None:
+    """Experts and states have many launches and few FLOPs; large dense models have both."""
+    found = launch_time(shape_config(shape, device="cpu", **changes))
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_sizes_of_recorded_prompts(make_config) -> None:

@@ -17,7 +17,7 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.steps.step_launches import GraphKey
+from engine.contracts.steps.step_launches import GraphKey, LaunchTime
 from engine.sample.sampler import SamplerOutput
 from engine.sched.rows.draft_length import DraftLength
 from engine.worker import model_runner
@@ -36,6 +36,7 @@ from tests.engine.worker.one_engine import OneEngine, check_empty
 
 DECODES = GraphKey.of_decodes(4, 3, samples=True)
 PROMPTS = GraphKey(8, 16, True)
+ONE_BY_ONE = LaunchTime(33)
 
 
 def order_of(num_decodes: int, lengths: list[int], num_ending: int = 0) -> BatchOrder:
@@ -60,8 +61,14 @@ def halves_alone(order: BatchOrder) -> GraphKey | None:
     return PROMPTS if order.num_decodes == 0 and not order.has_pending else None
 
 
-def parts(order: BatchOrder, find: Any = halves_alone, *, draws: bool = True) -> list[Part]:
-    return parts_of(order, find, 32, lambda rows: draws)
+def parts(
+    order: BatchOrder,
+    find: Any = halves_alone,
+    *,
+    draws: bool = True,
+    one_by_one: LaunchTime = ONE_BY_ONE,
+) -> list[Part]:
+    return parts_of(order, find, one_by_one, lambda rows: draws)
 
 
 def test_a_step_is_cut_in_front_of_its_prompts() -> None:
@@ -90,6 +97,13 @@ def test_a_step_is_cut_in_front_of_its_prompts() -> None:
 def test_others_are_whole(order: BatchOrder, find: Any, draws: bool) -> None:
     ((found, key),) = parts(order, find, draws=draws)
     assert found is order and key is find(order)
+
+
+def test_prompts_that_attend_to_much_are_many_tokens() -> None:
+    """The GPU computes eight tokens behind 100 others for as long as 25 that begin a prompt."""
+    order = order_of(2, [8])
+    assert len(parts(order)) == 2
+    assert len(parts(order, one_by_one=ONE_BY_ONE._replace(pair=0.02))) == 1
 
 
 def test_results_are_joined() -> None:
@@ -152,23 +166,15 @@ def test_layers_are_handed_on_when_both_have_run(
 
 
 @pytest.mark.parametrize("lengths", [(), (4, 1, 2)], ids=["all drafts", "adaptive"])
-@pytest.mark.parametrize(
-    ("case", "samples"),
-    [
-        ("mtp of qwen3_next", {True, False}),
-        ("mtp of nemotron_h", {True}),
-        ("ngrams", {True, False}),
-    ],
-)
+@pytest.mark.parametrize("case", ["mtp of qwen3_next", "mtp of nemotron_h", "ngrams"])
 def test_answers_and_drafts_are_those_of_single_launches(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     case: str,
-    samples: set[bool],
     lengths: tuple[int, ...],
 ) -> None:
     """States of decodes that draft lack tokens, which no graph with prompts allows for. Some
-    prompts are chunks that get no token (`samples`). `lengths`: tokens of decodes that differ by
+    prompts are chunks that get no token. `lengths`: tokens of decodes that differ by
     step."""
     monkeypatch.setattr(model_runner, "CudaGraphManager", DecodeGraphsByHand)
     method, write, _ = CASES["mtp of qwen3_next" if case == "ngrams" else case]
@@ -214,4 +220,4 @@ def test_answers_and_drafts_are_those_of_single_launches(
     assert len(cut) > 2 and all(first and first.decodes for first, _ in cut)
     widths = {first.decode_query_len for first, _ in cut if first is not None}
     assert len(widths) > 1 if lengths else widths == {4}
-    assert {second.samples for _, second in cut if second is not None} == samples
+    assert {second.samples for _, second in cut if second is not None} == {True, False}
