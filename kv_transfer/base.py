@@ -140,8 +140,8 @@ class HostTier(ABC):
 
     @abstractmethod
     def store(self, named: Sequence[tuple[bytes, int]]) -> tuple[int, int] | None:
-        """Begins to store the first of these (hash, block id), none of which is here. Returns the
-        job, and how many of them it is; None when all slots are in use now."""
+        """Begins to store the first of these (hash, block id), none of which is here, and no hash
+        twice. Returns the job, and how many of them it is; None when all slots are in use now."""
 
     @abstractmethod
     def load(self, names: Sequence[bytes], blocks: list[int], behind: Tier = Tier.DISK) -> int:

@@ -408,4 +408,6 @@ class PooledHostTier(HostTier):
             self._send(process, ForgetMeta(names))
 
     def leftovers(self) -> list[str]:
-        return self._jobs.leftovers()
+        num_lost = self._slots.num_unused if not self._jobs else 0
+        lost = [f"{num_lost} slots of the host tier"] if num_lost else []
+        return self._jobs.leftovers() + lost

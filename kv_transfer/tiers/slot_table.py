@@ -23,12 +23,18 @@ class SlotTable:
         self.num_displaced = 0
         self.residency_s = 0.0
         """Seconds that displaced blocks have been here, summed."""
+        self._num_slots = num_slots
         self._free = list(reversed(range(num_slots)))
         self._since: dict[bytes, float] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_unused(self) -> int:
+        """Returns how many slots are neither free nor hold a block: those that jobs fill."""
+        return self._num_slots - len(self._free) - len(self.stored)
 
     @property
     def num_to_take(self) -> int:

@@ -42,19 +42,20 @@ class HostStores:
             return
         pool = self._kv_cache.block_pool
         room = max(1, pool.num_blocks // _SHARE_HELD) - sum(self._storing.values())
-        chosen: list[KVCacheBlock] = []
-        named: list[tuple[BlockHash, int]] = []
+        chosen: dict[BlockHash, KVCacheBlock] = {}
         while self._offered and len(chosen) < room:
             block, name = self._offered.popleft()
-            if block.block_hash == name and name not in self._tier:
-                chosen.append(block)
-                named.append((name, block.block_id))
+            # Equal prompts that are computed together give a block each.
+            if block.block_hash == name and name not in self._tier and name not in chosen:
+                chosen[name] = block
+        named = [(name, block.block_id) for name, block in chosen.items()]
         begun = self._tier.store(named) if named else None
         if begun is None:
             return
         job, count = begun
-        pool.touch(chosen[:count])
-        self._held.hold(job, chosen[:count])
+        blocks = list(chosen.values())[:count]
+        pool.touch(blocks)
+        self._held.hold(job, blocks)
         self._storing[job] = count
 
     def jobs_done(self, jobs: dict[int, bool]) -> None:

@@ -401,6 +401,7 @@ class StepMachine:
                 assert client.finish_reason in ("abort", "error", "choices"), client
         assert self.scheduler.check_empty() == []
         assert self.connector.transfer_ids() == []
+        assert self.host is None or self.host.tier.leftovers() == []
         self.check_blocks()
 
 

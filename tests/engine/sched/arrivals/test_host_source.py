@@ -307,6 +307,16 @@ def test_running_requests_get_the_blocks_of_one_that_only_lacks_a_row() -> None:
     machine.check_all_done()
 
 
+def test_equal_prompts_that_are_computed_together_take_one_slot_a_block() -> None:
+    """Each further one took slots that nothing had again: host memory shrank for good."""
+    machine = machine_with(num_blocks=32)
+    for name in ("first", "second", "third"):
+        machine.add(make_request(name, PROMPT, max_tokens=3, ignore_eos=True))
+    machine.finish()
+    machine.settle()
+    machine.check_all_done()
+
+
 def test_everything_that_random_traffic_stores_can_be_loaded() -> None:
     """The random tests would prove little if they seldom loaded anything."""
     rng, machine = random.Random(3), machine_with(num_blocks=16, num_slots=40)
