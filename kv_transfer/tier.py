@@ -154,4 +154,12 @@ class TierOff(msgspec.Struct, frozen=True, tag="tier_off", array_like=True):
     reason: str
 
 
-TierEvent = HostTierEvent | LoadBegun | TierContents | TierOff | StoreFound
+class DiskUnwritten(msgspec.Struct, frozen=True, tag="disk_unwritten", array_like=True):
+    """A transfer process could not write to its disk, because of `reason`. What lies there can
+    still be read, and the disk may be written again later."""
+
+    process: int
+    reason: str
+
+
+TierEvent = HostTierEvent | LoadBegun | TierContents | TierOff | DiskUnwritten | StoreFound

@@ -1,10 +1,19 @@
-"""Which blocks lie in the disk tier, by hash, and in which order they were used."""
+"""Which blocks lie in the disk tier, by hash, and in which order they were used.
+
+written ── a process could not write ──▶ resting: only read ── after a while ──▶ written
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+
+_REST_S = 30.0
+"""A disk that is full, or read-only, is so for minutes; each try writes, and takes back, blocks."""
+
+logger = logging.getLogger(__name__)
 
 
 class DiskIndex:
@@ -18,7 +27,11 @@ class DiskIndex:
         self.num_evicted = 0
         self.residency_s = 0.0
         """Seconds that evicted blocks have been here, summed."""
+        self.num_unwritten = 0
         self._reads: list[tuple[int, float]] = []
+        self._fault = ""
+        """Why blocks could not be written; empty: the last ones were."""
+        self._rests_until = 0.0
 
     def __len__(self) -> int:
         return len(self._names)
@@ -56,6 +69,27 @@ class DiskIndex:
         partial = [name for name in tried if name not in whole]
         if partial:
             self._remove(partial)
+        if self.is_resting:
+            self.num_unwritten += len(partial)
+        elif self._fault and whole:
+            self._fault = ""
+            logger.info("KV is written to the disk tier again")
+
+    @property
+    def is_resting(self) -> bool:
+        return time.monotonic() < self._rests_until
+
+    def rest(self, reason: str) -> None:
+        """Has nothing written for a while, since a process could not. Says each reason once."""
+        self._rests_until = time.monotonic() + _REST_S
+        if reason != self._fault:
+            self._fault = reason
+            logger.warning(
+                "KV cannot be written to the disk tier, and serving goes on: %s; what is there is "
+                "still read, and writing is tried again every %.0f s",
+                reason,
+                _REST_S,
+            )
 
     def use(self, name: bytes) -> None:
         self._names.move_to_end(name)

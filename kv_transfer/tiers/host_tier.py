@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 from kv_transfer.base import HostTier
 from kv_transfer.tier import (
+    DiskUnwritten,
     FetchMeta,
     ForgetMeta,
     HostTierEvent,
@@ -112,6 +113,7 @@ class PooledHostTier(HostTier):
             "disk_tier_evicted_blocks": float(self.disk.num_evicted),
             "disk_tier_residency_seconds": self.disk.residency_s,
             "disk_tier_damaged_files": float(self._totals["damaged_files"]),
+            "disk_tier_unwritten_blocks": float(self.disk.num_unwritten),
             **(self.store_index.counters if self.store_index is not None else {}),
         }
 
@@ -229,6 +231,8 @@ class PooledHostTier(HostTier):
                 self._add_contents(event)
             case TierOff(_, tier, reason):
                 self._turn_off(tier, reason)
+            case DiskUnwritten(reason=reason):
+                self.disk.rest(reason)
             case LoadBegun():
                 self._jobs.load_begun(event)
             case StoreFound():
@@ -362,7 +366,7 @@ class PooledHostTier(HostTier):
         """Begins to write blocks to disk that would be displaced soon."""
         ahead = max(1, self._num_slots // _SHARE_AHEAD)
         is_due = self.has_disk and self.is_ready and self._slots.num_free < ahead
-        if not is_due or self._spilling:
+        if not is_due or self._spilling or self.disk.is_resting:
             return
         going = self._slots.next_to_go(ahead)
         due = [(name, slot) for name, slot in going if name not in self.disk][:_MOST_SPILLED]

@@ -13,6 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -54,6 +55,7 @@ from kv_transfer.tier import (
     TierEvent,
     TierJob,
 )
+from kv_transfer.tiers import disk_index
 from kv_transfer.tiers.host_tier import PooledHostTier
 
 SHAPE = layout(num_layers=3)
@@ -538,29 +540,59 @@ async def test_a_block_that_goes_while_it_is_read_comes_all_the_same(tmp_path: P
     assert not list(tmp_path.rglob("*.kv")), "and then they are gone"
 
 
-async def test_a_full_disk_turns_the_tier_off_and_nothing_else(
+async def test_a_full_disk_is_read_and_written_again_when_it_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pools = Pools(disk_path=tmp_path)
+    """The tier was off, with all that lay there, until the node was started again."""
+    pools, now = Pools(disk_path=tmp_path), 1000.0
+    monkeypatch.setattr(disk_index, "time", SimpleNamespace(monotonic=lambda: now))
+    caplog.set_level(logging.INFO)
     before = pools.fill(1)
-    await pools.do(store(1, [0], [0]))
+
+    def send(process: int, command: TierCommand) -> bool:
+        pools.pools[process].handle(command)
+        return True
+
+    tier = PooledHostTier(2, 2, send, num_files=9)
+    for contents in pools.contents:
+        tier.apply(contents)
+
+    async def until_done() -> None:
+        while tier.num_jobs:
+            await asyncio.sleep(0)
+            events: list[TierEvent] = [*pools.others, *pools.events]
+            pools.others.clear()
+            pools.events.clear()
+            for event in events:
+                tier.apply(event)
+
+    async def stored(*names: int) -> None:
+        for name in names:
+            assert tier.store([(name_of(name), name)]) is not None
+            await until_done()
 
     def is_full(fd: int, data: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    await stored(0, 1)
+    assert len(tier.disk) == 1
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", is_full)
-        assert await pools.do(SpillMeta(2, [0])) == [[0]]
-    tier = PooledHostTier(NUM_SLOTS, 2, lambda process, command: True, num_files=9)
-    with caplog.at_level(logging.WARNING):
-        for event in (*pools.contents, *pools.others):
-            tier.apply(event)
-    assert caplog.text.count("KV in the disk tier is off, and serving goes on") == 1
-    assert "No space left on device" in caplog.text and tier.is_ready
-    assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.kv"))
-    assert await pools.do(SpillMeta(3, [0])) == [[0]], "there is no second try"
-    assert await pools.do(LoadMeta(4, [3], [0])) == [[]]
-    np.testing.assert_array_equal(pools.cache.words[:, 3], before[:, 0])
+        await stored(2, 3)
+    await stored(4)
+    assert len(tier.disk) == 1 and tier.counters["disk_tier_unwritten_blocks"] == 1
+    assert len(list(tmp_path.rglob("*.kv"))) == 2 and not list(tmp_path.rglob("*.part"))
+    assert caplog.text.count("KV cannot be written to the disk tier, and serving goes on") == 1
+    assert "No space left on device" in caplog.text
+    assert tier.num_found([name_of(0)], 0) == 1
+    tier.load([name_of(0)], [7])
+    await until_done()
+    np.testing.assert_array_equal(pools.cache.words[:, 7], before[:, 0])
+    now += 31.0
+    await stored(5, 6)
+    assert len(tier.disk) > 1
+    assert caplog.text.count("KV is written to the disk tier again") == 1
+    assert tier.leftovers() == []
     await pools.close()
 
 

@@ -50,6 +50,7 @@ COUNTERS = {
     "disk_tier_evicted_blocks": "Blocks that left the disk for others.",
     "disk_tier_residency_seconds": "Time for which evicted blocks had been there, summed.",
     "disk_tier_damaged_files": "Files whose checksum was wrong.",
+    "disk_tier_unwritten_blocks": "Blocks that could not be written, as to a full disk.",
     "store_tier_put_blocks": "Blocks that were given to the store.",
     "store_tier_fetched_blocks": "Blocks that came from the store.",
     "store_tier_missed_blocks": "Blocks that the store had and did not bring whole.",

@@ -43,6 +43,7 @@ from kv_transfer.memory.pool.store_calls import StoreCalls
 from kv_transfer.memory.pool.store_parts import store_parts
 from kv_transfer.tier import (
     AskMeta,
+    DiskUnwritten,
     FetchMeta,
     ForgetMeta,
     HostTierEvent,
@@ -243,9 +244,9 @@ class HostPool:
         return damaged
 
     async def _spill(self, meta: SpillMeta) -> None:
-        files, failed = self._files, list[int]()
+        files, failed, fault = self._files, list[int](), ""
         for slot in meta.slots:
-            if files is None or Tier.DISK in self._off:
+            if files is None or Tier.DISK in self._off or fault:
                 failed.append(slot)
                 continue
             try:
@@ -253,7 +254,9 @@ class HostPool:
                     failed.append(slot)
             except OSError as error:
                 failed.append(slot)
-                self._turn_off(Tier.DISK, f"a block cannot be written: {error}")
+                fault = str(error)
+        if fault:
+            self._emit(DiskUnwritten(self._config.process, fault))
         self._answer(meta, failed)
 
     def _reads(self, meta: FetchMeta) -> list[asyncio.Future[bool]]:
