@@ -38,7 +38,8 @@ _NUM_MISTRAL = 9
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _KIMI_ID = re.compile(r"functions\..+:\d+")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_HIDDEN = {"role", "content", "tool_calls", "refusal", *_REASONING}
+_OF_TRAINERS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+_HIDDEN = {"role", "content", "tool_calls", "refusal", *_REASONING, *_OF_TRAINERS}
 """Fields of messages that are not passed on as they are."""
 
 

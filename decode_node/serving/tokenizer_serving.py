@@ -59,12 +59,12 @@ class TokenizerServing:
 
     async def _encode(self, body: TokenizeRequest, *, is_long: bool) -> list[int]:
         """Returns all tokens, of a text longer than the context as well. Raises `BadRequest`."""
-        text, param, with_special = body.prompt, "prompt", body.add_special_tokens is not False
+        text, param, chat = body.prompt, "prompt", None
         images = await self._images.read(body)
         if text is None:
             chat = self._prompts.as_read(body)
             text = await self._prompts.render(chat, body.tool_use(), is_long=is_long)
-            param, with_special = "messages", bool(body.add_special_tokens)
+            param = "messages"
         longest = max(_LONGEST_TEXT, _CHARACTERS_A_TOKEN * self._model.max_model_len)
         if len(text) > longest:
             raise BadRequest(
@@ -72,9 +72,15 @@ class TokenizerServing:
                 f"it in parts",
                 param=param,
             )
-        ids = await self._prompts.encode(
-            text, param, KeptPart(_ALL), is_long=is_long, add_special_tokens=with_special
-        )
+        keep = KeptPart(_ALL)
+        if chat is not None:
+            use = body.tool_use()
+            ids = await self._prompts.chat_tokens(chat, use, text, keep, is_long=is_long)
+        else:
+            with_special = body.add_special_tokens is not False
+            ids = await self._prompts.encode(
+                text, param, keep, is_long=is_long, add_special_tokens=with_special
+            )
         return self._images.with_images(body, ids, images).token_ids
 
     async def count(

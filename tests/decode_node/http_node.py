@@ -125,6 +125,7 @@ async def http_node(
     context: int = CONTEXT,
     block_size: int = 0,
     aliases: tuple[str, ...] = (),
+    end_ids: tuple[int, ...] = (),
     lora: LoRAConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[HttpNode]:
@@ -132,7 +133,12 @@ async def http_node(
     `scripts` where there are any. `block_size`: larger than usual, for long prompts."""
     tokenizer = tokenizer or chat_tokenizer()
     vocab_size = max(VOCAB_SIZE, tokenizer.vocab_size)
-    config = tiny_config(vocab_size=vocab_size, max_model_len=context, served_aliases=aliases)
+    config = tiny_config(
+        vocab_size=vocab_size,
+        max_model_len=context,
+        served_aliases=aliases,
+        eos_token_ids=end_ids,
+    )
     config = replace(config, lora=lora)
     if block_size:
         config = replace(config, cache=replace(config.cache, block_size=block_size))

@@ -50,6 +50,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "use_beam_search": NotBuilt("only /v1/completions and /v1/chat/completions have it"),
     "best_of": NotBuilt("only /v1/completions and /v1/chat/completions have it", (1,)),
     "truncate_prompt_tokens": NotBuilt("only /v1/completions and /v1/chat/completions have it"),
+    "required_prefix_token_ids": NotBuilt("only /v1/chat/completions has it"),
     "suffix": NotBuilt("text before a suffix is not built; put both into the prompt"),
     "echo": NotBuilt("only /v1/completions has it"),
     "audio": NotBuilt("only text is generated"),

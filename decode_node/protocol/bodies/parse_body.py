@@ -38,7 +38,14 @@ _MOST = {
     "token_ids_logprob": MAX_LOGPROB_TOKEN_IDS,
 }
 """Limits of lists that are refused for fewer items than that where they are used."""
-_UNLIMITED = ("messages", "prompt", "tokens", "token_ids", "input_ids")
+_UNLIMITED = (
+    "messages",
+    "prompt",
+    "tokens",
+    "token_ids",
+    "input_ids",
+    "required_prefix_token_ids",
+)
 _SAMPLING = "sampling_params"
 BodyT = TypeVar("BodyT", bound=StrictBody)
 

@@ -48,6 +48,9 @@ class ChatCompletionRequest(GenerationBody, ThinkingFields):
     """End the prompt where an answer begins; on unless it is false."""
     continue_final_message: bool | None = None
     """Go on with the last message instead of beginning an answer to it."""
+    required_prefix_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    """The prompt begins with these tokens, up to the end of the last answer in `messages`, as NeMo
+    Gym asks for it: `prompt_token_ids` and `token_ids` of the call that gave the answer."""
     chat_template: str | None = None
     """A template instead of the model's, where the operator allows it."""
     documents: list[dict[str, Any]] | None = None

@@ -19,6 +19,7 @@ from decode_node.chat_templates.probe import probe
 from decode_node.protocol.chat.chat import ChatCompletionRequest
 from decode_node.protocol.chat.chat_messages import ChatMessage
 from decode_node.protocol.chat.tools import ToolUse
+from decode_node.serving.prompts.required_prefix import PARAM
 from edge.http.errors import BadRequest
 from engine.frontend.templates.chat_template import (
     RESERVED_VARIABLES,
@@ -106,6 +107,19 @@ class ChatPrompt:
             # Before it is tokenised: line breaks around an image may be one token with others.
             return text.replace(self._vision.marker, self._vision.framed)
         return text
+
+    def check_order(self, body: ChatCompletionRequest, tool_use: ToolUse, at: int) -> None:
+        """Raises `BadRequest` if the template has what follows message `at` before its end."""
+        forms = probe(self._template(body, has_tools=tool_use.may_call)).forms
+        others = (message.role in ("system", "developer") for message in body.messages[at + 1 :])
+        if forms.system != "anywhere" and any(others):
+            what = "messages of the system behind the last answer"
+        elif len(body.messages[at].tool_calls or ()) > 1 and not forms.parallel_calls:
+            what = "several calls in one answer, each with its result,"
+        else:
+            return
+        message = f"{PARAM} does not go with {what} in the order of this model's template"
+        raise BadRequest(message, param=PARAM)
 
     def _template(self, body: ChatCompletionRequest, *, has_tools: bool) -> ChatTemplate:
         with _as_bad_request("messages"):

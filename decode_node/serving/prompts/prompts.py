@@ -15,6 +15,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.serving.prompts.chat_prompt import RENDER_S, TOO_COSTLY, ChatPrompt
 from decode_node.serving.prompts.long_texts import VERY_LONG, LongTexts
 from decode_node.serving.prompts.recent_turns import RecentTurns
+from decode_node.serving.prompts.required_prefix import RequiredPrefix, common_end
 from decode_node.serving.prompts.system_turns import system_first, without_billing_line
 from decode_node.serving.prompts.unseen_images import with_texts
 from edge.http.errors import BadRequest
@@ -48,6 +49,7 @@ class Prompts:
     ) -> None:
         self._max_tokens = model.max_model_len
         self._vocab_size = model.vocab_size
+        self._end_ids = frozenset(model.eos_token_ids)
         self._tokenizer = tokenizer
         self._sanitizes = sanitizes
         self._long_texts = LongTexts()
@@ -132,14 +134,58 @@ class Prompts:
         room = self._room_for_answer(body)
         keep = body.kept_part(self._max_tokens, room)
         text = await self.render(body, tool_use, is_long=is_long)
-        # A rendered chat has its special tokens written out.
-        with_special = bool(body.add_special_tokens)
-        tokens = await self.encode(
-            text, "messages", keep, is_long=is_long, add_special_tokens=with_special
-        )
+        tokens = await self.chat_tokens(body, tool_use, text, keep, is_long=is_long)
         if body.drops_turns and len(tokens) + room > self._max_tokens:
             raise too_long(self._max_tokens, f"{len(tokens)} tokens", "messages")
         return text, tokens
+
+    async def chat_tokens(
+        self,
+        body: ChatCompletionRequest,
+        tool_use: ToolUse,
+        text: str,
+        keep: KeptPart | None,
+        *,
+        is_long: bool,
+    ) -> list[int]:
+        """Returns the tokens of a chat whose prompt is `text`: as many as the context has, or only
+        those to `keep`. Raises `BadRequest`, `Overloaded`."""
+        prefix = RequiredPrefix.of(body, self._vocab_size)
+        if prefix is None:
+            # A rendered chat has its special tokens written out.
+            with_special = bool(body.add_special_tokens)
+            return await self.encode(
+                text, "messages", keep, is_long=is_long, add_special_tokens=with_special
+            )
+        tokens = await self._behind_prefix(prefix, body, tool_use, text, is_long=is_long)
+        if keep is None and len(tokens) > self._max_tokens:
+            raise too_long(self._max_tokens, f"{len(tokens)} tokens", "messages")
+        return tokens
+
+    async def _behind_prefix(
+        self,
+        prefix: RequiredPrefix,
+        body: ChatCompletionRequest,
+        tool_use: ToolUse,
+        text: str,
+        *,
+        is_long: bool,
+    ) -> list[int]:
+        self._chat_prompt.check_order(body, tool_use, prefix.at)
+        other = await self.render(prefix.another(body), tool_use, is_long=is_long)
+        rest = await self.encode(
+            common_end(text, other), "messages", is_long=is_long, add_special_tokens=False
+        )
+        has_calls, closes = bool(body.messages[prefix.at].tool_calls), False
+        is_marker = bool(rest) and rest[0] in self._tokenizer.added_token_ids.values()
+        if is_marker and not has_calls and prefix.may_end_otherwise(rest, self._end_ids):
+            ended = prefix.until_answer(body)
+            texts = [
+                await self.render(one, tool_use, is_long=is_long)
+                for one in (ended, prefix.another(ended))
+            ]
+            closes = bool(common_end(*texts).strip())
+        return prefix.before(rest, self._end_ids, has_calls=has_calls, closes=closes)
 
     def _room_for_answer(self, body: GenerationBody) -> int:
         """Returns the tokens of the context that a prompt leaves to the answer where it is cut: all

@@ -1,0 +1,187 @@
+"""A prompt begins with the tokens that a trainer has of the turns before, whatever tokens their
+text would have now."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from engine.frontend.templates.chat_template import ChatTemplate
+from engine.frontend.tokenizer import Tokenizer
+from tests.decode_node.http_node import HttpNode, http_node
+from tests.engine.frontend.small_tokenizers import byte_level_backend
+
+Json = dict[str, Any]
+
+CHATS = "/v1/chat/completions"
+TURN = (
+    "<|user|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.last %}[{{ m.reasoning_content }}]{% endif %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
+)
+ASKED = "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+
+
+def template(closing: str) -> str:
+    return "{% for m in messages %}" + TURN + closing + "{% endfor %}" + ASKED
+
+
+CLOSED = template("</s>")
+"""Turns end with the token with which models end answers, as in most templates."""
+OTHERWISE = template("{{ '</s>' if loop.last and m.role == 'assistant' else '<|end|>' }}")
+"""Answers that others follow end with another one, as in gpt-oss's."""
+OPEN = template("")
+"""The next turn's beginning is the end, as in GLM's."""
+USER = {"role": "user", "content": "hello"}
+MORE = {"role": "user", "content": "more </s> of it"}
+ANSWER = {"role": "assistant", "content": "the quick brown fox"}
+CALLS = [
+    {"id": f"call_{i}", "type": "function", "function": {"name": "f", "arguments": f'{{"n": {i}}}'}}
+    for i in range(2)
+]
+CALLED = {"role": "assistant", "content": None, "tool_calls": CALLS}
+RESULTS = [{"role": "tool", "tool_call_id": f"call_{i}", "content": "the dog"} for i in range(2)]
+
+
+def tokenizer(source: str = CLOSED) -> Tokenizer:
+    return Tokenizer(byte_level_backend(), ChatTemplate(source, {}))
+
+
+TOKENS = tokenizer()
+
+
+def node_of(source: str = CLOSED) -> AbstractAsyncContextManager[HttpNode]:
+    return http_node(tokenizer=tokenizer(source), end_ids=(TOKENS.added_token_ids["</s>"],))
+
+
+def drawn(text: str, end: str = "</s>") -> list[int]:
+    """Returns a prompt's tokens, and those of an answer, each letter for itself, as no tokenizer
+    writes it."""
+    answer = [id_ for letter in text for id_ in TOKENS.encode(letter)]
+    return TOKENS.encode("<|user|>user\nhello</s><|user|>assistant\n") + answer + TOKENS.encode(end)
+
+
+async def prompt_of(node: HttpNode, prefix: list[int], *messages: Json, **fields: Any) -> list[int]:
+    """Returns the tokens that the engine got, as the answer tells them."""
+    body = {"messages": [USER, *messages], "required_prefix_token_ids": prefix, **fields}
+    response = await node.client.post(CHATS, json={**body, "return_token_ids": True})
+    assert response.status_code == 200, response.text
+    found: list[int] = response.json()["prompt_token_ids"]
+    assert found == list(node.engine.only.request.spec.prompt_token_ids)
+    node.engine.forget_ended()
+    told = await node.client.post("/tokenize", json=body)
+    rendered = await node.client.post(CHATS + "/render", json=body)
+    assert found == told.json()["tokens"] == rendered.json()["token_ids"]
+    return found
+
+
+LATER = "<|user|>user\nmore </s> of it{}<|user|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "closing"), [(CLOSED, "</s>"), (OTHERWISE, "<|end|>"), (OPEN, "")]
+)
+async def test_what_follows_an_answer_follows_its_own_tokens(source: str, closing: str) -> None:
+    async with node_of(source) as node:
+        for end in ("</s>", ""):
+            prefix = drawn(ANSWER["content"], end)
+            assert prefix != TOKENS.encode(TOKENS.decode(prefix, skip_special_tokens=False))
+            later = LATER.format(closing)
+            rest = later if end else closing + later
+            assert await prompt_of(node, prefix, ANSWER, MORE) == prefix + TOKENS.encode(rest)
+
+
+async def test_calls_end_with_the_token_that_ends_their_turn() -> None:
+    later = "<|user|>tool\nthe dog</s>" * 2 + "<|user|>assistant\n"
+    async with node_of() as node:
+        for end in ("</s>", ""):
+            prefix = drawn('(f {"n": 0})(f {"n": 1})', end)
+            rest = later if end else "</s>" + later
+            found = await prompt_of(node, prefix, CALLED, *RESULTS)
+            assert found == prefix + TOKENS.encode(rest)
+
+
+@pytest.mark.parametrize("said", ["", "a", "hello", "</s>", " the end \n\n"])
+async def test_thoughts_that_the_template_leaves_out_stay(said: str) -> None:
+    answer = {"role": "assistant", "content": said, "reasoning_content": "so many thoughts" * 3}
+    prefix = drawn(f"[{answer['reasoning_content']}]{said}")
+    async with node_of() as node:
+        found = await prompt_of(node, prefix, answer, MORE)
+        assert found == prefix + TOKENS.encode(LATER.format("</s>"))
+        assert await prompt_of(node, prefix, answer) == prefix + TOKENS.encode(
+            "<|user|>assistant\n"
+        )
+
+
+async def test_only_the_last_answer_ends_it() -> None:
+    prefix = drawn("first</s><|user|>user\nhello</s><|user|>assistant\nsecond")
+    answers = [{"role": "assistant", "content": text} for text in ("first", "second")]
+    async with node_of() as node:
+        found = await prompt_of(node, prefix, answers[0], USER, answers[1], MORE)
+        assert found == prefix + TOKENS.encode(LATER.format("</s>"))
+
+
+async def test_tokens_that_a_trainer_keeps_in_messages_are_no_text() -> None:
+    source = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    kept = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
+    async with node_of(source) as node:
+        texts = [
+            (await node.client.post("/tokenize", json={"messages": [USER, answer]})).json()
+            for answer in (ANSWER, ANSWER | kept)
+        ]
+        assert texts[0] == texts[1]
+
+
+ONE_CALL = CLOSED.replace(
+    "{% for c in", "{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call') }}{% endif %}{% for c in",
+)  # fmt: skip
+SYSTEM_FIRST = CLOSED.replace(
+    "<|user|>{{ m.role }}",
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "<|user|>{{ m.role }}",
+)
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "fields", "words"),
+    [
+        (CLOSED, [MORE], {}, "messages has none"),
+        (CLOSED, [ANSWER, MORE], {"required_prefix_token_ids": [1, 10**6]}, "out of range"),
+        (CLOSED, [ANSWER, MORE], {"required_prefix_token_ids": [1, -1]}, "out of range"),
+        (CLOSED, [ANSWER], {"continue_final_message": True}, "exclude each other"),
+        (CLOSED, [ANSWER, MORE], {"truncate_prompt_tokens": 9}, "exclude each other"),
+        (OPEN, [CALLED, *RESULTS], {}, "no token that ends a call"),
+        (ONE_CALL, [CALLED, *RESULTS], {}, "several calls in one answer"),
+        (SYSTEM_FIRST, [ANSWER, SYSTEM, MORE], {}, "messages of the system behind"),
+    ],
+    ids=range(8),
+)
+async def test_what_it_does_not_go_with_is_named(
+    source: str, messages: list[Json], fields: Json, words: str
+) -> None:
+    body = {"messages": [USER, *messages], "required_prefix_token_ids": drawn("x"), **fields}
+    async with node_of(source) as node:
+        response = await node.client.post(CHATS, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "required_prefix_token_ids")
+        assert words in error["message"]
+        given = {"input": "x", "required_prefix_token_ids": [1]}
+        refused = await node.client.post("/v1/responses", json=given)
+        assert "only /v1/chat/completions has it" in refused.json()["error"]["message"]
+
+
+async def test_a_prefix_longer_than_the_context_is_too_long() -> None:
+    prefix = [8] * 5000
+    body = {"messages": [USER, ANSWER, MORE], "required_prefix_token_ids": prefix}
+    async with node_of() as node:
+        response = await node.client.post(CHATS, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length is 256 tokens" in error["message"]
+        empty = {**body, "required_prefix_token_ids": []}
+        assert (await node.client.post(CHATS, json=empty)).status_code == 200
