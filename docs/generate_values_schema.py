@@ -1,4 +1,5 @@
-"""Writes helm/values.schema.json: the chart's own values, and every setting of the services.
+"""Writes helm/values.schema.json: the chart's own values, and every setting of the services; and
+helm/files/flags.json: what the parsers of programs take, by which `extraArgs` are checked.
 
 A setting that is added to a service becomes a value of the chart by this alone: `settings` of the
 router and of each tier are turned into flags by the templates.
@@ -6,6 +7,7 @@ router and of each tier are turned into flags by the templates.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from copy import deepcopy
@@ -15,10 +17,11 @@ from typing import Any
 
 import yaml
 from pydantic.alias_generators import to_camel
-from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings, CliSettingsSource
 
 from decode_node.config import DecodeNodeSettings
 from engine.node.settings.engine_settings import EngineSettings
+from engine.speed.__main__ import make_parser
 from prefill_node.config import PrefillNodeSettings
 from role_node.config import RoleNodeSettings
 from router.config import RouterSettings
@@ -27,6 +30,7 @@ CHART = Path(__file__).parent.parent / "helm"
 SOURCE = CHART / "values.schema.yaml"
 SCHEMA = CHART / "values.schema.json"
 VALUES = CHART / "values.yaml"
+FLAGS = CHART / "files" / "flags.json"
 KUBERNETES = "v1.37.0-local-strict"
 LONGEST_LINE = 400
 """Of the file, in characters, where an object can be cut."""
@@ -77,6 +81,31 @@ def offered(service: str) -> dict[str, str]:
     """Value below `settings` to the name of the setting."""
     settings, excluded = SERVICES[service]
     return {to_camel(name): name for name in settings.model_fields if name not in excluded}
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Program to the parser of its command line."""
+    found = {"bench": make_parser()}
+    for service, (settings, _) in SERVICES.items():
+        if service != "common":
+            source: Any = CliSettingsSource(settings, cli_parse_args=[])
+            found[service] = source.root_parser
+    return found
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """The flags that take a value, and those that take none, of a program that then runs."""
+    found: dict[str, list[str]] = {"values": [], "switches": []}
+    for action in parser._actions:
+        if action.dest not in ("help", "check"):
+            found["switches" if action.nargs == 0 else "values"] += action.option_strings
+    return {kind: sorted(flags) for kind, flags in found.items()}
+
+
+def flags_text() -> str:
+    """Returns files/flags.json, by program."""
+    found = {program: flags_of(parser) for program, parser in sorted(parsers().items())}
+    return written(found) + "\n"
 
 
 def property_of(settings: type[BaseSettings], name: str) -> dict[str, Any]:
@@ -220,6 +249,7 @@ def written(found: dict[str, Any], depth: int = 0) -> str:
 
 def main() -> None:
     SCHEMA.write_text(written(schema()) + "\n", encoding="utf-8")
+    FLAGS.write_text(flags_text(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ _QUICK = MeasurementPlan(
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    arguments = _parse(argv)
+    arguments = make_parser().parse_args(argv)
     try:
         if arguments.output is not None:
             check_output(arguments.output)
@@ -193,7 +193,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem bench",
         description=__doc__,
@@ -218,7 +218,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     node.add_argument("--max-num-seqs", type=int, default=256)
     node.add_argument("--max-num-batched-tokens", type=int, default=8192)
     node.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    return parser.parse_args(argv)
+    return parser
 
 
 if __name__ == "__main__":

@@ -184,6 +184,7 @@ template:
 {{- define "tandem.mistakes.calibration" -}}
 {{- $values := .root.Values -}}
 {{- if $values.calibration.enabled -}}
+{{- include "tandem.mistakes.flags" (dict "root" .root "found" .found "name" "calibration" "args" $values.calibration.extraArgs "program" "bench" "image" "engine") -}}
 {{- if gt (int .tiers.decode.parallelism.hosts) 1 -}}
 {{- include "tandem.mistake" (dict "found" .found "text" "calibration.enabled measures a node of one host, but decode.parallelism.hosts is more: set calibration.enabled to false, and measure by hand (tandem bench)") -}}
 {{- end -}}

@@ -15,6 +15,22 @@
 {{- if or .Values.model.storage.path (eq .Values.model.storage.type "image") }}true{{ end -}}
 {{- end -}}
 
+{{/* Whether the volume is a complete cache of the hub on a claim that no pod may write to. */}}
+{{- define "tandem.cacheIsReadOnly" -}}
+{{- $storage := .Values.model.storage -}}
+{{- $mayWrite := list "ReadWriteMany" "ReadWriteOnce" "ReadWriteOncePod" -}}
+{{- if and (eq $storage.type "pvc") (not (include "tandem.modelIsLocal" .)) .Values.model.hub.offline -}}
+{{- $written := false -}}
+{{- range $storage.pvc.accessModes -}}{{- if has . $mayWrite -}}{{- $written = true -}}{{- end -}}{{- end -}}
+{{- if not $written }}true{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether pods only read the volume. */}}
+{{- define "tandem.modelIsReadOnly" -}}
+{{- if or (include "tandem.modelIsLocal" .) (include "tandem.cacheIsReadOnly" .) }}true{{ end -}}
+{{- end -}}
+
 {{- define "tandem.modelFlags" -}}
 - {{ printf "--model=%s" (include "tandem.modelArgument" .) | quote }}
 {{- $model := .Values.model }}
@@ -38,7 +54,7 @@
 {{- if eq $storage.type "pvc" }}
   persistentVolumeClaim:
     claimName: {{ default (include "tandem.name" (dict "root" . "component" "models")) $storage.pvc.existingClaim | quote }}
-    {{- if include "tandem.modelIsLocal" . }}
+    {{- if include "tandem.modelIsReadOnly" . }}
     readOnly: true
     {{- end }}
 {{- else if eq $storage.type "hostPath" }}
@@ -95,7 +111,8 @@
       readOnly: true
 {{- end -}}
 
-{{/* The hub's client library reads these itself. */}}
+{{/* The hub's client library reads these itself. What we make of a checkpoint, such as GGUF converted,
+  is kept in HF_HOME, which pods must be able to write to. */}}
 {{- define "tandem.modelEnv" -}}
 {{- $hub := .Values.model.hub -}}
 {{- if include "tandem.modelIsLocal" . }}
@@ -103,6 +120,13 @@
   value: "1"
 - name: HF_HOME
   value: /cache/huggingface
+{{- else if include "tandem.cacheIsReadOnly" . }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+- name: HF_HOME
+  value: /cache/huggingface
+- name: HF_HUB_CACHE
+  value: /models/hub
 {{- else }}
 - name: HF_HOME
   value: /models

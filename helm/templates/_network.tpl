@@ -40,10 +40,10 @@ ipFamilies: [{{ .Values.ipFamily }}]
 {{- default (ternary "443" "80" (has $url.scheme (list "https" "grpcs"))) $port -}}
 {{- end -}}
 
-{{/* Towards the hub, unless the checkpoint is in the volume: root, tiers (whose `env` may name a
+{{/* Towards the hub, unless the volume has the checkpoint already: root, tiers (whose `env` may name a
   mirror or a proxy) */}}
 {{- define "tandem.hubEgress" -}}
-{{- if not (or (include "tandem.modelIsLocal" .root) (include "tandem.isPreloaded" .root)) }}
+{{- if not (or (include "tandem.modelIsReadOnly" .root) (include "tandem.isPreloaded" .root)) }}
 - ports: {{ include "tandem.hubPorts" . }}
 {{- end }}
 {{- end -}}

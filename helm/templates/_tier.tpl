@@ -155,7 +155,7 @@ livenessProbe:
 {{- define "tandem.tierMounts" -}}
 - name: models
   mountPath: /models
-  {{- if include "tandem.modelIsLocal" .root }}
+  {{- if include "tandem.modelIsReadOnly" .root }}
   readOnly: true
   {{- end }}
 - name: shm

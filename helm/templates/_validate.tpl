@@ -111,8 +111,8 @@
 {{- if not $shared -}}{{- if gt (int $pods) 1 -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%d pods share one claim, but model.storage.pvc.accessModes is %s: use ReadWriteMany, or model.storage.type emptyDir, hostPath or image" (int $pods) (join "," $modes))) -}}
 {{- end -}}{{- end -}}
-{{- if not $storage.path -}}{{- if not (or (has "ReadWriteMany" $modes) (has "ReadWriteOnce" $modes) (has "ReadWriteOncePod" $modes)) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "nothing can be downloaded into a claim that is ReadOnlyMany: set model.storage.path to the checkpoint's folder in it, or use ReadWriteMany") -}}
+{{- if not (or $storage.path (include "tandem.cacheIsReadOnly" .root)) -}}{{- if not (or (has "ReadWriteMany" $modes) (has "ReadWriteOnce" $modes) (has "ReadWriteOncePod" $modes)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "nothing can be downloaded into a claim that is ReadOnlyMany: set model.storage.path to the checkpoint's folder in it, model.hub.offline to true if it holds a complete cache of the hub (its folder hub), or use ReadWriteMany") -}}
 {{- end -}}{{- end -}}
 {{- end -}}
 {{- end -}}

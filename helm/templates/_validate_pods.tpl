@@ -38,6 +38,38 @@
 {{- end -}}
 {{- $_ := set $set $flag true -}}
 {{- end -}}
+{{- $image := ternary "router" "engine" (eq $name "router") -}}
+{{- include "tandem.mistakes.flags" (dict "root" .root "found" $found "name" $name "args" .of.extraArgs "program" $name "image" $image) -}}
+{{- end -}}
+
+{{/* Flags that a program does not take, which its pod would end with: root, found, name (of the values),
+  args, program, image. An image of another version than the chart's may have others. */}}
+{{- define "tandem.mistakes.flags" -}}
+{{- $version := .root.Chart.AppVersion -}}
+{{- $tag := default $version (get .root.Values.image .image).tag -}}
+{{- if and .args (eq $tag $version) -}}
+{{- $known := get (.root.Files.Get "files/flags.json" | fromJson) .program -}}
+{{- range .args -}}{{- if hasPrefix "-" . -}}
+{{- $flag := splitList "=" . | first -}}
+{{- if has $flag $known.switches -}}
+{{- if contains "=" . -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "%s.extraArgs gives %s, which takes no value: write %s, or --no-... to turn it off" $.name . $flag)) -}}
+{{- end -}}
+{{- else if has $flag $known.values -}}
+{{- if not (or (contains "=" .) (eq $.program "bench")) -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "%s.extraArgs gives %s without a value: write %s=..." $.name $flag $flag)) -}}
+{{- end -}}
+{{- else -}}
+{{- $near := list -}}
+{{- $begin := regexReplaceAll "[^-]*$" $flag "" -}}
+{{- range concat $known.values $known.switches -}}
+{{- if and (ne $begin "--") (hasPrefix $begin .) -}}{{- $near = append $near . -}}{{- end -}}
+{{- end -}}
+{{- $hint := ternary (printf ", but %s" (join ", " $near)) "" (not (empty $near)) -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "%s.extraArgs gives %s, which tandem %s %s does not have%s: correct it, or name another version in image.%s.tag" $.name $flag $.program $version $hint $.image)) -}}
+{{- end -}}
+{{- end -}}{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Helm 4 lets the API server refuse what is listed twice: name, found, env, mounts, volumes (as the

@@ -1,4 +1,5 @@
-"""Policies let pods reach names, hubs, mirrors and proxies, and meshes reach pods."""
+"""Policies let pods reach names, hubs, mirrors and proxies, and meshes reach pods; some need
+no hub."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.helm.helm_engine import HelmSdk
-from tests.helm.scenarios import overlay, values_of
+from tests.helm.scenarios import overlay, pods, rendered, serving_pod, values_of
+from tests.helm.service_settings import environment
 
 MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
 PROXY = [{"name": "HTTPS_PROXY", "value": "http://proxy.corp:3128"}]
@@ -67,3 +69,25 @@ def test_what_a_user_adds_to_policies_each_of_them_has() -> None:
     for spec in [*kinds.values(), *(p["spec"] for p in store.all("NetworkPolicy"))]:
         assert tunnel in spec["ingress"]
         assert "Egress" not in spec["policyTypes"] or tunnel in spec["egress"]
+
+
+def test_a_complete_cache_of_the_hub_may_be_a_claim_that_none_can_write_to() -> None:
+    """Pods keep what they make of a checkpoint, such as GGUF converted, where they may write."""
+    offline = values_of("offline")
+    assert offline["model"]["storage"]["pvc"]["accessModes"] == ["ReadOnlyMany"]
+    (container,) = serving_pod(rendered("offline"), "decode")["spec"]["containers"]
+    (mount,) = (one for one in container["volumeMounts"] if one["name"] == "models")
+    assert mount["readOnly"] is True
+    variables = environment(container)
+    assert variables["HF_HUB_OFFLINE"] == "1"
+    assert variables["HF_HUB_CACHE"] == f"{mount['mountPath']}/hub"
+    assert variables["HF_HOME"].startswith("/cache/")
+    assert {(443, "TCP")} not in ports_of(offline, "decode"), "who asks nobody needs no way there"
+    for pod in pods(rendered("offline")).values():
+        for volume in pod["spec"].get("volumes", ()):
+            if volume["name"] == "models":
+                assert volume["persistentVolumeClaim"]["readOnly"] is True
+    modes = {"model": {"storage": {"pvc": {"accessModes": ["ReadOnlyMany", "ReadWriteMany"]}}}}
+    written = HelmSdk.shared().render(overlay(offline, modes))
+    (container,) = serving_pod(written, "decode")["spec"]["containers"]
+    assert environment(container)["HF_HOME"] == "/models", "where pods find it again"

@@ -354,7 +354,32 @@ BETWEEN_VALUES += [
         {"decode": {"extraArgs": ["--max-num-seqs=8", "--port=9"]}},
         "decode.extraArgs gives --port, which the chart sets",
     ),
-    ({"decode": {"extraArgs": ["--x=1", "--x=2"]}}, "decode.extraArgs gives --x"),
+    (
+        {"decode": {"extraArgs": ["--max-num-seqs=1", "--max-num-seqs=2"]}},
+        "decode.extraArgs gives --max-num-seqs, which the chart sets",
+    ),
+    (
+        {"decode": {"extraArgs": ["--max-num-seq=8"]}},
+        "decode.extraArgs gives --max-num-seq, which tandem decode 0.2.0 does not have, but "
+        "--max-num-batched-tokens, --max-num-seqs: correct it",
+    ),
+    (
+        {"prefill": {"extraArgs": ["--sed=1"]}},
+        "prefill.extraArgs gives --sed, which tandem prefill 0.2.0 does not have: correct it, or "
+        "name another version in image.engine.tag",
+    ),
+    ({"router": {"extraArgs": ["--tie-margins=1"]}}, "in image.router.tag"),
+    ({"node": {"replicas": 1, "extraArgs": ["--xy-z=1"]}}, "tandem node 0.2.0 does not have"),
+    ({"decode": {"extraArgs": ["--check"]}}, "tandem decode 0.2.0 does not have"),
+    ({"decode": {"extraArgs": ["--block-size"]}}, "without a value: write --block-size=..."),
+    (
+        {"decode": {"extraArgs": ["--enforce-eager=true"]}},
+        "which takes no value: write --enforce-eager, or --no-...",
+    ),
+    (
+        {"calibration": {"enabled": True, "extraArgs": ["--quantisation", "fp8"]}},
+        "calibration.extraArgs gives --quantisation, which tandem bench",
+    ),
     (
         {"prefill": {"settings": {"enforceEager": True}, "extraArgs": ["--no-enforce-eager"]}},
         "prefill.extraArgs gives --enforce-eager",
@@ -620,6 +645,21 @@ def test_all_mistakes_are_told_at_once() -> None:
         HelmSdk.shared().render({"decode": {"strategy": {"maxUnavailable": 0}}})
     text = str(told.value)
     assert "model.name is empty" in text and "decode.strategy" in text
+
+
+def test_flags_are_those_of_the_image() -> None:
+    """One of another version may have flags that this chart's programs do not have."""
+    given = {"decode": {"extraArgs": ["--max-num-seqs=8", "--no-enforce-eager"]}}
+    known = HelmSdk.shared().render(overlay(MINIMAL, given))
+    given["decode"]["extraArgs"].append("--of-tomorrow=1")
+    newer = {"image": {"engine": {"tag": "0.3.0", "digest": f"sha256:{'0' * 64}"}}}
+    later = HelmSdk.shared().render(overlay(overlay(MINIMAL, given), newer))
+    for found in (known, later):
+        spec = found.one("Deployment", "decode")["spec"]["template"]["spec"]
+        assert "--no-enforce-eager" in spec["containers"][0]["args"]
+    router = {"router": {"extraArgs": ["--of-tomorrow=1"]}}
+    with pytest.raises(HelmError, match="image.router.tag"):
+        HelmSdk.shared().render(overlay(overlay(MINIMAL, newer), router))
 
 
 def test_an_old_kubernetes_is_told_that_it_has_no_image_volumes() -> None:

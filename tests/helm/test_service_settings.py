@@ -14,12 +14,13 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings
 
-from docs.generate_values_schema import NOT_OFFERED, SERVICES, offered
+from docs.generate_values_schema import FLAGS, NOT_OFFERED, SERVICES, flags_text, offered
 from edge.tracing.export.resource import KUBERNETES_VARIABLES
 from tests.helm.helm_engine import HelmCli, HelmSdk
 from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
 from tests.helm.service_settings import (
     PREFIXES,
+    PROGRAMS,
     WrongSettings,
     check,
     containers,
@@ -40,7 +41,7 @@ NCCL_VARIABLES = {
 CACHES = {"TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
 POD_VARIABLES = {"POD_IP", "TZ", *KUBERNETES_VARIABLES}
 LIBRARY_VARIABLES = CACHES | POD_VARIABLES | RAY_VARIABLES | NCCL_VARIABLES | {
-    name for name in ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
+    name for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
     if name in Path(hub.__file__).read_text(encoding="utf-8")
 }  # fmt: skip
 """Besides our own settings: what libraries read, command lines refer to, and spans tell. TZ is a
@@ -196,3 +197,15 @@ def test_each_setting_is_offered_set_by_the_chart_or_left_out_on_purpose() -> No
     for _, excluded in SERVICES.values():
         assert excluded <= every
     assert every >= NOT_OFFERED
+
+
+def test_extra_arguments_are_checked_by_what_the_parsers_take_now() -> None:
+    assert FLAGS.read_text(encoding="utf-8") == flags_text(), "run `make docs`"
+    known = json.loads(flags_text())
+    assert known.keys() == {*PROGRAMS, "bench"}
+    for service, program in known.items():
+        if service != "bench":
+            settings, _ = SERVICES[service]
+            flags = {f"--{name.replace('_', '-')}" for name in settings.model_fields} - {"--check"}
+            taken = {*program["values"], *program["switches"]}
+            assert flags <= taken <= flags | {f"--no-{flag[2:]}" for flag in flags}

@@ -57,7 +57,7 @@ def test_a_profile_of_the_demo_checkpoint(
 
 
 def test_a_model_with_fewer_positions_is_measured_with_those_it_has() -> None:
-    arguments = command._parse(["--model", str(DEMO), "--device", "cpu"])
+    arguments = command.make_parser().parse_args(["--model", str(DEMO), "--device", "cpu"])
     own = load_model_config(DEMO).max_model_len
     assert own < arguments.max_model_len
     assert command._config(arguments).model.max_model_len == own
