@@ -86,3 +86,7 @@ def test_a_step_that_cannot_be_recorded_is_named() -> None:
         manager.capture(run, lambda fraction: None)
     torch.cuda.synchronize()
     assert float(torch.ones(8, device="cuda").sum()) == 8
+    # Until a capture ends well torch (2.11) takes random numbers for part of the one that failed.
+    again = CudaGraphManager(StepLaunches({1: (1,)}), torch.device("cuda"))
+    again.capture(run, lambda fraction: None)
+    assert float(torch.rand(8, device="cuda").sum()) > 0
