@@ -6,12 +6,14 @@ Short: one prompt of up to 512 tokens alone, until its first token. Prefill: the
 prompts, and many at once, prompt tokens per second.
 Row, prompt: the first of decode and of prefill alone, for comparisons. Rested: that prompt on a GPU
 that has rested half a second, as one finds it that has a node to itself.
+Parameters: steps of 64 requests that all use one sampling parameter; to be compared with decode.
 Throughput: 256 requests at once, 2000 tokens in, 150 out. Small: fewer of both, as measured for
 mixtures of experts. Large: the cases measured beside vLLM for 70B on four GPUs. `--prompts`: single
 prompts of other lengths.
 
     python -m bench.engine.speed                          # the shape of Llama 3.1 8B on one GPU
     python -m bench.engine.speed --shape qwen2.5-7b --cases decode
+    python -m bench.engine.speed --cases decode,parameters
     python -m bench.engine.speed --breakdown              # also: where the time of a step goes
     python -m bench.engine.speed --tp 2 --cases decode    # two GPUs
     python -m bench.engine.speed --shape gpt-oss-120b --uniform-routing
@@ -37,6 +39,7 @@ from pathlib import Path
 import msgspec
 
 from bench.arguments import add_model, names_among, numbers, parser_of
+from bench.engine.models.parameters import PARAMETERS, with_tokenizer
 from bench.engine.models.planted import PlantedDrafts, planted_tokens, uniform_routing, with_drafts
 from bench.engine.models.shapes import shape_config
 from bench.figures import markdown
@@ -84,10 +87,11 @@ class Figure:
         return self.value / other if self.unit == "ktok/s" else other / self.value
 
 
-def measure_decode(engine: OfflineEngine, batch: int) -> Figure:
-    found = decode_steps(engine, batch, _CONTEXT, _STEPS, 8192)
+def measure_decode(engine: OfflineEngine, batch: int, parameter: str = "") -> Figure:
+    sampling = [PARAMETERS[parameter]] * batch if parameter else []
+    found = decode_steps(engine, batch, _CONTEXT, _STEPS, 8192, sampling)
     return Figure(
-        f"decode {batch}",
+        f"decode {batch}{parameter and f' with {parameter}'}",
         round(1e3 * found.mean_s, 3),
         "ms",
         round(1e3 * found.median_s, 3),
@@ -165,6 +169,7 @@ CASES: dict[str, list[Measure]] = {
     "prompt": _alone(2048),
     "rested": _alone(2048, rest_s=_REST_S),
     "many": _together((16, 2048), (4, 8192)),
+    "parameters": [partial(measure_decode, batch=64, parameter=name) for name in PARAMETERS],
     "throughput": [_throughput(256)],
     "small": [*_together((16, 2048)), _throughput(128)],
     "large": [
@@ -268,6 +273,7 @@ def main() -> None:
     config = config_of(arguments)
     in_process = arguments.uniform_routing
     planted = nullcontext()
+    words = with_tokenizer(config) if "parameters" in arguments.cases else nullcontext(config)
     if arguments.drafts:
         config, in_process = with_drafts(config, arguments.drafts), True
         planted = planted_tokens(config.model.vocab_size)
@@ -277,8 +283,9 @@ def main() -> None:
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
     results["uniform_routing"] = arguments.uniform_routing
     results["max_num_batched_tokens"] = arguments.max_num_batched_tokens
-    budget = config.scheduler.max_num_batched_tokens
-    with planted, uniform_routing(budget) if arguments.uniform_routing else nullcontext():
+    budget = arguments.max_num_batched_tokens
+    uniform = uniform_routing(budget) if arguments.uniform_routing else nullcontext()
+    with planted, uniform, words as config:
         if measures:
             figures = run_cases(config, measures, results, in_process)
         if arguments.breakdown:

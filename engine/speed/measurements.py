@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from engine.contracts.messages import EngineCoreRequest
-from engine.speed.offline_engine import OfflineEngine
+from engine.contracts.sampling_params import SamplingParams
+from engine.speed.offline_engine import GREEDY, OfflineEngine
 from engine.speed.profile import DecodePoint, PrefillPoint
 
 _PROMPTS_ALONE = 6
@@ -30,12 +31,19 @@ class BatchDoesNotFit(ValueError):
 
 
 def decode_steps(
-    engine: OfflineEngine, batch: int, context: int, num_steps: int, step_tokens: int
+    engine: OfflineEngine,
+    batch: int,
+    context: int,
+    num_steps: int,
+    step_tokens: int,
+    sampling: Sequence[SamplingParams] = (),
 ) -> StepSpread:
     """Times `num_steps` steps of a batch whose prompts have `context` tokens. `step_tokens` is the
-    prefill budget of a step: all prompts must be computed before the first step that counts."""
-    num_prefill_steps = -(-batch * context // step_tokens)
-    requests = [engine.request(context, num_steps + 1 + num_prefill_steps) for _ in range(batch)]
+    prefill budget of a step: all prompts must be computed before the first step that counts.
+    `sampling`: of the first requests; the others are greedy."""
+    num_tokens = num_steps + 1 + -(-batch * context // step_tokens)
+    chosen = [*sampling, *[GREEDY] * (batch - len(sampling))]
+    requests = [engine.request(context, num_tokens, each) for each in chosen]
     steps = engine.run(requests)
     first = next((i for i, step in enumerate(steps) if step.num_tokens >= batch), None)
     if first is None:

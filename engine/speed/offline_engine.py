@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from edge.program import settle
@@ -27,6 +28,8 @@ from engine.core.core import EngineCore
 from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
 from host.sockets.local_socket import Context
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,18 @@ class OfflineEngine:
         for source in self.executor.poll_sources:
             self._poller.register(source, zmq.POLLIN)
 
-    def request(self, num_prompt_tokens: int, max_tokens: int) -> EngineCoreRequest:
-        """Makes a greedy request, with a prompt of its own, and exactly `max_tokens` of output."""
+    def request(
+        self, num_prompt_tokens: int, max_tokens: int, sampling: SamplingParams = GREEDY
+    ) -> EngineCoreRequest:
+        """Makes a request with a prompt of its own, and exactly `max_tokens` of output unless a
+        grammar ends it."""
         self._next_id += 1
+        sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens, ignore_eos=True)
         return EngineCoreRequest(
             request_id=str(self._next_id),
             spec=RequestSpec(
                 [self._random.randrange(1, self.vocab_size) for _ in range(num_prompt_tokens)],
-                SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+                sampling,
             ),
         )
 
