@@ -15,12 +15,13 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from edge.http.errors import BadRequest
 from router.errors import ModelNotFound
+from router.models.adapter_names import AdapterNames
 from router.models.model_rules import MAX_NAME, ModelRules
 from router.models.rules_file import RulesFile
-from router.nodes.adapter_set import AdapterId
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.node import Node
 from router.nodes.partners import by_weights, partners_of_all
@@ -51,7 +52,7 @@ class ModelTable:
     rules: ModelRules
     served: Mapping[str, str]
     expected: Collection[str] = ()
-    adapters: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    adapters: AdapterNames = field(default_factory=lambda: AdapterNames({}))
     max_model_lens: Mapping[str, int] = field(default_factory=dict)
     is_settling: bool = False
 
@@ -69,7 +70,7 @@ class ModelTable:
         if split is not None:
             versions = {self.served.get(version, version): weight for version, weight in split}
             return ModelRoute(name, tuple(versions.items()))
-        if name in self.adapters and name not in self.served:
+        if name not in self.served and name in self.adapters:
             digest, model = self.adapters[name]
             return ModelRoute(model, ((model, 1.0),), name, digest)
         may_come = len(asked) <= MAX_NAME and (self.is_settling or not self.served)
@@ -80,11 +81,6 @@ class ModelTable:
     def not_found(self, asked: str) -> ModelNotFound:
         shown = repr(asked[:_MAX_SHOWN_NAME])
         return ModelNotFound(f"The model {shown} does not exist here. There is: {self._listed()}.")
-
-    def names(self) -> list[str]:
-        """Returns every name that clients may use, in order."""
-        rules = self.rules
-        return sorted({*self.served, *self.expected, *self.adapters, *rules.aliases, *rules.splits})
 
     def models(self) -> set[str]:
         """Returns the models, by their first names."""
@@ -105,7 +101,11 @@ class ModelTable:
         return plain_route(next(iter(models), ""))
 
     def _listed(self) -> str:
-        names = self.names()
+        """Returns names that clients may use: of many the models first, and then adapters."""
+        rules = self.rules
+        names = sorted({*self.served, *self.expected, *rules.aliases, *rules.splits})
+        adapters = (name for name in self.adapters if name not in names)
+        names += sorted(islice(adapters, max(0, _MAX_LISTED + 1 - len(names))))
         listed = ", ".join(map(repr, names[:_MAX_LISTED]))
         return listed if len(names) <= _MAX_LISTED else f"{listed} and more, see /v1/models"
 
@@ -157,9 +157,14 @@ class KnownModels:
         self._last_seen = {
             name: seen for name, seen in self._last_seen.items() if now - seen < self.remember_s
         }
-        adapters = served_adapters(decodes) | self._called(decodes, served)
-        adapters = {name: one for name, one in adapters.items() if one[0]}
-        expected = {*rules.targets(), *self._last_seen} - served.keys() - adapters.keys()
+        have = Counter((node.adapters, node.model) for node in decodes)
+        calls = registry.adapters.of_models({*served.values(), *self._last_seen})
+        adapters = AdapterNames(have, calls)
+        expected = {
+            name
+            for name in (*rules.targets(), *self._last_seen)
+            if name not in served and name not in adapters
+        }
         self._table = ModelTable(
             rules=rules,
             served=served,
@@ -170,24 +175,6 @@ class KnownModels:
         )
         self._counts = num_computing(decodes, registry.nodes(NodeRole.PREFILL))
         self._warn_hidden(rules.hidden(served))
-
-    def _called(self, decodes: list[Node], served: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-        """Returns digest and model of adapters as calls have left them; no digest: it was unloaded.
-        Of one that no node has yet, or now, requests wait. A name keeps its old adapter until a
-        node has the new one."""
-        models = {*served.values(), *self._last_seen}
-        have = set[AdapterId]().union(*{node.adapters for node in decodes})
-        names = {one.name for one in have}
-        return {
-            call.name: (call.digest, model)
-            for model, call in self.registry.adapters.all_calls()
-            if model in models
-            and (
-                not call.digest
-                or call.name not in names
-                or AdapterId(call.name, call.digest) in have
-            )
-        }
 
     def _is_settling(self, decodes: list[Node], now: float) -> bool:
         """Returns whether a node that is a member for a short time has not reported yet."""
@@ -222,29 +209,6 @@ def max_model_lens(reports: Iterable[NodeReport]) -> dict[str, int]:
             model = report.model_name
             longest[model] = max(longest.get(model, 0), report.max_model_len)
     return longest
-
-
-def served_adapters(decodes: Iterable[Node]) -> dict[str, tuple[str, str]]:
-    """Returns digest and model of each adapter, by its name. While a name stands for others here
-    than there, all routers make the same of it: what most nodes say, or the smallest digest."""
-    nodes = Counter((node.adapters, node.model) for node in decodes)
-    by_model: defaultdict[str, set[AdapterId]] = defaultdict(set)
-    for adapters, model in nodes:
-        by_model[model] |= adapters
-    meanings: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
-    for model, known in by_model.items():
-        for name, digest in known:
-            meanings[name].append((digest, model))
-
-    def rank(name: str, digest: str, model: str) -> tuple[int, str, str]:
-        one = AdapterId(name, digest)
-        counts = (num for (known, of), num in nodes.items() if of == model and one in known)
-        return -sum(counts), digest, model
-
-    return {
-        name: found[0] if len(found) == 1 else min(found, key=lambda one: rank(name, *one))
-        for name, found in meanings.items()
-    }
 
 
 def num_computing(decodes: Iterable[Node], prefills: Sequence[Node]) -> dict[str, int]:

@@ -12,7 +12,7 @@ name or a model beyond them nothing is learnt, so that none is lost to a node th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -33,6 +33,8 @@ class AdapterLedger:
         self._models: dict[str, dict[str, AdapterCall]] = {}
         """Those that were learnt last stand last."""
         self._num_learnt: Counter[str] = Counter()
+        self._frozen: dict[str, Mapping[str, AdapterCall]] = {}
+        """Copies, of models about which nothing has been learnt since."""
 
     def learn(self, model: str, calls: Iterable[AdapterCall]) -> bool:
         """Takes in calls, about `model` where they name none, and keeps those that are newer.
@@ -48,6 +50,7 @@ class AdapterLedger:
                 known.pop(call.name, None)
                 known[call.name] = call
                 self._num_learnt[call.model] += 1
+                self._frozen.pop(call.model, None)
                 is_new = True
                 _forget_oldest(known)
         return is_new
@@ -69,11 +72,15 @@ class AdapterLedger:
         newest_first = reversed(self._models.get(model, {}).values())
         return list(islice(newest_first, num_learnt - number)), num_learnt
 
-    def all_calls(self) -> Iterator[tuple[str, AdapterCall]]:
-        """Yields each model's calls."""
-        for model, calls in self._models.items():
-            for call in calls.values():
-                yield model, call
+    def of_models(self, models: Collection[str]) -> list[tuple[str, Mapping[str, AdapterCall]]]:
+        """Returns what `calls` has of each of these models now: later calls change none of it."""
+        found = []
+        for model in self._models:
+            if model in models:
+                if model not in self._frozen:
+                    self._frozen[model] = dict(self._models[model])
+                found.append((model, self._frozen[model]))
+        return found
 
     def next_version(self, model: str, name: str) -> int:
         """Returns a version for a call that is newer than all that are known: milliseconds since

@@ -102,6 +102,8 @@ class Node:
     last stands last."""
     num_followed: int = 0
     """How many it has said in all."""
+    lacks_adapters: bool = False
+    """It has had more than its reports may tell."""
     listed_as: NodeAddress | None = None
     """Its address in the node list, if that is not where it serves."""
     counts_at: NodeAddress | None = None

@@ -18,7 +18,7 @@ from router.nodes.adapter_ledger import AdapterLedger
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.health import EjectionPolicy
 from router.nodes.node import Node, NodeState, Patience
-from router.nodes.report import NodeReport
+from router.nodes.report import MAX_ADAPTERS, NodeReport
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +175,14 @@ class NodeRegistry:
         node.apply(report, self.clock())
         if known is None:
             self._check_partners(place, report)
+        if report.has_more_adapters and not node.lacks_adapters:
+            node.lacks_adapters = True
+            logger.warning(
+                "%s node %s has more than %d adapters: this router knows no others of it",
+                place.role,
+                place,
+                MAX_ADAPTERS,
+            )
         return ReportOutcome.APPLIED
 
     def _counts_elsewhere(self, node: Node, report: NodeReport) -> NodeAddress | None:

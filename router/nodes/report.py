@@ -17,7 +17,7 @@ from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
 
 _MAX_NAME = 512
 _MAX_ALIASES = 32
-_MAX_ADAPTERS = 4096
+MAX_ADAPTERS = 4096
 """Most adapters of one node that a router knows, and changes in one report."""
 _MAX_DIGEST = 64
 _MAX_PATH = 8192
@@ -96,6 +96,8 @@ class NodeReport:
     recent_prefixes: tuple[int, ...] = ()
     serves_prefixes: bool = False
     adapters: AdapterSet = NO_ADAPTERS
+    has_more_adapters: bool = False
+    """It has more than `MAX_ADAPTERS`, of which the others are unknown here."""
     adapter_calls: tuple[AdapterCall, ...] = ()
     version: str = ""
     host_name: str = ""
@@ -113,6 +115,7 @@ class NodeReport:
     @classmethod
     def from_message(cls, load: NodeLoad, before: AdapterSet = NO_ADAPTERS) -> Self:
         """Reads a report. `before`: the adapters of the last one of its stream."""
+        adapters, has_more = _adapters(load, before)
         return cls(
             node_id=_name(load.node_id),
             role=_ROLES.get(load.role),
@@ -134,10 +137,11 @@ class NodeReport:
             model_aliases=tuple(map(_name, load.model_aliases[:_MAX_ALIASES])),
             fingerprint=_name(load.fingerprint),
             serves_prefixes=load.serves_prefixes,
-            adapters=_adapters(load, before),
+            adapters=adapters,
+            has_more_adapters=has_more,
             adapter_calls=tuple(
                 _adapter_call(one)
-                for one in load.adapter_calls[:_MAX_ADAPTERS]
+                for one in load.adapter_calls[:MAX_ADAPTERS]
                 if one.version < MAX_VERSION  # Another call must be able to follow it.
             ),
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
@@ -189,19 +193,22 @@ def _name(text: str) -> str:
     return printable(text[:_MAX_NAME])[:_MAX_NAME]
 
 
-def _adapters(load: NodeLoad, before: AdapterSet) -> AdapterSet:
+def _adapters(load: NodeLoad, before: AdapterSet) -> tuple[AdapterSet, bool]:
+    """Returns the adapters, and whether there are more than these."""
     if not load.has_same_adapters:
-        return NO_ADAPTERS.with_changes(_read(load.adapters))
+        return NO_ADAPTERS.with_changes(_read(load.adapters)), len(load.adapters) > MAX_ADAPTERS
     found = before.with_changes(_read(load.adapter_changes))
-    return found if len(found) <= _MAX_ADAPTERS else adapter_set(sorted(found)[:_MAX_ADAPTERS])
+    if len(found) <= MAX_ADAPTERS:
+        return found, False
+    return adapter_set(sorted(found)[:MAX_ADAPTERS]), True
 
 
 def _read(adapters: Sequence[node_pb2.Adapter]) -> Iterator[AdapterId]:
-    for one in adapters[:_MAX_ADAPTERS]:
+    for one in adapters[:MAX_ADAPTERS]:
         yield _adapter(one.name[:_MAX_NAME], one.digest[:_MAX_DIGEST])
 
 
-@lru_cache(2 * _MAX_ADAPTERS)
+@lru_cache(2 * MAX_ADAPTERS)
 def _adapter(name: str, digest: str) -> AdapterId:
     """Returns what a report calls so. All nodes have the same."""
     return AdapterId(_name(name), _name(digest))

@@ -86,9 +86,10 @@ class StatusService(NodeStatusServicer):
             while True:
                 if not self.silent:
                     self.load.sequence += 1
+                    told = list(self.load.adapters)  # They may change while it is sent.
                     yield self._without(adapters)
                     if request.keeps_adapters and request.takes_adapter_changes:
-                        adapters = list(self.load.adapters)
+                        adapters = told
                 await self._wait_for_change()
         finally:
             self.num_watchers -= 1

@@ -23,7 +23,7 @@ from router.errors import NoNodeAvailable
 from router.models.known_models import KnownModels
 from router.models.models_catalog import with_all_adapters
 from router.models.rules_file import RulesFile
-from router.nodes.adapter_set import AdapterId, AdapterSet, adapter_set
+from router.nodes.adapter_set import NO_ADAPTERS, AdapterId, AdapterSet, adapter_set
 from router.nodes.address import NodeRole
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
 from tandem_pb import node_pb2
@@ -253,8 +253,8 @@ def test_names_of_nodes_that_have_loaded_some_are_found_without_a_look_at_all(
     fleet = Fleet()
     known = [AdapterId(f"lora-{i}", f"{i:064}") for i in range(100)]
     for i in range(50):
-        fleet.add(f"d{i}", adapters=adapter_set(known[: i + 50]))
-    fleet.add("other", adapters=adapter_set([AdapterId("lora-7", "f" * 64)]))
+        fleet.add(f"d{i}", adapters=NO_ADAPTERS.with_changes(known[: i + 50]))
+    fleet.add("other", adapters=NO_ADAPTERS.with_changes([AdapterId("lora-7", "f" * 64)]))
     models = KnownModels(registry=fleet.registry, rules=RulesFile(None))
     monkeypatch.setattr(AdapterSet, "__iter__", lambda adapters: pytest.fail("it is looked at"))
     assert models.table.adapters["lora-7"] == (known[7].digest, "demo")

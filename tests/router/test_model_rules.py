@@ -268,7 +268,7 @@ def test_the_field_that_named_an_unknown_model_is_told(fields: bytes, param: str
 def test_a_model_whose_nodes_are_gone_is_expected_back_for_a_while() -> None:
     fleet = Fleet()
     known = known_models("", "stays", "goes", fleet=fleet)
-    assert known.table.names() == ["goes", "stays"]
+    assert known.table.models() == {"goes", "stays"}
     fleet.registry.set_members([address("d0")])
     for later_s in (1.0, 590.0):
         fleet.clock.now += later_s
