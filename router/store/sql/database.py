@@ -30,6 +30,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from router.errors import ConfigurationError
 from router.store.errors import StoreUnavailable
+from router.store.sql.disk_room import check_room
 from router.store.sql.postgres_pool import PostgresPool
 from router.store.sql.shared_clock import SharedClock
 from router.store.sql.sqlite_threads import SqliteThreads
@@ -87,10 +88,12 @@ class Database:
     ) -> None:
         """Raises `ConfigurationError` for a URL that names neither."""
         self._url = _checked_url(url, purpose.flag)
+        is_sqlite = self._url.get_backend_name() == "sqlite"
+        self._file = Path(str(self._url.database)) if is_sqlite else None
         self._purpose = purpose
         self._timeout_s = timeout_s
         self._observe = observe
-        self.clock = SharedClock(is_shared=self._url.get_backend_name() != "sqlite")
+        self.clock = SharedClock(is_shared=not is_sqlite)
         """Gives the time by which leases are judged."""
         self._connections: Connections | None = None
         self._is_ready = False
@@ -108,6 +111,8 @@ class Database:
         def charged(connection: Connection) -> ResultT:
             transaction = Transaction(connection)
             found = work(transaction)
+            if transaction.adds and self._file is not None:
+                check_room(connection, self._file)
             transaction.write_charges()
             return found
 
@@ -137,10 +142,10 @@ class Database:
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield
-        except (SQLAlchemyError, OSError, TimeoutError) as error:
+        except (SQLAlchemyError, sqlite3.Error, OSError, TimeoutError) as error:
             has_failed = True
             told = self._purpose
-            where = _place(self._url)
+            where = self._file or f"{self._url.host or 'its host'}/{self._url.database}"
             logger.error("the store of %s at %s failed: %s", told.kept, where, _shown(error))
             raise StoreUnavailable(
                 f"The store of {told.kept} does not answer now. Try again shortly{told.advice}.",
@@ -161,7 +166,7 @@ class Database:
         return self._connections
 
     def _connect(self) -> Connections:
-        if self._url.get_backend_name() == "sqlite":
+        if self._file is not None:
             return SqliteThreads(self._url, self._timeout_s)
         return PostgresPool(self._url, self._timeout_s)
 
@@ -212,13 +217,6 @@ def _checked_url(text_: str, flag: str) -> URL:
     # The field writes sslmode; asyncpg's name for it is ssl.
     query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
     return url.set(drivername="postgresql+asyncpg", query=query)
-
-
-def _place(url: URL) -> str:
-    """Returns what the log may say of a database: the URL without users, passwords and options."""
-    if url.get_backend_name() == "sqlite":
-        return str(url.database)
-    return f"{url.host or 'its host'}/{url.database}"
 
 
 def _shown(error: BaseException) -> str:

@@ -30,6 +30,11 @@ class Transaction:
         """Adds to what a tenant keeps, or takes away."""
         self._charges[tenant] += num_bytes
 
+    @property
+    def adds(self) -> bool:
+        """Returns whether tenants keep more by it than before."""
+        return self._charges.total() > 0
+
     def num_bytes_of(self, tenant: str) -> int:
         """Returns what a tenant keeps."""
         query = select(TENANTS.c.num_bytes).where(TENANTS.c.name == tenant)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,24 @@ async def test_what_a_transaction_raises_undoes_it(store: Path) -> None:
         with pytest.raises(KeyError):
             await database.write(fail)
         assert await database.read(num_bytes) == 0
+
+
+async def test_a_disk_that_is_full_is_a_store_that_is_away(store: Path) -> None:
+    """An error of SQLite outside of a transaction ended all sweeping until the next start."""
+    async with open_database(store) as database:
+        await database.write(lambda transaction: transaction.charge("one", 1))
+        with full_disk(), pytest.raises(StoreUnavailable):
+            await database.forget_deleted()
+        await database.forget_deleted()
+        assert await database.read(num_bytes) == 1
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process grows meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

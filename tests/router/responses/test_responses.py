@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import sqlite3
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +21,9 @@ from router.config import RouterSettings
 from router.edge.key_file import digest_of
 from router.errors import ConfigurationError
 from router.responses.expiry import sweep_responses
+from router.store import responses
+from router.store.sql import disk_room
+from router.store.sql.transaction import Transaction
 from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.fakes import FakeDecodeNode
 from tests.router.responses.api import Api, kept_of, rows, said
@@ -173,6 +181,61 @@ async def test_what_has_expired_is_not_there_and_then_gone(
     with sqlite3.connect(store) as database:
         found = {row[0] for row in database.execute("SELECT id FROM tandem_responses")}
     assert alone["id"] not in found and {first["id"], second["id"], third["id"]} < found
+
+
+async def test_a_full_disk_takes_deletions_and_then_more(
+    api: Api, router: RunningRouter, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite writes deletions to its log first: what had expired kept a full disk full for good."""
+    capacity = 4 << 20
+
+    def statvfs(_: object) -> SimpleNamespace:
+        used = sum(file.stat().st_size for file in store.parent.iterdir())
+        return SimpleNamespace(f_frsize=1, f_blocks=capacity, f_bavail=max(0, capacity - used))
+
+    monkeypatch.setattr(disk_room, "os", SimpleNamespace(statvfs=statvfs, strerror=os.strerror))
+    text, kept, now = "x" * 300_000, kept_of(router), 0.0
+    kept.clock = lambda: now
+    num_made = 0
+    while statvfs(store).f_bavail >= capacity // 4:
+        await api.create(text)
+        num_made += 1
+        await kept.database.forget_deleted()
+    refused = await api.create(text, status=503)
+    assert refused["error"]["code"] == "response_store_unavailable" and num_made > 3
+    await api.create(text, store=False)
+    now += kept.limits.ttl_s * 1.2
+    while await sweep_responses(kept):
+        pass
+    for _ in range(num_made - 1):
+        await kept.database.forget_deleted()
+        await api.create(text)
+
+
+async def test_what_expires_on_a_full_disk_goes_one_by_one_where_all_do_not_fit(
+    api: Api, router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("a", "b", "c"):
+        await api.create(text)
+    kept = kept_of(router)
+    now, write = kept.clock(), kept.database.write
+    kept.clock = lambda: now + kept.limits.ttl_s * 1.2
+    dropped = Counter[str]()
+    drop = responses.drop_response
+
+    def fits_one(transaction: Transaction, tenant: str, name: str) -> None:
+        if dropped["now"]:
+            raise OSError(errno.ENOSPC, "database or disk is full")
+        dropped["now"] += 1
+        drop(transaction, tenant, name)
+
+    async def counted(work: Callable[[Transaction], Any]) -> Any:
+        dropped["now"] = 0
+        return await write(work)
+
+    monkeypatch.setattr(responses, "drop_response", fits_one)
+    monkeypatch.setattr(kept.database, "write", counted)
+    assert [await sweep_responses(kept) for _ in range(4)] == [1, 1, 1, 0]
 
 
 async def test_a_tenant_keeps_so_much_and_no_more(api: Api, router: RunningRouter) -> None:
