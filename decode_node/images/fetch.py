@@ -26,6 +26,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from decode_node.images.encoded_room import Hold
 from decode_node.images.preprocess import ImageError
+from edge.address import look_up
 
 _MAX_REDIRECTS = 3
 _MAX_URL = 4096
@@ -175,9 +176,7 @@ def is_public(address: str) -> bool:
 
 
 async def _resolve(host: str, port: int) -> Sequence[str]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    return [str(address[0]) for *_, address in await look_up(host, port)]
 
 
 class _Fixed(AbstractResolver):

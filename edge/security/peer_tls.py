@@ -20,7 +20,7 @@ import ssl
 import time
 from dataclasses import dataclass, field
 
-from edge.address import split_address
+from edge.address import look_up, split_address
 
 _FRESH_S = 1.0
 _ANSWER_S = 5.0
@@ -74,7 +74,7 @@ async def _first_byte(address: str) -> bytes:
     """Returns the first byte of the answer to a handshake; b"" for none. Raises OSError."""
     loop = asyncio.get_running_loop()
     host, port = split_address(address)
-    infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    infos = await look_up(host, port)
     reason: OSError = OSError("the name has no address")
     for family, kind, protocol, _, target in infos:
         with socket.socket(family, kind, protocol) as sock:

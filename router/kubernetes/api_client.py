@@ -6,6 +6,7 @@ call. Outside a cluster (no token file) the API is asked without a token.
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+from aiohttp.abc import AbstractResolver, ResolveResult
 
+from edge.address import look_up
 from edge.silent_peers import set_silence_timeout
 from router.kubernetes.endpoint_slices import EndpointSlice, Metadata
 
@@ -89,6 +92,34 @@ class KubernetesAccess:
             return ""
 
 
+class _Names(AbstractResolver):
+    """Asks in threads that no other name holds up."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        return [
+            ResolveResult(
+                hostname=host,
+                host=str(target[0]),
+                port=port,
+                family=kind,
+                proto=protocol,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for kind, _, protocol, _, target in await look_up(host, port)
+            if family in (socket.AF_UNSPEC, kind)
+        ]
+
+    async def close(self) -> None:
+        """Does nothing."""
+
+
+def _session(timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(resolver=_Names())
+    return aiohttp.ClientSession(timeout=timeout, connector=connector)
+
+
 class EndpointSliceApi:
     """Asks for the EndpointSlices of one service. An empty `namespace` is our own."""
 
@@ -103,7 +134,7 @@ class EndpointSliceApi:
         timeout = aiohttp.ClientTimeout(total=_LIST_S, connect=_CONNECT_S)
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
+                _session(timeout) as session,
                 self._get(session, {}) as response,
             ):
                 await _check(response)
@@ -125,7 +156,7 @@ class EndpointSliceApi:
         timeout = aiohttp.ClientTimeout(total=seconds + _LIST_S, connect=_CONNECT_S)
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
+                _session(timeout) as session,
                 self._get(session, query) as response,
             ):
                 await _check(response)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from edge.address import look_up
 from router.kubernetes.endpoint_slices import Endpoints
 from router.nodes.address import NodeAddress, NodeEntry, NodeSource
 
@@ -40,7 +40,7 @@ async def no_kubernetes(service: str, on_endpoints: Callable[[Endpoints], None])
 
 
 async def resolve_host(name: str) -> Sequence[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    found = await look_up(name)
     return sorted({str(info[4][0]) for info in found})
 
 

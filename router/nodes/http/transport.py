@@ -11,15 +11,16 @@ redirects. A reader that stops reading stops the node's sending, one socket buff
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from edge.acceptor import EXHAUSTED
-from edge.address import join_address
+from edge.address import join_address, look_up
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.silent_peers import set_silence_timeout
@@ -35,6 +36,22 @@ _SILENCE_S = 40.0
 long its answer may take: a network has lost it. So does one on which the node reads nothing for as
 long: longer than one lets a body wait (`body_timeout_s`) by default, and where it is set to wait
 longer, another node is asked meanwhile."""
+
+
+async def _connect_any(
+    new: Callable[[], NodeConnection],
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+    name: str | None,
+) -> tuple[asyncio.Transport, NodeConnection]:
+    """Connects to the first address of a node that answers. Raises `OSError` or `UnicodeError`."""
+    loop = asyncio.get_running_loop()
+    *others, last = [str(target[0]) for *_, target in await look_up(host, port)]
+    for one in others:
+        with contextlib.suppress(OSError):
+            return await loop.create_connection(new, one, port, ssl=tls, server_hostname=name)
+    return await loop.create_connection(new, last, port, ssl=tls, server_hostname=name)
 
 
 class UpstreamResponse(Protocol):
@@ -133,9 +150,7 @@ class HttpTransport:
         )
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                transport, connection = await asyncio.get_running_loop().create_connection(
-                    new, host, port, ssl=tls, server_hostname=name
-                )
+                transport, connection = await _connect_any(new, host, port, tls, name)
         except TimeoutError:
             raise NodeUnreachable(f"no connection within {self._connect_timeout_s:g} s") from None
         except (OSError, UnicodeError) as error:

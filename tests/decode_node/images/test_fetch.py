@@ -243,7 +243,7 @@ class NameServer:
         self._names = names
         self.asked: list[str] = []
 
-    async def getaddrinfo(self, host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+    async def look_up(self, host: str, port: int) -> list[tuple[object, ...]]:
         self.asked.append(host)
         answer = self._names[host]
         while isinstance(answer, str):
@@ -295,7 +295,7 @@ async def test_names_that_lead_into_the_network_are_refused_and_nobody_is_dialle
     names: dict[str, str | list[list[str]]],
 ) -> None:
     server = NameServer(names)
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", server.getaddrinfo)
+    monkeypatch.setattr("decode_node.images.fetch.look_up", server.look_up)
     with pytest.raises(ImageError, match="not on the public network"):
         await ImageFetcher(HOSTS, max_bytes=1000, timeout_s=5.0).fetch(
             "http://img.example.com/a.png", uncounted
@@ -309,7 +309,7 @@ async def test_a_name_that_is_another_at_the_second_question_is_asked_for_once(
 ) -> None:
     """Rebinding: public while it is checked, and private when it is dialled."""
     server = NameServer({"img.example.com": [[PUBLIC], [second]]})
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", server.getaddrinfo)
+    monkeypatch.setattr("decode_node.images.fetch.look_up", server.look_up)
     with pytest.raises(ImageError, match="cannot be fetched"):
         await ImageFetcher(HOSTS, max_bytes=1000, timeout_s=5.0).fetch(
             "http://img.example.com/a.png", uncounted
@@ -330,7 +330,7 @@ async def test_each_step_of_a_redirect_is_looked_up_and_checked_anew(
 
     name = "odd.example.com"
     server = NameServer({name: [[LOOPBACK], [LOOPBACK], [METADATA]]})
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", server.getaddrinfo)
+    monkeypatch.setattr("decode_node.images.fetch.look_up", server.look_up)
     fetcher = ImageFetcher(
         AllowedHosts.of(f"{name}:{port}"),
         max_bytes=100_000,

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
-from edge.address import split_address
+from edge.address import look_up, split_address
 from edge.h2.send_threads import Connection
 from edge.h2.tls_socket import TlsSocket
 from edge.security.config import PlaintextRefused, Role
@@ -23,7 +23,7 @@ async def dial(address: str, credentials: Credentials, source: str = "") -> Conn
     try:
         host, port = split_address(address)
         credentials.check_dial(host)
-        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = await look_up(host, port)
         sources = await _sources(source)
         await credentials.meet(address)
     except (OSError, ValueError, PlaintextRefused) as error:
@@ -54,6 +54,5 @@ async def _sources(source: str) -> dict[int, tuple[Any, ...]]:
     """Returns addresses to bind to, by address family."""
     if not source:
         return {}
-    loop = asyncio.get_running_loop()
-    infos = await loop.getaddrinfo(source.strip("[]"), 0, type=socket.SOCK_STREAM)
+    infos = await look_up(source.strip("[]"), 0)
     return {family: target for family, _, _, _, target in infos}
