@@ -88,8 +88,12 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* /var/cache/ldconfig/aux-cache /var/log/*
 COPY --from=engine-environment /opt/tandem /opt/tandem
 RUN install --directory --owner 10001 --group 10001 /cache /models
-ENV NVIDIA_VISIBLE_DEVICES=all \
+# Containers see the GPUs that they are given: `all` here would be a wish of those that ask for none,
+# such as the download of a model, and hosts where only device plugins give GPUs do not start these.
+# GKE has the driver's libraries in a folder of its own, which nothing else tells the loader of.
+ENV NVIDIA_VISIBLE_DEVICES=void \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    LD_LIBRARY_PATH=/usr/local/nvidia/lib64 \
     HF_HOME=/models \
     TRITON_CACHE_DIR=/cache/triton
 USER 10001:10001

@@ -63,6 +63,12 @@
 {{- end }}
 {{- end -}}
 
+{{/* The longest that a pod may take to serve: root, of */}}
+{{- define "tandem.startSeconds" -}}
+{{- $preload := .root.Values.model.preload -}}
+{{- add (int .of.probes.startup.budgetSeconds) 600 (ternary $preload.timeoutSeconds 0 (eq $preload.kind "job") | int) -}}
+{{- end -}}
+
 {{/* The sum that must fit before the kubelet kills: time not to be killed in. */}}
 {{- define "tandem.graceSeconds" -}}
 {{- add (int .preStopSeconds) (int .drainSeconds) (int .teardownSeconds) -}}

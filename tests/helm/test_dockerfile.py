@@ -146,6 +146,14 @@ def test_labels_say_what_an_image_is_made_of(stage: str) -> None:
     assert ("ARG", f"VERSION={version}") in stages()[stage]
 
 
+def test_containers_see_the_gpus_that_they_are_given_wherever_the_driver_is() -> None:
+    """A pod without GPUs does not start on a host where images may not ask for them, if its image
+    does; and on GKE the driver's libraries are where no loader looks by itself."""
+    variables = environment("engine")
+    assert variables["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert "/usr/local/nvidia/lib64" in variables["LD_LIBRARY_PATH"].split(":")
+
+
 def test_caches_and_ports_are_those_of_the_chart() -> None:
     container = rendered("default").one("Deployment", "decode")["spec"]["template"]["spec"][
         "containers"

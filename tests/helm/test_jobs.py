@@ -178,6 +178,18 @@ def test_pods_wait_for_the_download_and_need_no_hub() -> None:
     assert "HF_HUB_OFFLINE" not in str(download["env"])
 
 
+def test_a_rollout_may_wait_for_the_download() -> None:
+    """Else Helm calls it failed while the download goes on as it may."""
+    limit = {"model": {"preload": {"timeoutSeconds": 7200}}}
+    found = HelmSdk.shared().render(overlay(PRELOADED, limit))
+    for component in ("prefill", "decode"):
+        assert found.one("Deployment", component)["spec"]["progressDeadlineSeconds"] >= 7200 + 1800
+    assert "--timeout=9600s deployment/tandem-decode" in found.notes
+    hook = {"preload": {"kind": "hook"}, "storage": {"pvc": {"existingClaim": "c"}}}
+    before = HelmSdk.shared().render(overlay(PRELOADED, {"model": hook}))
+    assert before.one("Deployment", "decode")["spec"]["progressDeadlineSeconds"] == 2400
+
+
 def hub_is_open(found: Rendered, component: str) -> bool:
     (policy,) = found.all("NetworkPolicy", component)
     return any(port["port"] == 443 for port, _ in port_rules(policy["spec"]["egress"]))
