@@ -116,7 +116,8 @@ long = client.responses.retrieve(long.id)  # until long.status is completed, inc
   items and events; one that went on from it stays, and cannot be gone on from (400
   `previous_response_not_found`).
 - **A database that does not answer** makes requests that need it a 503 `response_store_unavailable`
-  before anything is computed; others do not notice.
+  before anything is computed; others do not notice. Of SQLite's disk the last 16 MiB (a quarter of
+  a small one) take only what deletes and expires, so that it does not stay full.
 
 Without `--response-store`, `previous_response_id`, `conversation` and `background` are a 400, and
 the paths of what is kept a 404 `no_response_store`. Stored prompts are not
