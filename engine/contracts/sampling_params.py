@@ -33,6 +33,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 """Characters of a bad word."""
 MAX_BAD_WORD_TOKENS = 32
+MAX_NGRAM = 128
 MAX_BEAMS = 32
 MAX_GRAMMAR_BYTES = 1 << 18
 """The size of a grammar's text. It may hold the schemas of many tools."""
@@ -51,6 +52,7 @@ _NOT_WITH_BEAMS = (
     "bad_words",
     "grammar",
     "logprob_token_ids",
+    "no_repeat_ngram_size",
 )
 """Fields that change which tokens are likely, or look at an answer while it grows."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -115,6 +117,8 @@ class SamplingParams(
             nothing else left to choose from, they do not apply.
         grammar: Text of an llguidance grammar (Lark, or its JSON form) that the output follows; ""
             for none. When it is complete the output ends, whatever `min_tokens` says.
+        no_repeat_ngram_size: The output has no sequence of this many tokens twice; 0: it may.
+            Where a request has nothing else left to choose from, it may as well.
         beam: The output is the best that a beam search finds; None: tokens are chosen one by one.
     """
 
@@ -139,6 +143,7 @@ class SamplingParams(
     grammar: str = msgspec.field(default="", name="19")
     logprob_token_ids: tuple[int, ...] = msgspec.field(default=(), name="20")
     beam: BeamParams | None = msgspec.field(default=None, name="21")
+    no_repeat_ngram_size: int = msgspec.field(default=0, name="22")
 
     @property
     def needs_penalties(self) -> bool:
@@ -161,6 +166,7 @@ def everything(num_logprobs: int, prompt_logprobs: int | None = None) -> Samplin
         logit_bias={0: 1.0},
         allowed_token_ids=(0, 1),
         bad_words=((1,), (0, 1)),
+        no_repeat_ngram_size=2,
         logprobs=num_logprobs,
         prompt_logprobs=prompt_logprobs,
     )
@@ -175,6 +181,11 @@ def check_sampling(
         0 <= params.top_k <= MAX_TOP_K,
         "top_k",
         f"must be 0 (off) to {MAX_TOP_K}, not {params.top_k}",
+    )
+    check(
+        0 <= params.no_repeat_ngram_size <= MAX_NGRAM,
+        "no_repeat_ngram_size",
+        f"must be 0 (off) to {MAX_NGRAM}, not {params.no_repeat_ngram_size}",
     )
     check(0 <= params.seed < 1 << 64, "seed", "must have 64 bits")
     check(

@@ -40,6 +40,7 @@ from engine.sample.grammars import GrammarStates, PlaceFailure
 from engine.sample.logit_bias import LogitBiasStates
 from engine.sample.logprobs import LogprobsRequest, LogprobsTensors
 from engine.sample.penalties import PenaltyStates
+from engine.sample.repeated_ngrams import RepeatedNgramStates
 from engine.sample.siblings import SiblingStates, SiblingTensors
 from engine.sample.states import NO_LOGPROBS, SamplingStates
 from tandem_kernels import ops
@@ -88,6 +89,7 @@ class Sampler:
         self.grammars = grammars
         self._allowed = AllowedTokenStates(max_num_reqs, vocab_size, device)
         self._bad_words = BadWordStates(max_num_reqs, token_ids)
+        self._ngrams = RepeatedNgramStates(max_num_reqs, token_ids)
         self._siblings = SiblingStates(device)
         self._changing = (
             self._logit_bias,
@@ -95,6 +97,7 @@ class Sampler:
             self.grammars,
             self._allowed,
             self._bad_words,
+            self._ngrams,
         )
         """All that change logits, in their order."""
 
@@ -108,6 +111,7 @@ class Sampler:
         self.grammars.add_request(new, output)
         self._allowed.add_request(new.row, new.sampling)
         self._bad_words.add_request(new.row, new.sampling, new.prompt_len)
+        self._ngrams.add_request(new.row, new.sampling, new.prompt_len)
         self._siblings.add_request(new)
 
     @property
@@ -150,13 +154,14 @@ class Sampler:
 
     def needs_whole(self, rows: Int32Array) -> bool:
         """Returns whether a step of `rows` needs all logits of each place on every rank: for
-        filters, whose sums over candidates depend on their order; for bad words, which ask whether
-        anything else is left; for further answers, which are drawn a few at a time; for log
-        probabilities, since to gather is quicker than the exchanges that would find them in parts
-        (docs/experiments.md)."""
+        filters, whose sums over candidates depend on their order; for bad words and repetitions,
+        which ask whether anything else is left; for further answers, which are drawn a few at a
+        time; for log probabilities, since to gather is quicker than the exchanges that would find
+        them in parts (docs/experiments.md)."""
         return (
             self._params.has_filters(rows)
             or self._bad_words.needed_by(rows)
+            or self._ngrams.needed_by(rows)
             or self._siblings.needed_by(rows)
             or self._wants_logprobs(rows)
         )
@@ -180,7 +185,8 @@ class Sampler:
     def _change_logits(
         self, given: torch.Tensor | VocabPart, places: Places
     ) -> dict[int, PlaceFailure]:
-        """Changes the logits. Bad words come last: they ask whether anything else is left. Returns
+        """Changes the logits. Bad words and repetitions come last: they ask whether anything else
+        is left. Returns
         the requests that grammars leave nothing to choose from."""
         logits = given.logits if isinstance(given, VocabPart) else given
         first = given.cut.start if isinstance(given, VocabPart) else 0
@@ -196,6 +202,8 @@ class Sampler:
             self._allowed.apply(logits, rows, first)
         if self._bad_words.needed_by(rows):
             self._bad_words.apply(logits, rows, places.seq_lens)
+        if self._ngrams.needed_by(rows):
+            self._ngrams.apply(logits, places)
         return failures
 
     def draw(

@@ -312,6 +312,7 @@ async def test_sampling_parameters_reach_the_engine() -> None:
         "stop_token_ids": [399],
         "allowed_token_ids": [7, 5],
         "ignore_eos": True,
+        "no_repeat_ngram_size": 3,
     }
     async with http_node() as node:
         body = {**TEXT, **sent, "logit_bias": {"5": -1.5}, "priority": -3, "cache_salt": "tenant"}
@@ -324,6 +325,30 @@ async def test_sampling_parameters_reach_the_engine() -> None:
         spelt = [node.tokenizer.decode(word) for word in spec.sampling.bad_words]
         assert [text for text in spelt if not text.startswith(" ")] == ["the", "dog"]
         assert (spec.priority, spec.cache_salt, spec.sampling.seed) == (-3, "tenant", 4)
+
+
+async def test_repetitions_are_forbidden_as_mineru_asks_for_it() -> None:
+    """Its clients send it with each page, for a processor of logits of their own."""
+    async with http_node() as node:
+        for sent, expected in (
+            ({"no_repeat_ngram_size": 100, "debug": False}, 100),
+            ({"no_repeat_ngram_size": 35, "debug": True, "other": None}, 35),
+            ({}, 0),
+            (None, 0),
+        ):
+            await post(node, "/v1/chat/completions", {**CHAT, "vllm_xargs": sent})
+            assert node.engine.only.request.spec.sampling.no_repeat_ngram_size == expected
+            node.engine.forget_ended()
+        both = {"no_repeat_ngram_size": 4, "vllm_xargs": {"no_repeat_ngram_size": 100}}
+        await post(node, "/v1/completions", {**TEXT, **both})
+        assert node.engine.only.request.spec.sampling.no_repeat_ngram_size == 4
+        node.engine.forget_ended()
+        for name, value in (("window_size", 90), ("no_repeat_ngram_size", "9"), ("x", [1])):
+            body = {**CHAT, "vllm_xargs": {name: value}}
+            refused = await node.client.post("/v1/chat/completions", json=body)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, f"vllm_xargs.{name}")
+            assert error["code"] == "unsupported_parameter"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ _KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 3},
     {"min_tokens": 10, "min_p": 0.02, "logit_bias": {5: 1.5}, "stop_token_ids": (8, 9, 10)},
     {"temperature": 0.7, "allowed_token_ids": (5, 6, 7), "ignore_eos": True, "logprobs": 1},
-    {"temperature": 1.0, "top_k": 3, "ignore_eos": True},
+    {"temperature": 1.0, "top_k": 3, "ignore_eos": True, "no_repeat_ngram_size": 2},
     {"temperature": 0.3, "logprobs": 5, "prompt_logprobs": 1, "presence_penalty": 1.5},
     {"temperature": 0.9, "grammar": _GRAMMARS[0]},
     {"temperature": 0.5, "grammar": _GRAMMARS[1], "logprobs": 2, "frequency_penalty": 0.3},

@@ -241,6 +241,7 @@ class GenerationBody(
             prompt_logprobs=self.wanted_prompt_logprobs,
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=spell_bad_words(self.bad_words or (), encode),
+            no_repeat_ngram_size=self.ngram_size,
         )
 
 

@@ -38,6 +38,7 @@ _STRUCTURE = (
 )
 _GRAMMAR = "it is called structured_outputs.grammar here"
 _DECODING = "it is called structured_outputs here, as in newer vLLM"
+_COMPLETIONS = "only /v1/completions and /v1/chat/completions have it"
 _OF_FORMS = (_STRUCTURE, _GRAMMAR, _DECODING)
 """Advice in whose place stands that of the API which has other names for it."""
 _GIVEN_OUT = "log probabilities are all that is given out besides the answer"
@@ -47,9 +48,9 @@ _CHATS = "only /v1/chat/completions could have it, and it is not built"
 NOT_BUILT: dict[str, NotBuilt] = {
     "messages": NotBuilt("send chats to /v1/chat/completions"),
     "prompt": NotBuilt("send prompts to /v1/completions"),
-    "use_beam_search": NotBuilt("only /v1/completions and /v1/chat/completions have it"),
-    "best_of": NotBuilt("only /v1/completions and /v1/chat/completions have it", (1,)),
-    "truncate_prompt_tokens": NotBuilt("only /v1/completions and /v1/chat/completions have it"),
+    "use_beam_search": NotBuilt(_COMPLETIONS),
+    "best_of": NotBuilt(_COMPLETIONS, (1,)),
+    "truncate_prompt_tokens": NotBuilt(_COMPLETIONS),
     "required_prefix_token_ids": NotBuilt("only /v1/chat/completions has it"),
     "suffix": NotBuilt("text before a suffix is not built; put both into the prompt"),
     "echo": NotBuilt("only /v1/completions has it"),
@@ -69,7 +70,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "trace_decode_token_ids": NotBuilt("put the tokens into the prompt, and ask prompt_logprobs"),
     "prompt_logprob_token_ids": NotBuilt("prompt_logprobs tells of the most likely tokens"),
     "repetition_detection": NotBuilt("use repetition_penalty or max_tokens"),
-    "no_repeat_ngram_size": NotBuilt("use repetition_penalty"),
+    "no_repeat_ngram_size": NotBuilt(_COMPLETIONS),
     "repeat_penalty": NotBuilt("it is called repetition_penalty here", (1, 1.0)),
     "n_predict": NotBuilt("it is called max_tokens here", (-1,)),
     "no_stop_trim": NotBuilt("it is called include_stop_str_in_output here"),

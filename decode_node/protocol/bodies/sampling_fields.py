@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from decode_node.protocol.bodies.body import Count, Int, StrictBody
+from edge.http.errors import BadRequest
+
+_NGRAM = "no_repeat_ngram_size"
 
 
 class SamplingFields(StrictBody):
@@ -50,6 +53,10 @@ class SamplingFields(StrictBody):
     """The only tokens that the answer may have; up to 4096."""
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     """Up to 256 words that the answer must not have."""
+    no_repeat_ngram_size: Int | None = None
+    """No sequence of this many tokens comes twice in the answer; up to 128, 0 lets any."""
+    vllm_xargs: dict[str, Any] | None = None
+    """Only `no_repeat_ngram_size`, as MinerU's clients write it; `debug` changes nothing."""
     include_stop_str_in_output: bool | None = None
     """The answer ends with the stop text or stop token that ended it."""
     skip_special_tokens: bool | None = None
@@ -59,3 +66,20 @@ class SamplingFields(StrictBody):
     logprob_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
     """Tell the log probabilities of these tokens, and of the answer's own, in place of the most
     likely ones; up to 128, with `logprobs`."""
+
+    @property
+    def ngram_size(self) -> int:
+        """Returns the size by either of its names. Raises `BadRequest` for other parameters of
+        extensions."""
+        given = self.vllm_xargs or {}
+        for name, value in given.items():
+            is_size = name == _NGRAM and type(value) is int
+            if not is_size and name != "debug" and value:
+                param = f"vllm_xargs.{name}"
+                raise BadRequest(
+                    f"{param}: of parameters of extensions only {_NGRAM} is built, a number",
+                    param=param,
+                    code="unsupported_parameter",
+                )
+        named = self.no_repeat_ngram_size
+        return named if named is not None else given.get(_NGRAM) or 0

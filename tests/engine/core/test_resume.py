@@ -61,6 +61,7 @@ def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
             "allowed_token_ids": tuple(range(1, 12)),
             "bad_words": ((3,), (5, 5), (5, 6), (7, 1), (1, 2, 4)),
         },
+        {"temperature": 0.0, "allowed_token_ids": (4, 5, 6), "no_repeat_ngram_size": 3},
     ],
     ids=lambda wanted: "-".join(wanted),
 )

@@ -115,6 +115,8 @@ def test_numbers_out_of_range(name: str, value: float) -> None:
         {"frequency_penalty": math.nan},
         {"top_k": -1},
         {"top_k": 1 << 31},
+        {"no_repeat_ngram_size": -1},
+        {"no_repeat_ngram_size": 129},
         {"min_tokens": 5},
         {"min_tokens": -1},
         {"logprobs": 129},

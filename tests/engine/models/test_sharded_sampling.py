@@ -39,7 +39,7 @@ MODEL = tiny_model(
     load_format="safetensors",
     eos_token_ids=EOS,
 )
-FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "bad_words": ()}
+FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "bad_words": (), "no_repeat_ngram_size": 0}
 """Turns off what steps gather logits for."""
 
 

@@ -38,6 +38,7 @@ WHOLE: dict[str, st.SearchStrategy[Any]] = {
     "top_k": st.just(7),
     "min_p": st.just(0.05),
     "bad_words": st.lists(TOKENS, min_size=1).map(lambda last: tuple((one,) for one in last)),
+    "no_repeat_ngram_size": st.sampled_from([1, 2]),
 }
 """Makes steps gather logits."""
 
@@ -163,6 +164,7 @@ def test_parts_without_any_token_left(ranks: dict[int, Ranks]) -> None:
         ({"min_tokens": 3}, False),
         ({"logprobs": 2}, True),
         ({"bad_words": ((4,),)}, True),
+        ({"no_repeat_ngram_size": 2}, True),
         ({"min_p": 0.1}, True),
     ],
 )

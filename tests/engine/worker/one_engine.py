@@ -32,6 +32,7 @@ KINDS = [
         "logprobs": 3,
     },
     {"min_tokens": 10, "min_p": 0.02, "logit_bias": {5: 1.5}, "stop_token_ids": (8, 9, 10)},
+    {"temperature": 0.0, "allowed_token_ids": (4, 5, 6, 7), "no_repeat_ngram_size": 2},
 ]
 MAX_STEPS = 4000
 
