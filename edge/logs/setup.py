@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from edge.logs.formatters import JsonFormatter, TextFormatter
+from edge.logs.unblocked import stderr_handler
 
 LogFormat = Literal["text", "json"]
 
@@ -29,10 +30,10 @@ class LogStyle(msgspec.Struct, frozen=True):
 
 
 def setup_logging(style: LogStyle, process: str, *, is_child: bool = False) -> None:
-    """Logs to standard error. `process` names the process; in text, only a child's is written. Does
-    nothing where logging is set up already."""
+    """Logs to standard error, and waits for no reader of it. `process` names the process; in text,
+    only a child's is written. Does nothing where logging is set up already."""
     is_json = style.format == "json"
-    handler = logging.StreamHandler(sys.stderr)
+    handler = stderr_handler()
     handler.setFormatter(
         JsonFormatter(process) if is_json else TextFormatter(process if is_child else "")
     )
