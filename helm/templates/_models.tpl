@@ -71,6 +71,20 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The name that clients ask for: without one of the values, nodes name a model as its folder is called,
+  in a cache of the hub as the hub calls it. */}}
+{{- define "tandem.clientName" -}}
+{{- $names := include "tandem.servedNames" . -}}
+{{- $folder := include "tandem.modelArgument" . | clean -}}
+{{- if $names -}}
+{{- splitList "," $names | first | trim -}}
+{{- else if regexMatch "/models--[^/]+/snapshots/[^/]+$" $folder -}}
+{{- dir (dir $folder) | base | trimPrefix "models--" | replace "--" "/" -}}
+{{- else -}}
+{{- base $folder -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The name by which routers count a root's model; empty while it is the only one. */}}
 {{- define "tandem.countedName" -}}
 {{- if .Values.models -}}{{- splitList "," (include "tandem.servedNames" .) | first | trim -}}{{- end -}}

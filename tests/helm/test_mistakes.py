@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from docs.generate_values_schema import CHART
+from engine.models.checkpoint import _name_of
 from tests.helm.helm_engine import HelmCli, HelmError, HelmSdk
 from tests.helm.scenarios import overlay
+from tests.helm.service_settings import containers
 
 MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
 ONE_CLAIM = {"storage": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]}}}
@@ -699,6 +702,36 @@ def test_notes_say_how_to_reach_it_and_what_to_mind() -> None:
     assert "http://prod-tandem-router.llm.svc.cluster.local:80/v1" in notes
     assert "helm -n llm test prod" in notes and "together at most 2 GPUs" in notes
     assert "no request needs an API key" in notes and "an upgrade is an outage" in notes
+
+
+SNAPSHOT = "hub/models--org--a--b/snapshots/0a1b2c"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ({"name": "org/model"}, "org/model"),
+        ({"name": "org/model", "servedName": "chat, gpt-4o"}, "chat"),
+        (
+            {"storage": {"type": "hostPath", "path": "deepseek/V3/", "hostPath": {"path": "/m"}}},
+            "V3",
+        ),
+        (
+            {"storage": {"type": "hostPath", "path": SNAPSHOT, "hostPath": {"path": "/m"}}},
+            "org/a/b",
+        ),
+        ({"storage": {"type": "image", "image": {"reference": "r/m:1"}}}, "models"),
+    ],
+)
+def test_notes_ask_for_the_model_by_a_name_that_nodes_serve(
+    model: dict[str, Any], name: str
+) -> None:
+    found = HelmSdk.shared().render({"model": model})
+    assert f"serves {name} in namespace" in found.notes
+    assert f'{{"model": "{name}",' in found.notes
+    [argument] = [a for a in containers(found)["decode"]["args"] if a.startswith("--model=")]
+    if "storage" in model:
+        assert _name_of(Path(argument.removeprefix("--model="))) == name
 
 
 @pytest.mark.parametrize("engine", ["helm-4", "helm-3"])
