@@ -135,6 +135,17 @@ async def test_tokens_that_a_trainer_keeps_in_messages_are_no_text() -> None:
         assert texts[0] == texts[1]
 
 
+async def test_the_log_probabilities_of_a_whole_conversation_may_come_back() -> None:
+    """NeMo Gym sends them with each turn, and ids as texts."""
+    count = 20_000
+    kept = {"prompt_token_ids": [5] * count, "generation_token_ids": ["151667"] * count}
+    answer = {**ANSWER, **kept, "generation_log_probs": [-0.00012345678901234567] * count}
+    async with node_of() as node:
+        prefix = drawn(ANSWER["content"])
+        found = await prompt_of(node, prefix, answer, MORE)
+        assert found == prefix + TOKENS.encode(LATER.format("</s>"))
+
+
 ONE_CALL = CLOSED.replace(
     "{% for c in", "{% if m.tool_calls and m.tool_calls | length > 1 %}"
     "{{ raise_exception('one call') }}{% endif %}{% for c in",

@@ -63,8 +63,10 @@ HOSTILE = {
     "objects": (b'{"messages": [' + b"{}," * (SIZE // 3), "32768 lists and objects"),
     "strings": (b'{"stop": [' + b'"",' * (SIZE // 3), "65536 strings and names"),
     "names": (b"{" + b'"a":0,' * (SIZE // 6), "65536 strings and names"),
-    "floats": (b'{"prompt": [' + b"1.2345678901234567e-300," * (SIZE // 24), "4096 numbers"),
-    "exponents": (b'{"prompt": [' + b"1e9," * (SIZE // 4), "4096 numbers"),
+    "floats": (b'{"prompt": [' + b"1.2345678901234567e-300," * (SIZE // 24), "65536 numbers with"),
+    "exponents": (b'{"prompt": [' + b"1e9," * (SIZE // 4), "65536 numbers with"),
+    "digits": (b'{"prompt": [' + b"0.123456789012345678901234," * (SIZE // 26), "4096 numbers of"),
+    "integers": (b"[" + (b"9" * 30 + b",") * (SIZE // 31), "4096 numbers of"),
     "deep": (b"[" * 1000, "128 levels"),
     "only ends": (b"]" * SIZE, "never opened"),
 }
@@ -85,9 +87,10 @@ def test_what_would_keep_a_parser_busy_is_refused_by_a_limit_that_is_named(name:
         b'{"prompt": "' + b"," * SIZE + b'"}',
         b'{"prompt": "' + b'\\"[{' * (SIZE // 4) + b'"}',
         b'{"prompt": [' + b"true," * 100_000 + b"0]}",
+        b'{"logprobs": [' + b"-0.00012345678901234567," * (json_counter.MAX_FRACTIONS - 1) + b"0]}",
         b'{"prompt": [' + b"12345," * (json_counter.MAX_VALUES - 3) + b"0]}",
     ],
-    ids=["commas in text", "brackets in text", "literals", "a million ids"],
+    ids=["commas in text", "brackets in text", "literals", "log probabilities", "a million ids"],
 )
 def test_text_and_long_prompts_pass(data: bytes) -> None:
     JsonCounter().feed(data)

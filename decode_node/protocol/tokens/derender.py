@@ -76,7 +76,7 @@ class GivenChoice(StrictBody):
     stop_reason: Int | str | None = None
     """The stop token or text that ended it."""
     logprobs: GivenLogprobs | None = None
-    """Their log probabilities: with all other numbers that have a fraction at most 4,096."""
+    """Their log probabilities: with all other numbers that have a fraction at most 65,536."""
 
     index: Ignored = None
     """Answers come in their order."""

@@ -22,12 +22,17 @@ MAX_VALUES = 1 << 20
 MAX_LISTS_AND_OBJECTS = 1 << 15
 MAX_STRINGS = 1 << 16
 """Names of fields are strings, too."""
-MAX_FRACTIONS = 1 << 12
-"""Numbers with a fraction or an exponent: reading one can take 6 µs."""
+MAX_FRACTIONS = 1 << 16
+"""Numbers with a fraction or an exponent: reading one can take 0.5 µs. Trainers send the log
+probabilities of all tokens that were drawn."""
+MAX_LONG_NUMBERS = 1 << 12
+"""Numbers of 25 digits or more, which no float needs: reading one can take 6 µs."""
 MAX_DEPTH = 128
 
 _PIECE_BYTES = 64 << 10
 _NOT_BRACKETS = bytes(i for i in range(256) if i not in b"[]{}")
+_LONG = b"0" * 25
+_AS_DIGITS = bytes(ord("0") if i in b"0123456789." else ord(" ") for i in range(256))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
@@ -39,6 +44,7 @@ class JsonCounter:
     num_lists_and_objects: int = 0
     num_strings: int = 0
     num_fractions: int = 0
+    num_long_numbers: int = 0
     depth: int = 0
     num_looks: int = 0
     _num_quotes: int = 0
@@ -87,6 +93,8 @@ class JsonCounter:
         exponents = outside.count(b"e") + outside.count(b"E")
         self.num_fractions += outside.count(b".") + max(0, exponents - literals)
         _check(self.num_fractions, MAX_FRACTIONS, "numbers with a fraction or an exponent")
+        self.num_long_numbers += outside.translate(_AS_DIGITS).count(_LONG)
+        _check(self.num_long_numbers, MAX_LONG_NUMBERS, "numbers of 25 digits or more")
 
 
 def _check(count: int, limit: int, what: str) -> None:
