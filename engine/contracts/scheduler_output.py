@@ -17,7 +17,8 @@ Order in which a worker applies a step:
     6. The step computes `prefill_chunks` and one token for each row of the decode set.
 
 A row whose chunk completes its prefill samples a token in that step. It does not decode until
-`decode_add` names it in a later step.
+`decode_add` names it in a later step. A row of which one known token is to compute may decode with
+no chunk before: so a step in which a request begins is one of decodes.
 
 Rows of a beam search enter, decode and leave together. Behind each step their beams change places
 among them, tokens, tables and all; what steps name is always the row.

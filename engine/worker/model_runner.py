@@ -269,9 +269,9 @@ class ModelRunner:
             self._block_tables[group].append(row, block_ids)
         for row in step.decode_remove:
             self._decode_set.remove_request(row)
-        for row in step.decode_add:
-            self._start_decoding(row)
+        begun = [row for row in step.decode_add if self._start_decoding(row)]
         self._carrier.carry_over()
+        self.drafts.begin(begun)
         if self._network is not None:
             for new in step.new_reqs:
                 self._network.take_pulled(new)
@@ -301,12 +301,14 @@ class ModelRunner:
         self.adapters.remove_request(row)
         self._prompt_logprobs.remove_request(row)
 
-    def _start_decoding(self, row: int) -> None:
+    def _start_decoding(self, row: int) -> bool:
+        """Returns whether no step has drafted for the row: its last known token is to compute."""
         self.states.check_live(row)
         uncomputed = self.states.num_uncomputed_prefill(row)
         if uncomputed > 1:
             raise RowError(f"row {row} cannot decode: {uncomputed} tokens are not computed yet")
         self._decode_set.add_request(row)
+        return uncomputed == 1
 
     def _graph_key(self, order: BatchOrder) -> GraphKey | None:
         """Returns the graph of a step; None: there is none. To those with prompts all requests are

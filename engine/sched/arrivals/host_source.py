@@ -226,6 +226,10 @@ class HostSource(TierSource[HostLoad]):
         load = self._arrivals.get(request_id)
         return load if isinstance(load, HostLoad) and load.state is ArrivalState.EARLY else None
 
+    def waits_for_layers(self, request: Request) -> bool:
+        """Returns whether a request computes while the rest of its layers come."""
+        return self._early(request.request_id) is not None
+
     def settle(self, request: Request) -> None:
         """Tells what was withheld, since the request's KV is right."""
         if (load := self._early(request.request_id)) is not None:

@@ -126,6 +126,11 @@ class StepRoom:
         self.prompts_left -= 1
         self._used += count if self._chunks is None else self._chunks.charge(context, count)
 
+    def take_decode(self, count: int) -> None:
+        """Counts `count` tokens of a request that decodes from this step on."""
+        self.left -= count
+        self.prompts_left -= 1
+
 
 @dataclass(slots=True, kw_only=True)
 class PromptOrder:

@@ -53,7 +53,8 @@ class StepShape(NamedTuple):
 class InFlightStep:
     """A step on its way. `chunks[i]` is a row, and how many of its leading tokens have KV once the
     step is done. `num_tokens`: of all rows, as far as they are known: some drafts may be missing.
-    `num_new_rows`: of them, those that enter the workers' tables with it.
+    `num_new_rows`: of them, those that enter the workers' tables with it. `num_last_tokens`: tokens
+    of prompts that decodes compute, the last of each.
     """
 
     step_id: int
@@ -65,6 +66,7 @@ class InFlightStep:
     num_tokens: int = 0
     num_new_rows: int = 0
     num_idle_decodes: int = 0
+    num_last_tokens: int = 0
     work: StepWork | None = None
     drafting: DraftingStep | None = None
 
@@ -130,7 +132,8 @@ class StepsInFlight:
                 self.meter.add_step(done.work, seconds)
         if (drafting := done.drafting) is not None:
             _learn(drafting, output, None if done.num_prompt_tokens else seconds)
-        self._counters.add_step(done.num_prompt_tokens, len(output.token_ids), now)
+        num_prompt_tokens = done.num_prompt_tokens + done.num_last_tokens
+        self._counters.add_step(num_prompt_tokens, len(output.token_ids), now)
         if output.drafts is not None and output.drafts.counts:
             self._counters.drafts.add_step(output.drafts.counts, output.counts)
         return done.chunks

@@ -117,6 +117,16 @@ class Row:
         return not (self.request.choice_ids or self.request.is_beam)
 
     @property
+    def may_decode_at_once(self) -> bool:
+        """Returns whether its last known token may be computed as a decode's. It may not where
+        others go on with the states behind it, or read its KV by chunks, or where more than the
+        next token is wanted of it."""
+        spec, sampling = self.request.spec, self.request.sampling
+        draws_others = spec.sibling_seeds and not self.request.knows_first_token
+        is_more = draws_others or spec.images or sampling.prompt_logprobs is not None
+        return self.num_reserved > 0 and self.is_alone and not (self.is_exported or is_more)
+
+    @property
     def remaining_prefill(self) -> int:
         return self.prefill_len - self.num_reserved
 

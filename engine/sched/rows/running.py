@@ -35,11 +35,8 @@ from engine.config import EngineConfig
 from engine.contracts.request import Request, RequestStatus
 from engine.contracts.scheduler_output import (
     BeamSeat,
-    NewRequestData,
-    PulledDrafts,
     SchedulerOutput,
 )
-from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.arrivals.host_source import HostSource
 from engine.sched.counters import SchedulerCounters
@@ -144,38 +141,9 @@ class RunningRows:
             row.check_len = self._next_check(row, row.prefill_len)
         request.status = RequestStatus.RUNNING
         self._prefilling.append(row)
-        first_token = request.num_computed_tokens if request.is_beam else 0
-        block_ids, *of_other_groups = self._kv_cache.get_block_ids(request.request_id)
-        self.builder.enter(
-            NewRequestData(
-                row=row.index,
-                epoch=row.epoch,
-                prompt_len=request.num_prompt_tokens - request.num_resumed_tokens,
-                prefill_token_ids=pack_tokens(request.all_token_ids[first_token:]),
-                num_computed_tokens=request.num_computed_tokens,
-                block_ids=block_ids,
-                max_len=max_len,
-                sampling=request.row_sampling,
-                eos_token_ids=request.eos_token_ids,
-                sibling_seeds=() if request.knows_first_token else request.spec.sibling_seeds,
-                pulled=self._pulled_drafts(request),
-                images=request.spec.images,
-                lora=self._adapters.slot_of(request),
-                first_token=first_token,
-                beam=beam,
-            )
-        )
-        self.builder.add_blocks(row.index, enumerate(of_other_groups, start=1))
+        drafts_by_layers, slot = self.calendar.ahead > 0, self._adapters.slot_of(request)
+        self.builder.enter(row, slot, beam, drafts_by_layers=drafts_by_layers)
         return row
-
-    def _pulled_drafts(self, request: Request) -> PulledDrafts | None:
-        """Returns what workers must know of KV that a peer gave, if they draft with their own."""
-        pulled = request.pulled
-        if pulled is None or self.calendar.ahead == 0:
-            return None
-        feature = request.draft_feature if pulled.has_drafts else b""
-        is_whole = request.num_computed_tokens == request.num_prompt_tokens
-        return PulledDrafts(pulled.first_token, pulled.has_drafts, feature if is_whole else b"")
 
     def leave(self, row: Row) -> None:
         """Takes the row back; its blocks stay the request's."""
@@ -257,10 +225,9 @@ class RunningRows:
         query_len = calendar.query_len
         decodes = row.phase is RowPhase.DECODE
         reserved = row.reserved_base + query_len * (step_id - 1) if decodes else row.num_reserved
-        wanted, most = reserved + query_len + calendar.ahead, last + query_len - 1
         if reserved >= last and row.num_certain(reserved, query_len) >= last:
             self._stop_decoding(row, RowPhase.DRAINING)
-        elif self._make_room(row, wanted if wanted < most else most):
+        elif self._make_room(row, self._wanted(row, reserved)):
             if query_len == 1 and row.is_alone:
                 self.builder.keep_states(row, reserved)
             if decodes:
@@ -352,6 +319,8 @@ class RunningRows:
         if count == 0 or (grown := self._kv_cache.extend(row.blocks, first + count)) is None:
             return 0
         self.builder.add_blocks(row.index, grown)
+        if count == row.remaining_prefill == 1 and self._decode_at_once(row, room):
+            return 1
         self.images.passed(row.request, first + count)
         room.take(first, count)
         row.num_reserved += count
@@ -361,6 +330,34 @@ class RunningRows:
             row.phase = RowPhase.JOINING
             self._joining.append(row)
         return count
+
+    def _decode_at_once(self, row: Row, room: StepRoom) -> bool:
+        """Lets a row decode that has one token left to compute, with no drafts: a step with chunks
+        of prompts fits fewer graphs, and none where decodes draft over states. Returns False where
+        the token must be computed as a prompt, or there is no room for what a decode may have."""
+        calendar, query_len = self.calendar, self.calendar.query_len
+        if not row.may_decode_at_once or self._host.waits_for_layers(row.request):
+            return False
+        if (row.is_idle and self.holds_idle) or room.left < query_len:
+            return False
+        grown = self._kv_cache.grow(row.blocks, self._wanted(row, row.num_reserved))
+        if grown is None:
+            return False
+        self.builder.add_blocks(row.index, grown)
+        self.builder.add_last_token(row)
+        room.take_decode(query_len)
+        self._prefilling.remove(row)
+        row.prefill_len = row.num_reserved
+        if self._kv_cache.confirms_blocks:
+            row.check_len = self._next_check(row, row.num_reserved)
+        calendar.join(row, self.step_id + 1)
+        return True
+
+    def _wanted(self, row: Row, num_reserved: int) -> int:
+        """Returns the tokens for which a row needs blocks that decodes behind so many."""
+        calendar = self.calendar
+        wanted = num_reserved + calendar.query_len + calendar.ahead
+        return min(wanted, row.max_len + calendar.query_len - 2)
 
     @property
     def has_work(self) -> bool:

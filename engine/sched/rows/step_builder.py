@@ -14,13 +14,18 @@ from itertools import chain
 
 import msgspec
 
+from engine.contracts.request import Request
 from engine.contracts.scheduler_output import (
     AdaptiveOutput,
+    BeamSeat,
     EncodingOutput,
+    LoRASlot,
     NewRequestData,
+    PulledDrafts,
     SchedulerOutput,
 )
 from engine.images.image_input import EncoderWork
+from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kept_states import BlockCopy
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.rows.in_flight import InFlightStep, PromptChunk
@@ -50,6 +55,7 @@ class StepBuilder:
         """Tells what the step does with images."""
         self._chunks: list[tuple[Row, int]] = []
         self._num_prompt_tokens = 0
+        self._num_last_tokens = 0
         self.exported_chunks: list[ChunkLike] = []
         """The chunks whose KV a peer waits for."""
 
@@ -64,9 +70,34 @@ class StepBuilder:
             one is row for one, _ in self._chunks
         )
 
-    def enter(self, new: NewRequestData) -> None:
-        """Records that a request has entered a row."""
-        self._new_reqs.append(new)
+    def enter(
+        self, row: Row, lora: LoRASlot | None, beam: BeamSeat | None, *, drafts_by_layers: bool
+    ) -> None:
+        """Records that a request has entered a row, with its blocks so far. `drafts_by_layers`:
+        workers draft with KV of their own."""
+        request = row.request
+        first_token = request.num_computed_tokens if request.is_beam else 0
+        block_ids, *of_other_groups = self._kv_cache.get_block_ids(request.request_id)
+        self._new_reqs.append(
+            NewRequestData(
+                row=row.index,
+                epoch=row.epoch,
+                prompt_len=request.num_prompt_tokens - request.num_resumed_tokens,
+                prefill_token_ids=pack_tokens(request.all_token_ids[first_token:]),
+                num_computed_tokens=request.num_computed_tokens,
+                block_ids=block_ids,
+                max_len=row.max_len,
+                sampling=request.row_sampling,
+                eos_token_ids=request.eos_token_ids,
+                sibling_seeds=() if request.knows_first_token else request.spec.sibling_seeds,
+                pulled=_pulled_drafts(request) if drafts_by_layers else None,
+                images=request.spec.images,
+                lora=lora,
+                first_token=first_token,
+                beam=beam,
+            )
+        )
+        self.add_blocks(row.index, enumerate(of_other_groups, start=1))
 
     def finish_row(self, index: int) -> None:
         """Withdraws everything else that was said of the row: workers apply the end first, and
@@ -104,6 +135,12 @@ class StepBuilder:
             self._decode_remove.remove(index)
         else:
             self._decode_add.append(index)
+
+    def add_last_token(self, row: Row) -> None:
+        """Records that the row decodes from this step on, whose last known token no step has
+        computed."""
+        self.add_to_decode(row.index)
+        self._num_last_tokens += row.num_reserved < row.request.num_prompt_tokens
 
     def remove_from_decode(self, index: int) -> None:
         self._decode_remove.append(index)
@@ -161,6 +198,17 @@ class StepBuilder:
             num_decodes + len(self._chunks),
             num_decode_tokens + self.num_chunk_tokens,
             len(self._new_reqs),
+            num_last_tokens=self._num_last_tokens,
         )
         self._begin()
         return output, record
+
+
+def _pulled_drafts(request: Request) -> PulledDrafts | None:
+    """Returns what drafters must know of KV that a peer gave."""
+    pulled = request.pulled
+    if pulled is None:
+        return None
+    feature = request.draft_feature if pulled.has_drafts else b""
+    is_whole = request.num_computed_tokens == request.num_prompt_tokens
+    return PulledDrafts(pulled.first_token, pulled.has_drafts, feature if is_whole else b"")

@@ -11,12 +11,16 @@ chosen anyway. Too few, wrong ones, and ids that no vocabulary has do no harm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import BatchOrder
+from engine.batch.places import NO_TOKEN
 from engine.config import EngineConfig, SpeculativeConfig
 from tandem_kernels import ops
 from tandem_kernels.batch.batch_tables import RowTables
@@ -52,6 +56,15 @@ class Drafts:
         self._rows = rows
         self._counts = torch.zeros_like(rows.total_len)
         """[rows] int32, of the latest that were proposed."""
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Takes note of rows whose next tokens nothing has drafted, and which decode."""
+        if self.drafter is None or not rows:
+            return
+        begun = to_device(np.array(rows, np.int32), self._counts.device)
+        self._counts.index_fill_(0, begun.long(), 0)
+        none = begun.new_full((len(rows), self._rows.max_drafts), NO_TOKEN, dtype=torch.int64)
+        ops.write_drafts(begun, none, self._vocab_size, self._rows)
 
     def num_checked(self, order: BatchOrder, idx_mapping: torch.Tensor) -> torch.Tensor | None:
         """Returns [num_sampled] int32, how many drafts a step checks of each request that samples:

@@ -272,7 +272,7 @@ class FakeWorker:
         as it is.
         """
         num_known = len(row.tokens)
-        assert row.num_computed == num_known - 1 >= row.prefill_len
+        assert row.num_computed == num_known - 1 >= row.prefill_len - 1
         if num_known == row.max_len:
             assert self.query_len > 1, "one token a step has a known end"
             self._report(index, row, [0], output)

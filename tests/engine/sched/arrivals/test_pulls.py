@@ -32,7 +32,7 @@ def test_kv_and_first_token_in_either_order(machine: StepMachine, token_first: b
     new = step.new_reqs[0]
     assert (new.prompt_len, new.num_computed_tokens) == (10, 10)
     assert len(new.prefill_token_ids) == 4 * 11
-    assert step.prefill_chunks == [(new.row, 1)]
+    assert (step.prefill_chunks, step.decode_add) == ([], [new.row])
     assert [(r.ok, r.attempt, r.stats.num_bytes) for r in client.kv_results] == [(True, 0, 10)]
     finish(machine)
     assert client.finish_reason == "length"
@@ -117,7 +117,7 @@ def test_kv_that_is_here_serves_when_the_first_token_never_comes(machine: StepMa
     step = machine.step()
     assert step is not None
     assert step.new_reqs[0].num_computed_tokens == 9
-    assert step.prefill_chunks == [(0, 1)]
+    assert (step.prefill_chunks, step.decode_add) == ([], [0])
     finish(machine)
 
 

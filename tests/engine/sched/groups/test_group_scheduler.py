@@ -127,6 +127,24 @@ def test_choices_stay_together() -> None:
     assert ends == ["length", "abort", "length"]
 
 
+def test_a_prompt_that_is_cached_leaves_the_step_of_all_groups_one_of_decodes() -> None:
+    """Groups have graphs of decodes alone."""
+    machine = machine_of()
+    prompt = prompt_of(9)
+    group = machine.add(make_request("first", prompt, max_tokens=1))
+    machine.finish()
+    beside = make_request("beside", prompt_of(5, first=7), max_tokens=20)
+    again = make_request("again", prompt, max_tokens=2)
+    beside.group, again.group = 1 - group, group
+    machine.add(beside)
+    machine.step()
+    machine.step()
+    machine.add(again)
+    step = machine.step()
+    assert step is not None and (step.num_decodes, step.num_tokens) == (1, 1)
+    machine.finish()
+
+
 def test_of_equals_the_one_with_most_free_blocks_is_best() -> None:
     offers = [GroupOffer(0, 0, 1, 5, True), GroupOffer(0, TOKENS_PER_REQUEST, 0, 9, True)]
     assert choose_group(offers) == 1
@@ -214,6 +232,10 @@ class Reference:
                 known = group.rows[row]
                 known.num_scheduled += count
                 known.num_computed += count
+            for known in map(group.rows.__getitem__, own.decode_add):
+                is_last = known.num_scheduled == len(known.request.spec.prompt_token_ids) - 1
+                known.num_scheduled += is_last
+                known.num_computed += is_last
             for known in group.rows.values():
                 answer = self.machine.answers[known.request.request_id]
                 tokens = [*known.request.spec.prompt_token_ids, *answer.tokens]

@@ -11,9 +11,12 @@ import pytest
 
 from engine.config import DrafterName, EngineConfig
 from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.steps.step_launches import GraphKey
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
+from engine.sched.rows.row import Row
 from engine.worker.drafts.drafter import Drafter
 from engine.worker.drafts.passes import DraftPasses
 from engine.worker.graphs.cuda_graphs import CudaGraphManager
@@ -126,6 +129,55 @@ def test_in_deterministic_mode_no_state_has_a_wrong_draft(
         assert several.tokens == one.tokens
         assert several.logprobs == one.logprobs
         assert lies > 0.5 or fewer_steps <= 0.9 * num_steps
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("has_states", [True, False])
+def test_in_deterministic_mode_no_bit_depends_on_who_decodes_at_once(
+    small_weights: Path,
+    make_prompt,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_states: bool,
+    is_recorded: bool,
+) -> None:
+    """The second time all but one token of each prompt is cached."""
+    config = small_config(small_weights, dtype="bfloat16", deterministic=True)
+    cache = replace(config.cache, num_blocks=80, enable_prefix_caching=True)
+    config = of_states(config, tmp_path) if has_states else replace(config, cache=cache)
+    device = replace(config.device, enforce_eager=not is_recorded)
+    config = with_ngrams(replace(config, device=device), 4)
+    size = config.kv_layout.groups[0].block_size
+
+    def requests(turn: str) -> list[EngineCoreRequest]:
+        kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "logprobs": 2}]
+        return [
+            EngineCoreRequest(
+                request_id=f"{turn}-{index}",
+                spec=RequestSpec(
+                    make_prompt((1 + index % 2) * size + 1, index),
+                    SamplingParams(
+                        max_tokens=9 + 4 * index, ignore_eos=True, seed=index, **kinds[index % 2]
+                    ),
+                ),
+            )
+            for index in range(4)
+        ]
+
+    found = []
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr(Row, "may_decode_at_once", False)
+        with started(config) as worker:
+            engine = SchedulerAndWorker(config, worker.start_step, depth=2)
+            engine.run(requests("first"))
+            computed = engine.scheduler.stats().prompt_tokens_computed
+            engine.run(requests("again"))
+            stats = engine.scheduler.stats()
+            assert stats.prompt_tokens_computed - computed == 4
+            assert engine.scheduler.check_empty() == []
+        found.append((engine.tokens, engine.logprobs))
+    assert found[0] == found[1]
 
 
 def with_head(config: EngineConfig, method: DrafterName, folder: Path) -> EngineConfig:
