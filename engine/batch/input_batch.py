@@ -103,10 +103,9 @@ def order_batch(
     attention: AttentionBackend,
     decode_query_len: int = 1,
 ) -> BatchOrder:
-    """Decodes first. Without drafts, a chunk of one token that ends its prefill runs as a decode:
-    so does the first step of a request whose KV came from a peer. Where states take in a decode's
-    tokens one step later, it does not, however few tokens the decodes of this step have: choices
-    share the state behind a prompt's last token.
+    """Decodes first. Without drafts, a chunk of one token that ends its prefill runs as a decode.
+    Where states take in a decode's tokens one step later, it does not, however few tokens the
+    decodes of this step have: choices share the state behind a prompt's last token.
 
     Raises:
         RowError: A chunk is empty, goes beyond its prefill, or belongs to none.

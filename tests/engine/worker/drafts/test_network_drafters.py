@@ -227,7 +227,7 @@ def test_drafts_are_those_of_the_reference(case: str, target: Path, tmp_path: Pa
         "mtp of qwen3_next": (17, 40),
         "mtp of deepseek_v4": (70,),
         "mtp of ling3": (10, 40),
-        "mtp of nemotron_h": (11, 24),
+        "mtp of nemotron_h": (9, 24),
     }
     size = 1 if longer else BLOCK_SIZE
     for num_blocks in rooms.get(case, (13,)):
