@@ -28,7 +28,7 @@ from tests.engine.worker.drafts.test_speculation import with_ngrams
 from tests.engine.worker.one_engine import OneEngine, check_empty
 
 BLOCK_SIZE = 16
-"""Of models whose states make blocks larger; others have blocks of half as many tokens."""
+"""States make blocks this large; those of other models have half as many tokens."""
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5},
@@ -59,7 +59,7 @@ def requests_of(vocab_size: int, name: str) -> list[EngineCoreRequest]:
 def test_what_decodes_at_once_gets_is_what_a_prompt_gets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, lengths: tuple[int, ...]
 ) -> None:
-    """`lengths`: tokens of decodes that differ by step."""
+    """Decodes have as many tokens as drafts pay, or `lengths` by turns."""
     monkeypatch.setattr(model_runner, "CudaGraphManager", DecodeGraphsByHand)
     method, write, _ = CASES["mtp of qwen3_next" if case == "ngrams" else case]
     write(tmp_path)
