@@ -354,7 +354,7 @@ class RunningRows:
         return True
 
     def _wanted(self, row: Row, num_reserved: int) -> int:
-        """Returns the tokens for which a row needs blocks that decodes behind so many."""
+        """Returns the tokens for which a row needs blocks that decodes behind `num_reserved`."""
         calendar = self.calendar
         wanted = num_reserved + calendar.query_len + calendar.ahead
         return min(wanted, row.max_len + calendar.query_len - 2)
