@@ -25,7 +25,7 @@ from typing import NoReturn
 
 _MOST_FILES = 1 << 20
 """Some hosts allow a billion, and some libraries look at each number."""
-_EARLY_YOUNG, _EARLY_MIDDLE = 2, 25
+_EARLY = 2
 """Early is at this part of a threshold."""
 _has_settled = False
 
@@ -63,7 +63,7 @@ def _allow_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def settle(young: int = 100, middle: int = 1250, old: int = 100) -> None:
+def settle(young: int = 100, middle: int = 10, old: int = 25_000) -> None:
     """Keeps collections of garbage short from now on: what is there is not looked at until this is
     called again, and young objects are collected before they are many. A full collection would look
     at the hundred thousand objects of the libraries alone for 50 ms, so the first call leaves out
@@ -73,7 +73,9 @@ def settle(young: int = 100, middle: int = 1250, old: int = 100) -> None:
         young, middle, old: `gc.set_threshold`. A collection stops everything, and looks at each
             number in the lists that have token ids: 5,000 young objects of a node server are those
             of 40 requests, and took it 5 ms where prompts had 2000 tokens, 500 took 0.7 to 1.4. So
-            there are many small ones, which look at as much together.
+            there are many small ones, which look at as much together. One of the middle looks at
+            what `middle` young ones have left: of 100, while 3,000 streams were open in a router,
+            it took 25 ms, and one of the old at all open requests, of 800 in a node 0.15 s.
     """
     global _has_settled
     if _has_settled:
@@ -95,9 +97,9 @@ def collect_early() -> None:
         return
     young, middle, _ = gc.get_threshold()
     num_young, num_middle, _ = gc.get_count()
-    if num_middle * _EARLY_MIDDLE > middle:
+    if num_middle * _EARLY > middle:
         gc.collect(1)
-    elif num_young * _EARLY_YOUNG > young:
+    elif num_young * _EARLY > young:
         gc.collect(0)
 
 

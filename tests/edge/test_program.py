@@ -52,6 +52,26 @@ def test_imports_are_never_walked_again_and_garbage_is_collected(tmp_path: Path)
     assert run(tmp_path, source).stdout == "True True\n"
 
 
+def test_no_collection_but_rare_ones_looks_at_much(tmp_path: Path) -> None:
+    """Thousands of requests that begin together leave objects that last, of which each is looked at
+    once more. All streams stand still meanwhile."""
+    source = (
+        "import gc\n"
+        "from edge.program import settle\n"
+        "def main():\n"
+        "    looked_at = []\n"
+        "    def note(phase, info):\n"
+        "        if phase == 'start' and info['generation'] < 2:\n"
+        "            looked_at.append(sum(len(gc.get_objects(i)) for i in (0, 1)))\n"
+        "    settle()\n"
+        "    gc.callbacks.append(note)\n"
+        "    kept = [[] for _ in range(200_000)]\n"
+        "    print(len(looked_at) > 1000, max(looked_at))\n"
+    )
+    many, most = run(tmp_path, source).stdout.split()
+    assert many == "True" and int(most) < 2000
+
+
 def test_no_thread_or_handler_holds_up_the_end(tmp_path: Path) -> None:
     source = (
         "import atexit, threading, time\n"

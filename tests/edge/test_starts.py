@@ -166,7 +166,7 @@ def test_garbage_is_collected_early_from_half_of_what_is_collected_anyway(
 def test_what_is_no_longer_young_is_collected_early_too(
     thresholds: Callable[[int, int], None],
 ) -> None:
-    thresholds(10_000, 100)
+    thresholds(10_000, 10)
     link = Link()
     gc.collect(0)
     ended = weakref.ref(link)
