@@ -70,10 +70,23 @@ async def test_no_life_of_a_node_waits_for_the_collector(cluster: Cluster, harm:
         assert not left_behind()
 
 
+KEPT = [
+    ("observe.status.recent_requests.KEPT", 8),
+    ("observe.status.recent_figures.NUM_SLOTS", 1),
+    ("relay.attempts.event_loop_stalls._KEPT_S", 1.0),
+    ("scaling.scaling_signal._NUM_WORKS", 8),
+    ("scaling.work_rate._SLOW_S", 4),
+    ("scaling.work_rate._FAST_S", 2),
+    ("scaling.work_rate._PEAK_S", 2),
+]
+"""Windows, of minutes or of many requests, which would fill for as long as the test lasts."""
+
+
 async def test_nothing_grows_by_what_comes_and_goes(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.observe.status.recent_requests.KEPT", 8)
+    for kept_for_a_while, less in KEPT:
+        monkeypatch.setattr(f"router.{kept_for_a_while}", less)
     caplog.set_level(logging.CRITICAL)  # It keeps what it captures.
     decode, prefill = await cluster.decode(handler=TokenHandler()), await cluster.prefill()
     router = await cluster.router(decode, prefill)
