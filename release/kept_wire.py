@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from decode_node.answer.journal import JournalWriter
+from decode_node.answer.journal import JournalWriter, digest_of
 from engine.contracts.request_spec import SPEC_VERSION, RequestSpec, encode_spec
 from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.output_processor import RequestOutput
@@ -59,7 +59,7 @@ PEER = KVPeer(engine_id="engine", epoch=1 << 40, layout=LAYOUT, endpoints=(("10.
 def journal() -> list[Any]:
     """Returns the entries of an answer of two choices, one of which has ended."""
     writer = JournalWriter()
-    writer.start(1763700000, [17, 18])
+    writer.start(1763700000, [17, 18], digest_of([PROMPT]))
     writer.cached(0, 128)
     for choice, finish_reason in ((0, None), (1, "stop")):
         writer.output(choice, RequestOutput("", [345], "a", finish_reason=finish_reason))

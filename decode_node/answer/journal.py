@@ -4,7 +4,8 @@ exactly.
 A router that sends `x-tandem-journal: 1` gets the answer as events, whatever the client asked
 for, with comment lines in front of the data:
 
-    : 0 ["start",1763700000,[17,18]]     when it was created, the seed of each choice
+    : 0 ["start",1763700000,[17,18],"9f2c..."]   when it was created, the seed of each choice, and
+                                         a digest of the prompts' tokens
     : 1 ["cached",0,128]                 prompt tokens that choice 0 did not have to compute
     : 2 ["tokens",0,[345]]               choice 0 has one more token
     data: {...}                          and this is all that the client gets of it
@@ -40,6 +41,9 @@ what the entries amount to; only where each event has all of an answer so far th
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -65,8 +69,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class Start(msgspec.Struct, array_like=True, tag="start"):
+    """`prompts` is a `digest_of` them; nodes before 0.2.0 wrote none."""
+
     created: _Count
     seeds: list[int]
+    prompts: str = ""
 
 
 class Cached(msgspec.Struct, array_like=True, tag="cached"):
@@ -121,8 +128,8 @@ class JournalWriter:
         self._of_choices: dict[int, list[Entry]] = {}
         self.first_number = first_number
 
-    def start(self, created: int, seeds: list[int]) -> None:
-        self._of_all.append(Start(created, seeds))
+    def start(self, created: int, seeds: list[int], prompts: str) -> None:
+        self._of_all.append(Start(created, seeds, prompts))
 
     def cached(self, choice: int, num_tokens: int) -> None:
         self._of_choice(choice).append(Cached(choice, num_tokens))
@@ -178,6 +185,17 @@ class Resume:
     is_usage_sent: bool
     num_entries: int
     num_events: int = 0
+    prompts: str = ""
+    """A digest of what the answer has begun behind; empty: nothing says it."""
+
+
+def digest_of(prompts: Iterable[Sequence[int]]) -> str:
+    """Returns what is equal for equal tokens of all prompts, in their order."""
+    found = hashlib.blake2b(digest_size=16)
+    for token_ids in prompts:
+        found.update(len(token_ids).to_bytes(8, "little"))
+        found.update(array("q", token_ids))
+    return found.hexdigest()
 
 
 def read_resume(data: bytes) -> Resume:
@@ -199,6 +217,7 @@ def read_resume(data: bytes) -> Resume:
         is_usage_sent,
         num_entries=1 + len(entries),
         num_events=max(numbered, default=0),
+        prompts=start.prompts,
     )
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from decode_node.answer.chat_format import ChatOptions
 from decode_node.answer.completion_format import CompletionFormat
 from decode_node.answer.format import FormatOptions, ResponseFormat
+from decode_node.answer.journal import digest_of
+from decode_node.errors import Unavailable
 from decode_node.grammar.answer_grammars import AnswerGrammars
 from decode_node.images.image_parts import NO_IMAGES, ImagePrompt
 from decode_node.protocol.chat.chat import ChatCompletionRequest
@@ -21,6 +24,8 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.serving.chat_grammar import ChatGrammar
 from decode_node.serving.request_context import RequestContext
 from decode_node.serving.served_model import RequestModel, ServedModel
+from edge.http.event_loop import long_work
+from engine.frontend.templates.chat_template import rendered_at
 from engine.frontend.text.visible_text import PieceReader
 from engine.frontend.tokenizer import Tokenizer
 
@@ -48,6 +53,7 @@ class ReadRequest:
     Attributes:
         reader: Reads the outputs for their stop strings; None: nothing reads pieces.
         images: Of the only prompt.
+        prompt_digest: Tells the prompts from others, where the answer may move; else empty.
     """
 
     body: Body
@@ -56,6 +62,7 @@ class ReadRequest:
     form: ResponseFormat
     reader: PieceReader | None = None
     images: ImagePrompt = NO_IMAGES
+    prompt_digest: str = ""
 
 
 class RequestReader:
@@ -91,7 +98,8 @@ class RequestReader:
             ReadPrompt(token_ids, grammars[state], echo)
             for token_ids, state, echo in zip(tokens, states, echoes, strict=True)
         ]
-        return ReadRequest(body, model, prompts, form, images=prompt)
+        digest = await _digest(prompts, context)
+        return ReadRequest(body, model, prompts, form, images=prompt, prompt_digest=digest)
 
     async def chat(
         self, body: ChatCompletionRequest, context: RequestContext, make: MakeFormat
@@ -104,14 +112,16 @@ class RequestReader:
         reading.check_reasoning(body)
         reading.check(tool_use)
         images = await served.images.read(body)
-        text, tokens = await served.prompts.of_chat(body, tool_use, is_long=context.is_long)
+        with rendered_at(context.resume.created if context.resume is not None else None):
+            text, tokens = await served.prompts.of_chat(body, tool_use, is_long=context.is_long)
         prompt = served.images.with_images(body, tokens, images)
         form = make(*self._format(body, context, model), reading.options(body, tool_use, text))
         reader = reading.reader(body, tool_use, text)
         state = reading.reasoning_state(body, text)
         grammar = await self._chat_grammar.of_chat(body, tool_use, state)
         prompts = [ReadPrompt(prompt.token_ids, grammar)]
-        return ReadRequest(body, model, prompts, form, reader, prompt)
+        digest = await _digest(prompts, context)
+        return ReadRequest(body, model, prompts, form, reader, prompt, digest)
 
     def _model(self, body: Body, context: RequestContext, num_prompts: int) -> RequestModel:
         """Returns the model, once it may be asked for this. Raises `HttpError`."""
@@ -136,3 +146,21 @@ class RequestReader:
             fingerprint=model.served.fingerprint,
         )
         return body.given_name or context.request_id, model.name, model.served.tokenizer, options
+
+
+async def _digest(prompts: list[ReadPrompt], context: RequestContext) -> str:
+    """Returns the digest of what an answer is about to begin behind, or has begun behind. Raises
+    `Unavailable` where another node has begun it behind other tokens: its chat template or its
+    tokenizer is another one, and the answer would be that of no prompt."""
+    resume = context.resume
+    if not (context.wants_journal or (resume is not None and resume.prompts)):
+        return ""
+    make = partial(digest_of, [prompt.token_ids for prompt in prompts])
+    digest = await long_work.run(context.is_long, make)
+    if resume is not None and resume.prompts not in ("", digest):
+        raise Unavailable(
+            "this answer has begun behind a prompt of other tokens: the node that began it has "
+            "another chat template or tokenizer",
+            code="another_prompt",
+        )
+    return digest

@@ -49,7 +49,7 @@ class Responder:
             form.take_over(resume)
         journal = None
         if context.wants_journal:
-            journal = _journal(resume, form.created, choices, is_stream=bool(body.stream))
+            journal = _journal(resume, read, choices)
         options = AnswerOptions(
             include_usage=body.include_usage and not form.repeats,
             usage_sent=resume is not None and resume.is_usage_sent,
@@ -81,11 +81,11 @@ class Responder:
         return JsonResponse(answer.body, form, headers)
 
 
-def _journal(
-    resume: Resume | None, created: int, choices: list[Choice], *, is_stream: bool
-) -> JournalWriter:
+def _journal(resume: Resume | None, read: ReadRequest, choices: list[Choice]) -> JournalWriter:
+    keeps_logprobs = not read.body.stream
     if resume is not None:
-        return JournalWriter(resume.num_entries, keeps_logprobs=not is_stream)
-    journal = JournalWriter(keeps_logprobs=not is_stream)
-    journal.start(created, [choice.request.spec.sampling.seed for choice in choices])
+        return JournalWriter(resume.num_entries, keeps_logprobs=keeps_logprobs)
+    journal = JournalWriter(keeps_logprobs=keeps_logprobs)
+    seeds = [choice.request.spec.sampling.seed for choice in choices]
+    journal.start(read.form.created, seeds, read.prompt_digest)
     return journal

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
+from datetime import datetime, tzinfo
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +18,12 @@ from decode_node.answer import answer
 from decode_node.answer.journal import read_resume
 from edge.http.answers.answer_times import read_answer_times
 from edge.http.errors import BadRequest
+from edge.http.event_loop import long_work
+from engine.frontend.templates import chat_template
+from engine.frontend.templates.chat_template import ChatTemplate
+from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.http_node import HttpNode, http_node
+from tests.engine.frontend.small_tokenizers import byte_level_backend
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
@@ -335,6 +343,63 @@ def test_nothing_that_is_read_breaks_the_reader(data: bytes) -> None:
     except BadRequest:
         return
     assert resume.num_entries >= 1
+
+
+def with_template(source: str) -> Tokenizer:
+    return Tokenizer(byte_level_backend(), ChatTemplate(source, {}))
+
+
+async def resumed_elsewhere(old: str, new: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Returns what a node with the template `new` makes of an answer that one with `old` began."""
+    async with http_node(tokenizer=with_template(old)) as first:
+        begun = (await ask(first, path, body))[:3]
+    raw = json.dumps(body).encode()
+    async with http_node(tokenizer=with_template(new)) as second:
+        headers = {**ASK, "x-tandem-resume": str(len(raw))}
+        return await second.client.post(path, content=raw + resume_of(begun), headers=headers)
+
+
+@pytest.mark.parametrize("padding", [0, 1 + long_work.LONG_BODY])
+async def test_an_answer_does_not_go_on_behind_another_prompt(padding: int) -> None:
+    """A roll to another chat template ended answers that no prompt has."""
+    body = {"messages": MESSAGES, "max_tokens": 6, "stream": True, "metadata": {"a": "x" * padding}}
+    old, new = "{{ messages[0].content }}", "now {{ messages[0].content }}"
+    refused = await resumed_elsewhere(old, new, CHAT, body)
+    assert refused.status_code == 503, refused.text
+    assert refused.json()["error"]["code"] == "another_prompt"
+    same = await resumed_elsewhere(old, old + "{# only a remark #}", CHAT, body)
+    assert same.status_code == 200 and same.text.endswith("data: [DONE]\n\n")
+    alike = {"prompt": "hello", "max_tokens": 6, "stream": True}
+    assert (await resumed_elsewhere(old, new, COMPLETIONS, alike)).status_code == 200
+
+
+@pytest.mark.parametrize("padding", [0, 1 + long_work.LONG_BODY])
+async def test_an_answer_that_moves_past_midnight_keeps_its_prompt(
+    padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates write the date: that of the node to which the answer moved."""
+    body = {"messages": MESSAGES, "max_tokens": 6, "stream": True, "metadata": {"a": "x" * padding}}
+    template = "{{ strftime_now('%Y-%m-%d') }} {{ messages[0].content }}"
+    async with http_node(tokenizer=with_template(template)) as node:
+        begun = (await ask(node, CHAT, body))[:3]
+        before = last_prompt(node)
+    monkeypatch.setattr(chat_template, "datetime", Tomorrow)
+    async with http_node(tokenizer=with_template(template)) as node:
+        await ask(node, CHAT, body, begun)
+        assert last_prompt(node) == before
+        await ask(node, CHAT, body)
+        assert last_prompt(node) != before
+
+
+def last_prompt(node: HttpNode) -> list[int]:
+    *_, asked = node.engine.requests.values()
+    return asked.request.spec.own_prompt_token_ids
+
+
+class Tomorrow(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Tomorrow:
+        return cls.fromtimestamp(time.time() + 86400, tz)
 
 
 async def test_a_trace_goes_on_to_the_prefill_node() -> None:

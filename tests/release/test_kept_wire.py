@@ -7,6 +7,7 @@ the tree says the same again, because the older node reads that. UPGRADE.md prom
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def test_requests_are_read_alike(kept: dict[str, Any]) -> None:
 
 def test_answers_that_an_older_node_began_go_on(kept: dict[str, Any]) -> None:
     resume = read_resume(json.dumps(kept["journal"]).encode())
-    assert resume == read_resume(json.dumps(journal()).encode())
+    now = read_resume(json.dumps(journal()).encode())
+    assert resume in (now, replace(now, prompts="")), "0.1.0 says nothing of prompts"
     assert [choice.token_ids for choice in resume.choices] == [[345], [345]]
     assert [choice.end and choice.end.finish_reason for choice in resume.choices] == [None, "stop"]
 

@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -35,10 +36,11 @@ def take_short_turns() -> None:
 
 
 async def run(is_long: bool, work: Callable[[], _Result]) -> _Result:
-    """Returns what `work` does. Long work is done in the thread."""
+    """Returns what `work` does. Long work is done in the thread, in the caller's context."""
     if not is_long:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_worker, work)
+    context = copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_worker, context.run, work)
 
 
 async def pause() -> None:

@@ -9,7 +9,9 @@ within bounds of time and text (`engine.frontend.templates.bounded_templates`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -56,6 +58,9 @@ class _GenerationBlock(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
+
+
+_now: ContextVar[float | None] = ContextVar("now", default=None)
 
 
 class ChatTemplate:
@@ -154,8 +159,21 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+@contextmanager
+def rendered_at(seconds: float | None) -> Iterator[None]:
+    """Has templates write the date of then (seconds since 1970); None: that of now. An answer that
+    moves to another node keeps its prompt past midnight, and whatever that node's clock says."""
+    before = _now.set(seconds)
+    try:
+        yield
+    finally:
+        _now.reset(before)
+
+
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
+    seconds = _now.get()
+    now = datetime.now() if seconds is None else datetime.fromtimestamp(seconds)
+    return now.astimezone().strftime(pattern)
 
 
 def _to_json(
