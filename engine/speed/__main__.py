@@ -153,7 +153,9 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def _model(arguments: argparse.Namespace) -> ModelConfig:
-    folder = resolve_model(arguments.model, load_format=arguments.load_format)
+    folder = resolve_model(
+        arguments.model, load_format=arguments.load_format, revision=arguments.revision
+    )
     load = partial(
         load_model_config,
         folder,
@@ -200,6 +202,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="folder of a checkpoint, or a hub name")
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     parser.add_argument("--output", type=Path, help="file of the profile; without: printed")
     parser.add_argument("--config-map", default="", help="of this pod's namespace, gets it")
     parser.add_argument("--name", default="", help="of the profile; default: the model's")

@@ -30,18 +30,30 @@ securityContext: {{- toYaml .of.podSecurityContext | nindent 2 }}
 {{- printf "%s-%s" (include "tandem.name" .) (printf "%s%s" (fromYaml .spec | toJson) $read | sha256sum | trunc 8) -}}
 {{- end -}}
 
-{{/* The init containers of a tier that may bring the model, since they mount its volume. Others may mount
-  volumes that a Job lacks, and would see its token. The tier */}}
+{{/* The init containers of a tier that may bring the model, since they mount its volume, and the one that waits
+  for its download. Others may mount volumes that a Job lacks, and would see its token. root, of (the tier) */}}
 {{- define "tandem.modelBringers" -}}
 {{- $found := list -}}
-{{- range .initContainers -}}
+{{- range .of.initContainers -}}
 {{- $brings := false -}}
 {{- range .volumeMounts -}}{{- if eq .name "models" -}}{{- $brings = true -}}{{- end -}}{{- end -}}
 {{- if $brings -}}{{- $found = append $found . -}}{{- end -}}
 {{- end -}}
+{{- if include "tandem.isPreloaded" .root -}}
+{{- $found = concat $found (include "tandem.preloadWait" . | fromYamlArray) -}}
+{{- end -}}
 {{- with $found }}
 initContainers: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
+
+{{/* Puts what a node has that changes its speed into `into`, of what `tandem bench` takes: root, of, into */}}
+{{- define "tandem.benchSettings" -}}
+{{- $model := .root.Values.model -}}
+{{- $found := pick .of.settings "quantization" "loadFormat" "blockSize" "maxNumSeqs" "maxNumBatchedTokens" "gpuMemoryUtilization" -}}
+{{- if ne $model.revision "" -}}{{- $_ := set $found "revision" $model.revision -}}{{- end -}}
+{{- if ne $model.dtype "auto" -}}{{- $_ := set $found "dtype" $model.dtype -}}{{- end -}}
+{{- $_ := merge .into $found (dict "kvCacheDtype" $model.kvCacheDtype) -}}
 {{- end -}}
 
 {{/* Spec of the Job that measures a node's speed: root, component, of (the decode tier) */}}
@@ -50,8 +62,10 @@ initContainers: {{- toYaml . | nindent 2 }}
 {{- $calibration := .root.Values.calibration -}}
 {{- $patches := eq $calibration.output "configMap" -}}
 {{- $tier := dict "root" .root "component" "decode" "of" .of "part" "" -}}
+{{- $settings := dict -}}
+{{- include "tandem.benchSettings" (merge (dict "into" $settings) .) -}}
 backoffLimit: 1
-activeDeadlineSeconds: {{ int $calibration.timeoutSeconds }}
+activeDeadlineSeconds: {{ add (int $calibration.timeoutSeconds) (include "tandem.preloadSeconds" .) }}
 template:
   metadata:
     labels: {{- include "tandem.jobLabels" . | nindent 6 }}
@@ -65,7 +79,7 @@ template:
     {{- end }}
     automountServiceAccountToken: {{ $patches }}
     {{- include "tandem.resourceClaims" $tier | nindent 4 }}
-    {{- include "tandem.modelBringers" .of | nindent 4 }}
+    {{- include "tandem.modelBringers" . | nindent 4 }}
     containers:
       - name: bench
         image: {{ include "tandem.image" (dict "root" $root "image" $root.Values.image.engine) | quote }}
@@ -75,6 +89,7 @@ template:
           - {{ printf "--model=%s" (include "tandem.modelArgument" $root) | quote }}
           - --tensor-parallel-size={{ int .of.parallelism.tensor }}
           - --device={{ ternary "cuda" "cpu" .of.gpu.enabled }}
+          {{- include "tandem.flags" $settings | nindent 10 }}
           {{- if $patches }}
           - {{ printf "--config-map=%s" (include "tandem.name" .) | quote }}
           {{- else }}

@@ -65,8 +65,13 @@
 
 {{/* The longest that a pod may take to serve: root, of */}}
 {{- define "tandem.startSeconds" -}}
+{{- add (int .of.probes.startup.budgetSeconds) 600 (include "tandem.preloadSeconds" .) -}}
+{{- end -}}
+
+{{/* The longest that it waits for the model: root */}}
+{{- define "tandem.preloadSeconds" -}}
 {{- $preload := .root.Values.model.preload -}}
-{{- add (int .of.probes.startup.budgetSeconds) 600 (ternary $preload.timeoutSeconds 0 (eq $preload.kind "job") | int) -}}
+{{- ternary $preload.timeoutSeconds 0 (eq $preload.kind "job") | int -}}
 {{- end -}}
 
 {{/* The sum that must fit before the kubelet kills: time not to be killed in. */}}

@@ -33,6 +33,9 @@
 {{- if and $tier.network.ipcLock (not (eq (toString $tier.podSecurityContext.runAsUser) "0")) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.network.ipcLock: Kubernetes gives added capabilities to root alone; unless the container runtime allows locked memory (memlock), registering memory for RDMA fails" $name)) -}}
 {{- end -}}
+{{- if and (eq $tier.autoscaling.kind "hpa") (not $.Values.monitoring.adapterRules.enabled) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s scales by custom metrics, which an adapter serves: give it the rules that monitoring.adapterRules.enabled makes, or its HorizontalPodAutoscaler does nothing" $name)) -}}
+{{- end -}}
 {{- if and (ne $tier.autoscaling.kind "none") (not $.Values.monitoring.podMonitor.enabled) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s scales by metrics, but monitoring.podMonitor.enabled is false: make sure that they are scraped with the labels namespace, release and component" $name)) -}}
 {{- end -}}

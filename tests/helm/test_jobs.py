@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.speed.__main__ import make_parser
 from tests.helm.helm_engine import HelmSdk, Manifest, Rendered
 from tests.helm.kube_schemas import errors
 from tests.helm.scenarios import overlay, pods, rendered, serving_pod, values_of
@@ -71,6 +72,26 @@ def test_a_calibration_runs_only_what_brings_its_model() -> None:
     for container in [*spec["initContainers"], *spec["containers"]]:
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
     assert "initContainers" not in calibration_of()["spec"]["template"]["spec"]
+
+
+def test_a_calibration_measures_the_model_that_nodes_have_as_they_have_it() -> None:
+    """Also where it is downloaded meanwhile: before that, its tries would end without it."""
+    settings = {"maxNumBatchedTokens": 1_000_000, "gpuMemoryUtilization": 0.85, "blockSize": None}
+    model = {"kvCacheDtype": "fp8", "dtype": "bfloat16"}
+    over = {"calibration": {"enabled": True}, "model": model, "decode": {"settings": settings}}
+    found = HelmSdk.shared().render(overlay(PRELOADED, over))
+    spec = found.one("Job", "calibration")["spec"]
+    assert spec["activeDeadlineSeconds"] == 3600 + 14400
+    pod = spec["template"]["spec"]
+    assert pod["initContainers"] == serving_pod(found, "decode")["spec"]["initContainers"]
+    taken = make_parser().parse_args(pod["containers"][0]["args"])
+    assert (taken.model, taken.revision) == ("org/model", PRELOADED["model"]["revision"])
+    assert (taken.kv_cache_dtype, taken.dtype) == ("fp8", "bfloat16")
+    assert (taken.max_num_batched_tokens, taken.gpu_memory_utilization) == (1_000_000, 0.85)
+    alone = calibration_of()["spec"]
+    assert alone["activeDeadlineSeconds"] == 3600
+    args = make_parser().parse_args(alone["template"]["spec"]["containers"][0]["args"])
+    assert (args.revision, args.dtype, args.block_size) == (None, "auto", 128)
 
 
 def test_what_containers_claim_their_pods_claim() -> None:

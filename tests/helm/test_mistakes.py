@@ -704,6 +704,15 @@ def test_notes_say_how_to_reach_it_and_what_to_mind() -> None:
     assert "no request needs an API key" in notes and "an upgrade is an outage" in notes
 
 
+def test_notes_say_what_an_autoscaler_asks_for() -> None:
+    scaled = overlay(MINIMAL, {"decode": {"autoscaling": {"kind": "hpa"}}})
+    mind = "decode scales by custom metrics, which an adapter serves"
+    assert mind in HelmSdk.shared().render(scaled).notes
+    rules = {"monitoring": {"adapterRules": {"enabled": True}}}
+    assert mind not in HelmSdk.shared().render(overlay(scaled, rules)).notes
+    assert mind not in HelmSdk.shared().render(MINIMAL).notes
+
+
 SNAPSHOT = "hub/models--org--a--b/snapshots/0a1b2c"
 
 
