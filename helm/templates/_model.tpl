@@ -133,8 +133,9 @@
 {{- if or $hub.offline (include "tandem.isPreloaded" .) }}
 - name: HF_HUB_OFFLINE
   value: "1"
-{{- end }}
+{{- else }}
 {{- include "tandem.hubEnv" . }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -211,6 +211,19 @@ def test_a_rollout_may_wait_for_the_download() -> None:
     assert before.one("Deployment", "decode")["spec"]["progressDeadlineSeconds"] == 2400
 
 
+@pytest.mark.parametrize("over", [{}, {"preload": {"kind": "none"}, "hub": {"offline": True}}])
+def test_who_asks_no_hub_has_no_token_of_it(over: dict[str, Any]) -> None:
+    hub = {"existingSecret": "hub-token", "endpoint": "https://mirror.corp"}
+    found = HelmSdk.shared().render(
+        overlay(overlay(PRELOADED, {"model": {"hub": hub}}), {"model": over})
+    )
+    for component in ("prefill", "decode"):
+        assert "hub-token" not in str(serving_pod(found, component))
+    for job in found.all("Job"):
+        names = {v["name"] for v in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+        assert {"HF_TOKEN", "HF_ENDPOINT"} <= names
+
+
 def hub_is_open(found: Rendered, component: str) -> bool:
     (policy,) = found.all("NetworkPolicy", component)
     return any(port["port"] == 443 for port, _ in port_rules(policy["spec"]["egress"]))
