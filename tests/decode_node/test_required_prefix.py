@@ -135,6 +135,35 @@ async def test_tokens_that_a_trainer_keeps_in_messages_are_no_text() -> None:
         assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize(
+    ("change", "is_kept"),
+    [
+        ({}, True),
+        ({"generation_token_ids": None}, False),
+        ({"content": "the slow brown fox"}, False),
+        ({"prompt_token_ids": [1]}, False),
+        ({"generation_token_ids": [10**9]}, False),
+        ({"generation_token_ids": [None, "x", 1e300, [5]]}, False),
+        ({"prompt_token_ids": 5}, False),
+    ],
+    ids=range(7),
+)
+async def test_answers_bring_their_tokens_along(change: Json, is_kept: bool) -> None:
+    """They count where their text is the template's, so that another model's change nothing."""
+    prefix = drawn(ANSWER["content"])
+    cut = len(TOKENS.encode("<|user|>user\nhello</s><|user|>assistant\n"))
+    kept = {"prompt_token_ids": prefix[:cut], "generation_token_ids": prefix[cut:]}
+    of_text = {**kept, "generation_token_ids": [str(one) for one in prefix[cut:]]}
+    async with node_of() as node:
+        plain = await prompt_of(node, [], ANSWER | change, MORE)
+        for tokens in kept, of_text:
+            found = await prompt_of(node, [], ANSWER | tokens | change, MORE)
+            if is_kept:
+                assert found == prefix + TOKENS.encode(LATER.format("</s>")) != plain
+            else:
+                assert found == plain
+
+
 async def test_the_log_probabilities_of_a_whole_conversation_may_come_back() -> None:
     """NeMo Gym sends them with each turn, and ids as texts."""
     count = 20_000

@@ -185,6 +185,11 @@ class ChatMessage(_OpenBody):
     """The thoughts of an assistant before its answer."""
     reasoning: str | None = None
     """Another name for `reasoning_content`."""
+    prompt_token_ids: Any = None
+    """The tokens of the prompt that an assistant answered, as NeMo Gym keeps them."""
+    generation_token_ids: Any = None
+    """The tokens of its answer: the prompt begins with these of the last answer that has them,
+    where their text is what the template writes, whatever tokens that would have."""
 
     @property
     def thought(self) -> str:

@@ -15,7 +15,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.serving.prompts.chat_prompt import RENDER_S, TOO_COSTLY, ChatPrompt
 from decode_node.serving.prompts.long_texts import VERY_LONG, LongTexts
 from decode_node.serving.prompts.recent_turns import RecentTurns
-from decode_node.serving.prompts.required_prefix import RequiredPrefix, common_end
+from decode_node.serving.prompts.required_prefix import RequiredPrefix, common_end, kept_tokens
 from decode_node.serving.prompts.system_turns import system_first, without_billing_line
 from decode_node.serving.prompts.unseen_images import with_texts
 from edge.http.errors import BadRequest
@@ -151,16 +151,31 @@ class Prompts:
         """Returns the tokens of a chat whose prompt is `text`: as many as the context has, or only
         those to `keep`. Raises `BadRequest`, `Overloaded`."""
         prefix = RequiredPrefix.of(body, self._vocab_size)
-        if prefix is None:
+        kept, rest = await long_work.run(is_long, partial(self._kept_tokens, body, text))
+        if prefix is not None:
+            tokens = await self._behind_prefix(prefix, body, tool_use, text, is_long=is_long)
+        elif kept:
+            tokens = kept + await self.encode(
+                rest, "messages", is_long=is_long, add_special_tokens=False
+            )
+        else:
             # A rendered chat has its special tokens written out.
             with_special = bool(body.add_special_tokens)
             return await self.encode(
                 text, "messages", keep, is_long=is_long, add_special_tokens=with_special
             )
-        tokens = await self._behind_prefix(prefix, body, tool_use, text, is_long=is_long)
         if keep is None and len(tokens) > self._max_tokens:
             raise too_long(self._max_tokens, f"{len(tokens)} tokens", "messages")
         return tokens
+
+    def _kept_tokens(self, body: ChatCompletionRequest, text: str) -> tuple[list[int], str]:
+        """Returns the tokens that answers bring along, if the prompt begins with their text, and
+        what follows it."""
+        if body.add_special_tokens or body.truncate_prompt_tokens is not None or body.image_params:
+            return [], text
+        kept = kept_tokens(body.messages, self._vocab_size)
+        said = self._tokenizer.decode(kept, skip_special_tokens=False) if kept else ""
+        return (kept, text[len(said) :]) if text.startswith(said) else ([], text)
 
     async def _behind_prefix(
         self,

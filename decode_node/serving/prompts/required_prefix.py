@@ -9,7 +9,8 @@ Trainers ask for it: the text of an answer may have other tokens than those that
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -88,6 +89,20 @@ class RequiredPrefix:
         if self.token_ids[-1] in end_ids and rest and (rest[0] in end_ids or closes):
             rest = rest[1:]
         return [*self.token_ids, *rest]
+
+
+def kept_tokens(messages: Sequence[ChatMessage], vocab_size: int) -> list[int]:
+    """Returns the tokens that a trainer has kept with the last answer that has any, and those of
+    its prompt; none where they are no tokens of this model."""
+    for message in reversed(messages):
+        prompt, answer = message.prompt_token_ids, message.generation_token_ids
+        if prompt and answer:
+            with suppress(TypeError, ValueError, OverflowError, InvalidRequest):
+                found = [int(token) for token in (*prompt, *answer)]
+                check_token_ids(found, vocab_size)
+                return found
+            break
+    return []
 
 
 def common_end(text: str, other: str) -> str:
