@@ -306,7 +306,7 @@ def _halves(steps: StepLaunches, batch: Batch, attention: AttentionBackend) -> t
             return None
         return key
 
-    parts = parts_of(order_of(batch), find, steps.one_by_one, lambda _: True)
+    parts = parts_of(order_of(batch), find, steps, lambda _: True)
     halves = replace(batch, prompts=()), replace(batch, num_decodes=0)
     return halves if len(parts) == len(halves) else ()
 

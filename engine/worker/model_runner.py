@@ -171,7 +171,7 @@ class ModelRunner:
         parts: list[Part] = [(order, None)]
         if not waits_for_layers(step):  # A graph cannot stop at layers.
             draws = self.sampler.only_draws
-            parts = parts_of(order, self._graph_key, self._launches.one_by_one, draws)
+            parts = parts_of(order, self._graph_key, self._launches, draws)
         found = []
         for number, (part, key) in enumerate(parts, 1):
             after = on_layer if number == len(parts) else ignore_layer

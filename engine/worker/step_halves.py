@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from engine.batch.input_batch import BatchOrder
 from engine.batch.places import NO_TOKEN, Int32Array
-from engine.contracts.steps.step_launches import GraphKey, LaunchTime
+from engine.contracts.steps.step_launches import GraphKey, StepLaunches
 from engine.sample.sampler import SamplerOutput
 
 Part = tuple[BatchOrder, GraphKey | None]
@@ -25,20 +25,19 @@ Part = tuple[BatchOrder, GraphKey | None]
 def parts_of(
     order: BatchOrder,
     find: Callable[[BatchOrder], GraphKey | None],
-    one_by_one: LaunchTime,
+    launches: StepLaunches,
     only_draws: Callable[[Int32Array], bool],
 ) -> list[Part]:
     """Returns what is run of a step, in order, each with the graph that `find` has for it. A step
-    is cut where the host would launch it for twice as long as the GPU computes its prompts, since
-    the decodes come before them, and where its rows need no more than draws."""
+    is cut where `launches` say so, and where its rows need no more than draws."""
     key, num_prompts = find(order), len(order.rows) - order.num_decodes
     if key is not None or not order.num_decodes or not num_prompts:
         return [(order, key)]
     counts = order.query_lens[order.num_decodes :].tolist()
     ends = order.seq_lens[order.num_decodes :].tolist()
     parts = zip(ends, counts, strict=True)
-    work = sum(one_by_one.work(end - count, count) for end, count in parts)
-    if not one_by_one.outlasts(2 * work) or not only_draws(order.rows):
+    work = sum(launches.one_by_one.work(end - count, count) for end, count in parts)
+    if not launches.is_cut(work) or not only_draws(order.rows):
         return [(order, None)]
     halves = [(half, find(half)) for half in (_decodes(order), _prompts(order))]
     return halves if all(found is not None for _, found in halves) else [(order, None)]

@@ -198,10 +198,11 @@ class StepLaunches:
     def beside(self, decodes: StepParts, tokens: int) -> int:
         """Returns the prompt tokens of the graph that a step takes with `tokens` of them beside
         `decodes`: what it computes of padding costs as much. Those of the largest graph, if none
-        has room for that many; 0: none has room for any, however it samples."""
+        has room for that many; 0: none has room for any, however it samples. Of a step that is run
+        as two graphs, all tokens of the second are prompts'."""
         one = decodes._replace(num_prompts=1, prompt_tokens=1)
         if any(isinstance(self.find(one._replace(samples=way)), str) for way in (True, False)):
-            return 0
+            return self._behind(decodes, tokens)
         most = 0
         for key in self._prompts_like(decodes):
             if not key.samples and key.num_reqs > decodes.num_reqs:
@@ -210,6 +211,23 @@ class StepLaunches:
                 if most >= tokens:
                     break
         return max(most, 0)
+
+    def _behind(self, decodes: StepParts, tokens: int) -> int:
+        """Returns the prompt tokens of the graph that is run behind that of `decodes`, as `beside`
+        does."""
+        if self.of_decodes(decodes.num_decodes, decodes.query_len, samples=True) is None:
+            return 0
+        most = 0
+        for key in self._prompts_like(StepParts(0)):
+            if most >= tokens or not self.is_cut(key.num_tokens):
+                break
+            most = key.num_tokens
+        return most
+
+    def is_cut(self, prompt_work: float) -> bool:
+        """Returns whether a step that no graph holds is run as two: the host would launch it for
+        twice as long as the GPU computes its prompts, since the decodes come before them."""
+        return self.one_by_one.outlasts(2 * prompt_work)
 
     def _prompts_like(self, step: StepParts) -> list[GraphKey]:
         """Returns the graphs whose prompts may have the decodes of a step beside them, if they have

@@ -14,8 +14,9 @@ without them.
               once and falls slowly, since a step that is too long is seen by every running answer
 3. alone      nothing decodes: there is nothing to protect, steps are filled
 
-A step is as many tokens as the CUDA graph that it will be has room for (`StepLaunches`), and no
-more than any has: launched one by one, 64 take the host 44 ms and 256 take it 50.
+A step is as many tokens as the CUDA graph that it will be has room for, or the one of its prompts
+where it is run as two (`StepLaunches`), and no more than any has: launched one by one, 64 take the
+host 44 ms and 256 take it 50.
 
 Where that leaves no room, what was measured is halved in `_HALVES_IN` steps without prompts: one
 step that something held up would else say so for ever, since no prompt comes that could measure it

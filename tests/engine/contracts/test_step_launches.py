@@ -78,6 +78,20 @@ def test_where_nothing_is_recorded_the_reason_is_told() -> None:
     assert launches.beside(StepParts(1), 64) == 0 and launches.of_decodes(1, 1, True) is None
 
 
+def test_steps_that_are_cut_fill_the_graph_of_their_prompts() -> None:
+    """No graph holds both. The GPU computes 500 tokens for longer than half of the time
+    in which the host launches the step."""
+    launches = StepLaunches(
+        {4: (1, 2, 16)}, tuple(prompt_keys(64, 600)), one_by_one=LaunchTime(tokens=1000)
+    )
+    decodes = StepParts(10, query_len=4)
+    found = [launches.beside(decodes, tokens) for tokens in (64, 100, 129, 330, 448, 2000)]
+    assert found == [64, 128, 192, 384, 384, 384]
+    assert launches.beside(decodes._replace(num_decodes=17), 100) == 0, "decodes are no graph"
+    assert launches.beside(decodes._replace(query_len=3), 100) == 0
+    assert replace(launches, one_by_one=LaunchTime()).beside(decodes, 100) == 0
+
+
 def test_launching_one_by_one_outlasts_little_work() -> None:
     one_by_one = LaunchTime(tokens=1000, seconds=0.02, pair=0.001)
     assert one_by_one.work(0, 200) == 220 and one_by_one.work(4000, 200) == 1020

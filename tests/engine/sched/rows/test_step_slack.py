@@ -8,7 +8,8 @@ import pytest
 
 from engine.contracts.request_spec import IDLE_PRIORITY
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.steps.step_launches import GraphKey, StepLaunches, StepParts
+from engine.contracts.steps.step_launches import GraphKey, LaunchTime, StepLaunches, StepParts
+from engine.models.recorded_steps import prompt_keys
 from engine.sched.rows.step_slack import StepSlack
 from tests.engine.sched.factories import make_config, make_order, make_request
 from tests.engine.sched.step_machine import StepMachine
@@ -227,6 +228,18 @@ RECORDED = StepLaunches(
         for samples in (True, False)
     ),
 )
+
+
+def test_prompts_of_a_step_that_is_cut_fill_their_graph() -> None:
+    """There is room for 448 tokens, and the graph of 512 computes them in its time."""
+    launches = StepLaunches({4: (8,)}, tuple(prompt_keys(64, 1024)), one_by_one=LaunchTime(4000))
+    limits = []
+    for known in (None, launches):
+        slack = StepSlack(0.020, known)
+        slack.observe(0.010, 4, 0)
+        slack.observe(0.010 + 256 * 1.75e-5, 4, 256)
+        limits.append(slack.limit(8192, StepParts(4, query_len=4)))
+    assert limits == [448, 512]
 
 
 def test_a_step_is_what_its_graph_has_room_for() -> None:

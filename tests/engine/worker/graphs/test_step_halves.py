@@ -17,7 +17,7 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.steps.step_launches import GraphKey, LaunchTime
+from engine.contracts.steps.step_launches import GraphKey, LaunchTime, StepLaunches
 from engine.sample.sampler import SamplerOutput
 from engine.sched.rows.draft_length import DraftLength
 from engine.worker import model_runner
@@ -68,7 +68,7 @@ def parts(
     draws: bool = True,
     one_by_one: LaunchTime = ONE_BY_ONE,
 ) -> list[Part]:
-    return parts_of(order, find, one_by_one, lambda rows: draws)
+    return parts_of(order, find, StepLaunches(one_by_one=one_by_one), lambda rows: draws)
 
 
 def test_a_step_is_cut_in_front_of_its_prompts() -> None:
