@@ -86,7 +86,8 @@ class RepeatedNgramStates:
             found = list(self._candidates(group, seq_lens))
             tokens = torch.cat([tokens for tokens, _ in found], dim=1)
             hits = torch.cat([hits for _, hits in found], dim=1)
-            at_places = group.places.unsqueeze(1).expand_as(tokens).reshape(-1)
+            # Of a single place `reshape` would give a view of one number, which no kernel walks.
+            at_places = group.places.unsqueeze(1).expand_as(tokens).contiguous().reshape(-1)
             at = (at_places.long(), tokens.reshape(-1).long())
             before = logits[at]
             amounts = torch.where(hits.reshape(-1), -torch.inf, 0.0)

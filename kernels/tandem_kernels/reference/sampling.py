@@ -13,8 +13,10 @@ def add_sparse(logits: Tensor, rows: Tensor, cols: Tensor, values: Tensor) -> No
     """Adds: `logits[rows[e], cols[e]] += values[e]` for each of E entries; the same place may
     repeat.
 
-    Serves logit bias (finite values) and masking (-inf). `rows` and `cols` are int32 or int64.
+    Serves logit bias (finite values) and masking (-inf). `rows` and `cols` are int32 or int64; all
+    are contiguous, as the kernel that does the same on a GPU reads them.
     """
+    assert rows.is_contiguous() and cols.is_contiguous() and values.is_contiguous()
     logits.index_put_((rows.long(), cols.long()), values.to(logits.dtype), accumulate=True)
 
 
