@@ -8,7 +8,7 @@ asked does not slow the other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TypeVar
 
 from router.nodes.node import Node
@@ -44,8 +44,13 @@ def partners_of_all(
 
 def group_of(decode: Node, groups: Mapping[Weights, _Nodes], others: _Nodes) -> _Nodes:
     """Returns the group that works for `decode`, or `others`."""
-    named = groups.get((decode.fingerprint, decode.model))
-    return named if named is not None else groups.get((decode.fingerprint, ""), others)
+    return groups.get(key_of(decode, groups), others)
+
+
+def key_of(decode: Node, groups: Container[Weights]) -> Weights:
+    """Returns which group works for `decode`, if there is one."""
+    named = decode.fingerprint, decode.model
+    return named if named in groups else (decode.fingerprint, "")
 
 
 def decodes_of(model: str, decodes: Iterable[Node]) -> list[Node]:

@@ -7,6 +7,7 @@ import itertools
 import random
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from aiohttp import web
@@ -19,13 +20,15 @@ from router.admission.admission_gate import (
     Refusal,
     shed_probability,
 )
-from router.admission.cluster_load import ClusterLoads
+from router.admission.cluster_load import ClusterLoad, ClusterLoads
 from router.admission.retry_after import RetryAfter
 from router.admission.ticket import Ticket
 from router.admission.token_bucket import TokenBucket
 from router.errors import NoNodeAvailable, Overloaded, RateLimited
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
+from router.nodes.partners import decodes_of, prefills_of
+from router.nodes.registry import NodeRegistry
 from router.placement.policy import Placement
 from router.request.info import RequestInfo
 from router.request.tenants import Priority, Tenant
@@ -492,3 +495,39 @@ def test_the_load_that_answers_tell_is_summed_up_once_a_moment() -> None:
     fleet.add("p", NodeRole.PREFILL, model_name="pool", num_waiting_requests=4)
     fleet.clock.now += 0.2
     assert loads.of("demo", 0).num_waiting == 13, "its prompts wait there, whatever its name"
+
+
+NAMED = st.tuples(st.sampled_from("ab"), st.sampled_from(["", "b", "c"]), st.sampled_from("xy"))
+
+
+@given(st.lists(NAMED, max_size=4), st.lists(NAMED, max_size=4))
+def test_one_look_gives_the_load_of_each_model(
+    decodes: list[tuple[str, str, str]], prefills: list[tuple[str, str, str]]
+) -> None:
+    """A look for each of two hundred models would take more than there is."""
+    fleet = Fleet()
+    for role, nodes in ((NodeRole.DECODE, decodes), (NodeRole.PREFILL, prefills)):
+        for number, (model, alias, weights) in enumerate(nodes):
+            fleet.add(
+                f"{role}-{number}",
+                role,
+                model_name=model,
+                model_aliases=(alias,) if alias else (),
+                fingerprint=weights,
+                num_waiting_requests=1 << (number + 8 * (role is NodeRole.PREFILL)),
+                num_total_blocks=10,
+                num_free_blocks=number,
+            )
+    all_decodes, all_prefills = map(fleet.registry.usable, (NodeRole.DECODE, NodeRole.PREFILL))
+    loads = ClusterLoads(fleet.registry)
+    look = NodeRegistry.usable
+    with patch.object(NodeRegistry, "usable", autospec=True, side_effect=look) as looks:
+        found = {model: loads.of(model, 5) for model in ("", "a", "b", "c")}
+    assert looks.call_count == 2
+    for model, load in found.items():
+        own = decodes_of(model, all_decodes)
+        nodes = [*own, *prefills_of(model, all_prefills, all_decodes)]
+        waiting = sum(node.report.num_waiting_requests for node in nodes if node.report)
+        free = sum(node.report.num_free_blocks for node in own if node.report)
+        usage = 1 - free / (10 * len(own)) if own else 0.0
+        assert load == ClusterLoad(usage, waiting + 5), model
