@@ -19,8 +19,9 @@ _MOST_SHARE = 4
 
 
 def check_room(connection: Connection, file: Path) -> None:
-    """Raises `OSError` where a transaction that adds something would take that room. What was
-    deleted leaves free pages in the file, which grows no more then."""
+    """Raises `OSError` where a transaction that adds something would take that room, or the file
+    was removed: what it adds would be gone with this process. What was deleted leaves free pages
+    in the file, which grows no more then."""
     disk = os.statvfs(file)
     free, kept = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize // _MOST_SHARE
     if free >= min(_KEPT, kept):

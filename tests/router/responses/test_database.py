@@ -104,6 +104,15 @@ async def test_a_disk_that_is_full_is_a_store_that_is_away(store: Path) -> None:
         assert await database.read(num_bytes) == 1
 
 
+async def test_a_file_that_was_removed_takes_nothing_more(store: Path) -> None:
+    """It would be kept as long as this process holds the file open, and be gone then."""
+    async with open_database(store) as database:
+        await database.write(lambda transaction: transaction.charge("one", 1))
+        store.unlink()
+        with pytest.raises(StoreUnavailable):
+            await database.write(lambda transaction: transaction.charge("one", 1))
+
+
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
     """No file of this process grows meanwhile."""
