@@ -166,8 +166,10 @@ class Admission:
                 choice, copies = taken
                 row = self._enter(choice)
                 self._running.builder.copy_blocks(copies)
-                self._running.add_chunk(row, StepRoom(1, 1))
-                room.take(0, 1)
+                most = min(room.left, self._running.calendar.query_len)
+                own = StepRoom(most, 1)
+                self._running.add_chunk(row, own)
+                room.take(0, most - own.left)
             elif self._running.table.num_live > 0 or forks.waits_for_steps:
                 return False
             else:

@@ -99,6 +99,19 @@ def test_who_wants_more_of_the_last_token_computes_a_prompt(changes: dict[str, A
     machine.check_all_done()
 
 
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_choices_decode_at_once_behind_their_prompt(query_len: int) -> None:
+    machine = machine_with_prefix(decode_query_len=query_len)
+    client = machine.add(make_request("again", PROMPT, num_choices=3, seed=1, max_tokens=5))
+    assert next_step(machine).prefill_chunks
+    steps = [next_step(machine) for _ in range(3)]
+    assert not any(step.prefill_chunks for step in steps)
+    assert sum(len(step.decode_add) for step in steps) == 3
+    machine.finish()
+    assert all(choice.tokens == choice.expected for choice in client.choices)
+    machine.check_all_done()
+
+
 def test_a_token_without_a_past_is_a_prompt() -> None:
     machine = machine_with_prefix()
     machine.add(make_request("short", [7], max_tokens=2))
