@@ -58,9 +58,9 @@ def workload(num_choices: int) -> list[EngineCoreRequest]:
             (shared if i % 2 else []) + [rng.randrange(211) for _ in range(length)],
             num_choices,
             max_tokens=24,
-            **kinds[i % len(kinds)],  # type: ignore[arg-type]
+            **kinds[i],  # type: ignore[arg-type]
         )
-        for i, length in enumerate([1, 8, 32, 13, 50])
+        for i, length in enumerate([1, 8, 32, 13, 9, 50])
     ]
 
 
@@ -124,6 +124,7 @@ def test_choices_are_requests_with_their_seeds(
         assert (stats.num_preemptions, computed) == (0, num_prompt_tokens)
     else:
         assert stats.num_preemptions > 0
-    distinct = {tuple(engine.tokens[f"4.{i}"]) for i in range(num_choices)}
+    hot = len(KINDS)
+    distinct = {tuple(engine.tokens[f"{hot}.{i}"]) for i in range(num_choices)}
     assert len(distinct) == num_choices
     check_empty(engine)
