@@ -56,7 +56,12 @@ async def look_up(host: str, port: int | None = None) -> Sequence[AddressInfo]:
         answer = _open[question] = question[0].create_future()
         answer.add_done_callback(lambda known: known.exception())  # All who ask may have left.
         name = f"address of {host}"
-        threading.Thread(target=_ask, args=(question, answer), daemon=True, name=name).start()
+        asking = threading.Thread(target=_ask, args=(question, answer), daemon=True, name=name)
+        try:
+            asking.start()
+        except RuntimeError as error:  # The process may have no more threads.
+            del _open[question], answer
+            raise OSError(f"{host} cannot be asked for now: {error}") from None
     try:
         return await asyncio.shield(answer)
     finally:

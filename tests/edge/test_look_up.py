@@ -74,6 +74,20 @@ async def test_names_without_end_are_refused(servers: threading.Event) -> None:
     assert await look_up("one-more")
 
 
+async def test_without_a_thread_a_name_is_asked_for_again(
+    servers: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_room)
+        with pytest.raises(OSError, match="node cannot be asked for now: can't start"):
+            await look_up("node", 80)
+    async with asyncio.timeout(5):
+        assert (await look_up("node", 80))[0][4] == ("127.0.0.1", 80)
+
+
 async def test_a_name_that_does_not_exist_leaves_no_cycle(servers: threading.Event) -> None:
     servers.set()
     gc.collect()
@@ -82,8 +96,7 @@ async def test_a_name_that_does_not_exist_leaves_no_cycle(servers: threading.Eve
         fault = await _fault_of("silent-1")
         kept = weakref.ref(fault)
         del fault
-        await asyncio.sleep(0)
-        assert kept() is None
+        await until(lambda: kept() is None)  # The thread that asked has it until it ends.
     finally:
         gc.enable()
 
@@ -112,3 +125,16 @@ async def test_a_node_is_tried_at_each_of_its_addresses(monkeypatch: pytest.Monk
     listening.close()
     with pytest.raises(OSError):
         await _connect_any(new, "node", port, None, None)
+
+
+async def test_an_address_of_one_link_keeps_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def connect(new: object, host: str, port: int, **options: object) -> None:
+        asked.append(host)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", connect)
+    new: Any = asyncio.Protocol
+    for host in ("fe80::1%1", "::1", "127.0.0.1"):
+        await _connect_any(new, host, 80, None, None)
+    assert asked == ["fe80::1%1", "::1", "127.0.0.1"]

@@ -16,7 +16,7 @@ import logging
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from edge.acceptor import EXHAUSTED
@@ -47,11 +47,18 @@ async def _connect_any(
 ) -> tuple[asyncio.Transport, NodeConnection]:
     """Connects to the first address of a node that answers. Raises `OSError` or `UnicodeError`."""
     loop = asyncio.get_running_loop()
-    *others, last = [str(target[0]) for *_, target in await look_up(host, port)]
+    *others, last = [_host_of(target) for *_, target in await look_up(host, port)]
     for one in others:
         with contextlib.suppress(OSError):
             return await loop.create_connection(new, one, port, ssl=tls, server_hostname=name)
     return await loop.create_connection(new, last, port, ssl=tls, server_hostname=name)
+
+
+def _host_of(target: tuple[Any, ...]) -> str:
+    """Returns an address with its interface, without which link-local ones lead nowhere."""
+    host, _, *rest = target
+    scope = rest[1] if len(rest) > 1 else 0
+    return f"{host}%{scope}" if scope else str(host)
 
 
 class UpstreamResponse(Protocol):
