@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from decode_node.serving.prompts.required_prefix import common_end
 from engine.frontend.templates.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.decode_node.http_node import HttpNode, http_node
@@ -225,3 +226,20 @@ async def test_a_prefix_longer_than_the_context_is_too_long() -> None:
         assert "maximum context length is 256 tokens" in error["message"]
         empty = {**body, "required_prefix_token_ids": []}
         assert (await node.client.post(CHATS, json=empty)).status_code == 200
+
+
+def test_the_end_of_long_texts_is_read_once() -> None:
+    class Text(str):
+        num_copied = 0
+
+        def __getitem__(self, key: Any) -> str:
+            part = super().__getitem__(key)
+            Text.num_copied += len(part)
+            return part
+
+    for length in (0, 1, 65_535, 65_536, 1_000_003):
+        Text.num_copied = 0
+        end = "ab" * (length // 2) + "c" * (length % 2)
+        assert common_end(Text("x" + end), Text("yy" + end)) == end
+        assert common_end(Text(end), Text("y" + end)) == end
+        assert Text.num_copied <= 6 * length + 1_000_000

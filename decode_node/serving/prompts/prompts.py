@@ -150,7 +150,8 @@ class Prompts:
     ) -> list[int]:
         """Returns the tokens of a chat whose prompt is `text`: as many as the context has, or only
         those to `keep`. Raises `BadRequest`, `Overloaded`."""
-        prefix = RequiredPrefix.of(body, self._vocab_size)
+        read = partial(RequiredPrefix.of, body, self._vocab_size)
+        prefix = await long_work.run(is_long, read)
         kept, rest = await long_work.run(is_long, partial(self._kept_tokens, body, text))
         if prefix is not None:
             tokens = await self._behind_prefix(prefix, body, tool_use, text, is_long=is_long)

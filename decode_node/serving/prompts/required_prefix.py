@@ -21,6 +21,9 @@ from engine.contracts.errors import InvalidRequest
 from engine.frontend.input_processor import check_token_ids
 
 PARAM = "required_prefix_token_ids"
+_PIECE = 1 << 16
+"""Characters, a power of two: pieces of texts of many MB are copied once, not once for each guess
+of a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +110,14 @@ def kept_tokens(messages: Sequence[ChatMessage], vocab_size: int) -> list[int]:
 
 def common_end(text: str, other: str) -> str:
     """Returns the longest text with which both end."""
-    few, most = 0, min(len(text), len(other))
-    while few < most:
-        middle = (few + most + 1) // 2
-        if text[len(text) - middle :] == other[len(other) - middle :]:
-            few = middle
+    same, most, step = 0, min(len(text), len(other)), _PIECE
+    while step:
+        end, other_end = len(text) - same, len(other) - same
+        if same + step <= most and text[end - step : end] == other[other_end - step : other_end]:
+            same += step
         else:
-            most = middle - 1
-    return text[len(text) - few :]
+            step //= 2
+    return text[len(text) - same :]
 
 
 def _another(message: ChatMessage) -> ChatMessage:
