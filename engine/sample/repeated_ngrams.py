@@ -31,6 +31,10 @@ from tandem_kernels import ops
 _MOST_COMPARED = 1 << 24
 """Pairs of tokens that are compared at once, one byte each."""
 _FEWEST_CANDIDATES = 256
+_MOST_CANDIDATES = 1 << 22
+"""Tokens of outputs that are looked at together, of the places of a group: each takes about 50
+bytes, which no measurement of memory sees, since outputs are short at the start. More of one place
+alone are looked at nevertheless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +101,21 @@ class RepeatedNgramStates:
             logits[at] = torch.where(is_empty.index_select(0, at_places), before, logits[at])
 
     def _groups(self, places: Places) -> Iterator[_Group]:
-        """Yields the places of each size whose outputs are long enough to repeat something."""
+        """Yields the places of each size whose outputs are long enough to repeat something, the
+        longest first, and as many at a time as memory has room for."""
         sizes, num_output = self._sizes[places.rows], self._output_lens(places)
         is_long = (sizes > 0) & (num_output >= sizes)
         for size in np.unique(sizes[is_long]).tolist():
-            found = np.flatnonzero(is_long & (sizes == size)).astype(np.int32)
-            rows = places.rows[found]
-            columns = [found, rows, self._prompt_lens[rows]]
-            places_of, rows_of, prompt_lens = to_device_together(columns, self._token_ids.device)
-            yield _Group(size, places_of, rows_of, prompt_lens, int(num_output[found].max()))
+            left = np.flatnonzero(is_long & (sizes == size)).astype(np.int32)
+            left = left[np.argsort(-num_output[left], kind="stable")]
+            while len(left):
+                # The first has most.
+                most = int(num_output[left[0]])
+                found, left = np.split(left, [max(1, _MOST_CANDIDATES // most)])
+                rows = places.rows[found]
+                columns = [found, rows, self._prompt_lens[rows]]
+                at, rows_of, lens = to_device_together(columns, self._token_ids.device)
+                yield _Group(size, at, rows_of, lens, most)
 
     def _output_lens(self, places: Places) -> Int32Array:
         """Returns [S]: tokens of the output before each place, or more."""

@@ -186,8 +186,7 @@ class Sampler:
         self, given: torch.Tensor | VocabPart, places: Places
     ) -> dict[int, PlaceFailure]:
         """Changes the logits. Bad words and repetitions come last: they ask whether anything else
-        is left. Returns
-        the requests that grammars leave nothing to choose from."""
+        is left. Returns the requests that grammars leave nothing to choose from."""
         logits = given.logits if isinstance(given, VocabPart) else given
         first = given.cut.start if isinstance(given, VocabPart) else 0
         rows = places.rows

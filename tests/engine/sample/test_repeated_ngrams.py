@@ -47,13 +47,18 @@ REQUESTS = st.lists(
 )  # fmt: skip
 
 
-@given(requests=REQUESTS, slack=st.integers(0, 3), at_once=st.sampled_from([1, 7, 256]))
+@given(
+    requests=REQUESTS,
+    slack=st.integers(0, 3),
+    at_once=st.sampled_from([1, 7, 256]),
+    together=st.sampled_from([1, 40, 4096]),
+)
 @settings(deadline=None)
 def test_every_place_forbids_what_would_repeat(
-    requests: list[tuple[list[int], list[int], int]], slack: int, at_once: int
+    requests: list[tuple[list[int], list[int], int]], slack: int, at_once: int, together: int
 ) -> None:
     """Asks for all places of an output at once, as steps with drafts do, and however few tokens
-    are compared at a time."""
+    are compared, or places looked at, at a time."""
     table = torch.zeros((ROWS, LENGTH), dtype=torch.int32)
     states = RepeatedNgramStates(ROWS, table)
     rows, lengths, expected = [], [], []
@@ -70,6 +75,7 @@ def test_every_place_forbids_what_would_repeat(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeated_ngrams, "_MOST_COMPARED", 0)
         patch.setattr(repeated_ngrams, "_FEWEST_CANDIDATES", at_once)
+        patch.setattr(repeated_ngrams, "_MOST_CANDIDATES", together)
         states.apply(logits, places)
     found = [set(torch.nonzero(row == -torch.inf).flatten().tolist()) for row in logits]
     assert found == expected
@@ -78,6 +84,27 @@ def test_every_place_forbids_what_would_repeat(
     for row in range(len(requests)):
         states.remove_request(row)
     assert not states.needed_by(places.rows)
+
+
+def test_a_long_output_beside_many_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are made as long as the longest of those that are looked at together."""
+    rows, length, most = 256, 20_000, 1 << 22
+    table = torch.zeros((rows, length), dtype=torch.int32)
+    states = RepeatedNgramStates(rows, table)
+    for row in range(rows):
+        states.add_request(row, SamplingParams(no_repeat_ngram_size=2), 0)
+    looked_at: list[int] = []
+    add_sparse = repeated_ngrams.ops.add_sparse
+
+    def note(logits: torch.Tensor, *entries: torch.Tensor) -> None:
+        looked_at.append(len(entries[0]))
+        add_sparse(logits, *entries)
+
+    monkeypatch.setattr(repeated_ngrams.ops, "add_sparse", note)
+    logits = torch.zeros((rows, VOCAB))
+    states.apply(logits, places_of(list(range(rows)), [*[9] * (rows - 1), length], slack=0))
+    assert max(looked_at) <= most
+    assert torch.equal(logits == -torch.inf, (torch.arange(VOCAB) == 0).expand(rows, VOCAB))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
