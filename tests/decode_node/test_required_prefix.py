@@ -243,3 +243,14 @@ def test_the_end_of_long_texts_is_read_once() -> None:
         assert common_end(Text("x" + end), Text("yy" + end)) == end
         assert common_end(Text(end), Text("y" + end)) == end
         assert Text.num_copied <= 6 * length + 1_000_000
+
+
+async def test_a_call_in_the_first_form_is_not_written_twice() -> None:
+    """It is no field of its own, so that the prompt had it behind the tokens once more."""
+    called = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
+    result = {"role": "function", "name": "f", "content": "the dog"}
+    async with node_of() as node:
+        chat = {"messages": [USER, called, result], "required_prefix_token_ids": drawn("(f {})")}
+        response = await node.client.post(CHATS, json=chat)
+    assert response.status_code == 400, response.text
+    assert "write its call as tool_calls" in response.json()["error"]["message"]

@@ -53,6 +53,10 @@ class RequiredPrefix:
         answers = [i for i, one in enumerate(body.messages) if one.role == "assistant"]
         if not answers:
             raise BadRequest(f"{PARAM} ends with an answer, and messages has none", param=PARAM)
+        answer = body.messages[answers[-1]]
+        if (answer.model_extra or {}).get("function_call") and not answer.tool_calls:
+            message = f"{PARAM} ends with an answer that has a function_call: write its call as "
+            raise BadRequest(f"{message}tool_calls", param=PARAM)
         return cls(given, answers[-1])
 
     def another(self, body: ChatCompletionRequest) -> ChatCompletionRequest:
