@@ -349,7 +349,8 @@ class RunningRows:
         self._prefilling.remove(row)
         row.prefill_len = row.num_reserved
         if self._kv_cache.confirms_blocks:
-            row.check_len = self._next_check(row, row.num_reserved)
+            # As behind a chunk, states are free of which copies were made, and what windows passed.
+            row.check_len = min(row.max_len, row.num_reserved + 2)
         calendar.join(row, self.step_id + 1)
         return True
 

@@ -60,6 +60,25 @@ def test_a_prompt_that_is_cached_decodes_at_once(
     machine.check_all_done()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_states_that_it_begins_with_are_free_behind_its_first_step(depth: int) -> None:
+    """They are copied in that step. Blocks that nothing but a cache holds may be displaced."""
+    machine = machine_with_prefix(depth=depth, kv_layers=with_states(kv_layers(None)))
+    machine.add(make_request("again", PROMPT, max_tokens=9))
+    machine.add(make_request("aborted", PROMPT, max_tokens=9))
+    step = next_step(machine)
+    kv_cache = machine.scheduler._kv_cache
+    blocks = kv_cache.get_blocks("again")
+    assert len(step.decode_add) == 2 and step.block_copies
+    if depth > 1:
+        assert blocks.borrowed
+    machine.abort("aborted")
+    machine.settle()
+    assert not blocks.borrowed
+    machine.finish()
+    machine.check_all_done()
+
+
 @pytest.mark.parametrize("query_len", [1, 4])
 def test_blocks_that_it_fills_are_found(query_len: int) -> None:
     """The first token of a pulled prompt is the last of its third block."""
