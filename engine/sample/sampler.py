@@ -6,7 +6,7 @@ Rows come and go with the same verbs as all state of the worker. One step:
     2. logit bias, and -inf on ending tokens before `min_tokens`
     3. penalties
     4. -inf on tokens that a grammar forbids, or that are not allowed, then on those that complete a
-       bad word
+       bad word, or a sequence that the output has already
     5. temperature, min-p, top-k, top-p, and the draw keyed by (seed, position): one operation
     6. count the new tokens of requests with penalties: drafts that were right, and one more
     7. log probabilities

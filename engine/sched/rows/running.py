@@ -21,7 +21,7 @@ A row that needs a block when none is free:
                                           transfers hold the rest, and end
 
 Requesters are served oldest first, so a row that has been served is never the next victim. A
-request whose KV a peer pulls has all its blocks from the start and never yields. Beams that keep
+request whose KV goes to a peer has all its blocks from the start and never yields. Beams that keep
 their rows never wait for each other: where one cannot go on, all of the search are preempted.
 """
 
