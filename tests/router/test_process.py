@@ -252,4 +252,4 @@ def test_no_collection_looks_at_all_streams_that_have_begun() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _GROWTH], capture_output=True, text=True, timeout=60, check=True
     )
-    assert 5_000 < int(done.stdout) < 15_000
+    assert 500 < int(done.stdout) < 2_000

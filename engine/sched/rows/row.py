@@ -121,9 +121,9 @@ class Row:
         """Returns whether its last known token may be computed as a decode's. It may not where
         others go on with the states behind it, or read its KV by chunks, or where more than the
         next token is wanted of it."""
-        spec, sampling = self.request.spec, self.request.sampling
-        draws_others = spec.sibling_seeds and not self.request.knows_first_token
-        is_more = draws_others or spec.images or sampling.prompt_logprobs is not None
+        request, spec = self.request, self.request.spec
+        draws_others = spec.sibling_seeds and not request.knows_first_token
+        is_more = draws_others or spec.images or request.needs_prompt_logprobs
         return self.num_reserved > 0 and self.is_alone and not (self.is_exported or is_more)
 
     @property

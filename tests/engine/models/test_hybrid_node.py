@@ -71,7 +71,7 @@ def prompt_of(length: int) -> list[int]:
         ("lfm3", 3, 60),  # windows are a group of their own
         ("falcon_h1", 3, 18),  # layers are in two groups
         ("kimi_linear", 3, 30),
-        ("minimax_text", 3, 24),
+        ("minimax_text", 3, 26),
     ],
     indirect=["folder"],
     scope="module",
@@ -206,7 +206,7 @@ def start_pair(stack: ExitStack, folder: Path, between: Between) -> tuple[Groupe
 
 @pytest.mark.parametrize(
     ("folder", "num_blocks"),
-    [("qwen3_next", 36), ("granite_hybrid", 48), ("lfm2", 36), ("kimi_linear", 30)],
+    [("qwen3_next", 36), ("granite_hybrid", 44), ("lfm2", 36), ("kimi_linear", 30)],
     indirect=["folder"],
     scope="module",
 )

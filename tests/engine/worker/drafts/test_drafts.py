@@ -44,7 +44,7 @@ def make_drafter(kind: str, known: list[list[int]]) -> Drafter | None:
         ("lying", 4, 1, 1),
         ("lying", 2, 2, 1),
         ("lying", 8, 2, 2),
-        ("random", 4, 2, 0),
+        ("random", 4, 2, 1),
         ("none", 4, 2, 1),
     ],
 )
@@ -57,7 +57,7 @@ def test_no_token_depends_on_drafts(
     seed: int,
 ) -> None:
     config = replace(
-        make_config(num_blocks=14),
+        make_config(num_blocks=13),
         scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48),
         decode_query_len=query_len,
     )
