@@ -51,6 +51,7 @@ async def until_delivered(taken: Taken) -> None:
 async def test_first_tokens_come_before_others() -> None:
     taken = Taken()
     taken.take([EngineCoreOutput("a", [5]), first("b"), EngineCoreOutput("c", [6])])
+    await until_delivered(taken)
     assert taken.names == ["b", "a", "c"]
 
 
