@@ -99,12 +99,7 @@ class BadWordStates:
         """
         words = self._of_batch(rows)
         hits = completes_word(words, self._token_ids, seq_lens)
-        at = (words.places.long(), words.lasts.long())
-        before = logits[at]
-        ops.add_sparse(logits, words.places, words.lasts, torch.where(hits, -torch.inf, 0.0))
-        is_empty = logits.amax(dim=1) == -torch.inf  # [S]
-        # Several words may end with one token: all of them write the same.
-        logits[at] = torch.where(is_empty.index_select(0, words.places), before, logits[at])
+        forbid(logits, words.places, words.lasts, hits)
 
     def _of_batch(self, rows: Int32Array) -> _BatchWords:
         key = rows.tobytes()
@@ -134,6 +129,20 @@ def _widened(beginnings: Int32Array, width: int) -> Int32Array:
     """Returns `beginnings` [W, k] as [W, width], the same at the right."""
     missing = width - beginnings.shape[1]
     return np.pad(beginnings, ((0, 0), (missing, 0)), constant_values=_ANY)
+
+
+def forbid(
+    logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, hits: torch.Tensor
+) -> None:
+    """Sets `logits[places[e], tokens[e]]` of [S, V] to -inf where `hits[e]`, and leaves a place as
+    it was where nothing else would be left to choose from. `places`, `tokens`, `hits` are [E],
+    contiguous; a pair may repeat."""
+    at = (places.long(), tokens.long())
+    before = logits[at]
+    ops.add_sparse(logits, places, tokens, torch.where(hits, -torch.inf, 0.0))
+    is_empty = logits.amax(dim=1) == -torch.inf  # [S]
+    # Of a pair that repeats all write the same.
+    logits[at] = torch.where(is_empty.index_select(0, places), before, logits[at])
 
 
 def completes_word(

@@ -26,7 +26,7 @@ from engine.batch.buffer_utils import to_device_together
 from engine.batch.input_batch import Int32Array
 from engine.batch.places import Places
 from engine.contracts.sampling_params import SamplingParams
-from tandem_kernels import ops
+from engine.sample.bad_words import forbid
 
 _MOST_COMPARED = 1 << 24
 """Pairs of tokens that are compared at once, one byte each."""
@@ -92,13 +92,7 @@ class RepeatedNgramStates:
             hits = torch.cat([hits for _, hits in found], dim=1)
             # Of a single place `reshape` would give a view of one number, which no kernel walks.
             at_places = group.places.unsqueeze(1).expand_as(tokens).contiguous().reshape(-1)
-            at = (at_places.long(), tokens.reshape(-1).long())
-            before = logits[at]
-            amounts = torch.where(hits.reshape(-1), -torch.inf, 0.0)
-            ops.add_sparse(logits, at_places, tokens.reshape(-1), amounts)
-            is_empty = logits.amax(dim=1) == -torch.inf  # [S]
-            # A token may be a candidate several times: all of them write the same.
-            logits[at] = torch.where(is_empty.index_select(0, at_places), before, logits[at])
+            forbid(logits, at_places, tokens.reshape(-1), hits.reshape(-1))
 
     def _groups(self, places: Places) -> Iterator[_Group]:
         """Yields the places of each size whose outputs are long enough to repeat something, the

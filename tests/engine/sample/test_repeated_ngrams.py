@@ -14,6 +14,7 @@ from engine.batch.places import Places
 from engine.contracts.sampling_params import SamplingParams
 from engine.sample import repeated_ngrams
 from engine.sample.repeated_ngrams import RepeatedNgramStates
+from tandem_kernels import ops
 
 VOCAB, ROWS, LENGTH = 5, 4, 48
 
@@ -94,13 +95,13 @@ def test_a_long_output_beside_many_takes_bounded_memory(monkeypatch: pytest.Monk
     for row in range(rows):
         states.add_request(row, SamplingParams(no_repeat_ngram_size=2), 0)
     looked_at: list[int] = []
-    add_sparse = repeated_ngrams.ops.add_sparse
+    add_sparse = ops.add_sparse
 
     def note(logits: torch.Tensor, *entries: torch.Tensor) -> None:
         looked_at.append(len(entries[0]))
         add_sparse(logits, *entries)
 
-    monkeypatch.setattr(repeated_ngrams.ops, "add_sparse", note)
+    monkeypatch.setattr(ops, "add_sparse", note)
     logits = torch.zeros((rows, VOCAB))
     states.apply(logits, places_of(list(range(rows)), [*[9] * (rows - 1), length], slack=0))
     assert max(looked_at) <= most
