@@ -152,18 +152,18 @@ class Prompts:
         those to `keep`. Raises `BadRequest`, `Overloaded`."""
         read = partial(RequiredPrefix.of, body, self._vocab_size)
         prefix = await long_work.run(is_long, read)
-        kept, rest = await long_work.run(is_long, partial(self._kept_tokens, body, text))
         if prefix is not None:
             tokens = await self._behind_prefix(prefix, body, tool_use, text, is_long=is_long)
-        elif kept:
+        else:
+            kept, rest = await long_work.run(is_long, partial(self._kept_tokens, body, text))
+            if not kept:
+                # A rendered chat has its special tokens written out.
+                with_special = bool(body.add_special_tokens)
+                return await self.encode(
+                    text, "messages", keep, is_long=is_long, add_special_tokens=with_special
+                )
             tokens = kept + await self.encode(
                 rest, "messages", is_long=is_long, add_special_tokens=False
-            )
-        else:
-            # A rendered chat has its special tokens written out.
-            with_special = bool(body.add_special_tokens)
-            return await self.encode(
-                text, "messages", keep, is_long=is_long, add_special_tokens=with_special
             )
         if keep is None and len(tokens) > self._max_tokens:
             raise too_long(self._max_tokens, f"{len(tokens)} tokens", "messages")
