@@ -74,7 +74,8 @@ class StatusService(NodeStatusServicer):
         self.role_wishes: list[SwitchRoleRequest] = []
         self.role_fault = ""
         """Says why the node does not change its role."""
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Set at the next change; each change has its own."""
 
     async def Watch(
         self, request: WatchRequest, context: grpc.aio.ServicerContext
@@ -84,13 +85,16 @@ class StatusService(NodeStatusServicer):
         adapters: list[Adapter] | None = None
         try:
             while True:
+                changed = self._changed
                 if not self.silent:
                     self.load.sequence += 1
                     told = list(self.load.adapters)  # They may change while it is sent.
                     yield self._without(adapters)
                     if request.keeps_adapters and request.takes_adapter_changes:
                         adapters = told
-                await self._wait_for_change()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.interval_s):
+                        await changed.wait()
         finally:
             self.num_watchers -= 1
 
@@ -197,15 +201,8 @@ class StatusService(NodeStatusServicer):
         """Sets fields of the load and reports them now."""
         for name, value in fields.items():
             setattr(self.load, name, value)
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait_for_change(self) -> None:
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait(), self.interval_s)
-            except TimeoutError:
-                return
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class FakeNode:

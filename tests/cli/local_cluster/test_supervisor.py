@@ -33,13 +33,12 @@ def spec(name: str, *lines: str) -> ServiceSpec:
 
 
 class Recorder:
-    """Remembers what the supervisor tells, and lets tests wait for a state."""
+    """Remembers what the supervisor tells."""
 
     def __init__(self) -> None:
         self.states: list[tuple[str, ServiceState]] = []
         self.progress: list[tuple[str, float]] = []
         self.logs: list[str] = []
-        self._changed = asyncio.Condition()
 
     def listener(self) -> Listener:
         return Listener(self._on_state, self._on_progress, lambda _, line: self.logs.append(line))
