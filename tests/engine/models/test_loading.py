@@ -112,8 +112,9 @@ def test_a_gpu_gets_what_the_host_gets(dtype: Dtype, tmp_path: Path) -> None:
 
 
 def bytes_read() -> int:
-    """Returns what this process has got of all its files so far, as the kernel counts it."""
-    found = re.search(r"^rchar: (\d+)", Path("/proc/self/io").read_text(), re.M)
+    """Returns what this thread has got of all its files so far, as the kernel counts it: others of
+    this process may read, too."""
+    found = re.search(r"^rchar: (\d+)", Path("/proc/thread-self/io").read_text(), re.M)
     assert found is not None
     return int(found[1])
 
