@@ -46,7 +46,7 @@ async def test_silent_names_keep_no_other_waiting(servers: threading.Event) -> N
     silent = [asyncio.ensure_future(look_up(f"silent-{i}", 80)) for i in range(100)]
     again = [asyncio.ensure_future(look_up("silent-1", 80)) for _ in range(100)]
     await until(lambda: num_asking() == 100)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await look_up("answers", 80))[0][4] == ("127.0.0.1", 80)
         assert (await _Names().resolve("answers", 80))[0]["host"] == "127.0.0.1"
     assert num_asking() == 100, "all who ask for a name share its thread"
@@ -84,7 +84,7 @@ async def test_without_a_thread_a_name_is_asked_for_again(
         full.setattr(threading.Thread, "start", no_room)
         with pytest.raises(OSError, match="node cannot be asked for now: can't start"):
             await look_up("node", 80)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await look_up("node", 80))[0][4] == ("127.0.0.1", 80)
 
 

@@ -209,7 +209,7 @@ async def test_a_load_waits_for_no_request_of_what_the_name_stood_for(
     """Routers wait two minutes for it, and take it back then; an answer may take longer."""
     await adapters.load("poet", "adapter-1")
     adapters.forgets = False
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         ref = await adapters.load("poet", "adapter-2", in_place=True)
     assert ref.digest == models.refs[2].digest == adapters.known["poet"].digest
     assert told(adapters) == ["AddAdapter", "AddAdapter", "RemoveAdapter"]
