@@ -959,6 +959,16 @@ def test_nothing_unpickles() -> None:
     assert not wrong, wrong
 
 
+def test_no_pattern_repeats_a_group_possessively() -> None:
+    """Python before 3.11.5, as Debian 12 has it, matches more by them than is there (CPython's
+    issues 100061 and 106052). Possessive repeats of one class of characters are all right."""
+    repeated = re.compile(r"(?:^|[^(\\])\)(?:[*+?]|\{[\d,]*\})\+")
+    for module in modules():
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not repeated.search(node.value), f"{module}:{node.lineno}"
+
+
 def test_services_open_ports_and_connections_in_one_place() -> None:
     """That place has certificates, token and the refusal of plaintext."""
     words = ("insecure_channel(", "secure_channel(", "insecure_port(", "secure_port(")

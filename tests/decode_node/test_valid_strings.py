@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -50,3 +51,16 @@ def test_a_string_is_valid_in_the_end_and_a_valid_one_stays(parts: list[str]) ->
     json.dumps(found, ensure_ascii=False).encode()
     text = json.dumps(["".join(parts)])
     assert with_valid_strings(text) == text
+
+
+@pytest.mark.parametrize("pieces", [("\\n",), ("a\\n", "b"), ("\\d",), ('", "', "c")])
+def test_a_long_text_is_read_in_little_memory(pieces: tuple[str, ...]) -> None:
+    """`re` keeps what it has repeated, so that it could go back."""
+    text = '["' + "".join(pieces) * 100_000 + '"]'
+    tracemalloc.start()
+    found = json.loads(with_valid_strings(text))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 20 * len(text)
+    whole = "".join(pieces) * 100_000
+    assert '", "'.join(found) == whole.replace("\\n", "\n")

@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import re
 
-from decode_node.protocol.bodies.valid_strings import VALID_RUN
-
-_RUN = re.compile(VALID_RUN)
+from decode_node.protocol.bodies.valid_strings import end_of_valid
 
 
 class ArgumentText:
@@ -36,11 +34,10 @@ class ArgumentText:
             if (begin := self._begin.match(self._text)) is None:
                 return ""
             self._has_begun, self._text = True, self._text[begin.end() :]
-        run = _RUN.match(self._text)
-        assert run is not None, "it matches nothing as well"
-        self._text = self._text[run.end() :]
+        end = end_of_valid(self._text)
+        valid, self._text = self._text[:end], self._text[end:]
         self._has_ended = self._text.startswith('"')
-        return str(json.loads(f'"{run[0]}"'))
+        return str(json.loads(f'"{valid}"'))
 
     def finish(self) -> str:
         """Returns what is left at the end of the arguments."""

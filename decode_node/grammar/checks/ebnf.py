@@ -14,7 +14,7 @@ import re
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _SURROGATES = range(0xD800, 0xE000)
 _LAST = 0x10FFFF
-_TEXTS = r'"(?:\\.|[^"\\])*+"?|\[(?:\\.|[^\]\\])*+\]?'
+_TEXTS = r'"[^"\\]*+(?:\\.[^"\\]*+)*"?|\[[^\]\\]*+(?:\\.[^\]\\]*+)*\]?'
 """Matches texts and classes of characters, in which nothing else has a meaning."""
 _COMMENT = re.compile(rf"(?P<text>{_TEXTS})|#[^\r\n]*+", re.DOTALL)
 _SYNTAX = re.compile(rf"(?P<text>{_TEXTS})|(?P<dot>\.)|\s++", re.DOTALL)

@@ -22,6 +22,7 @@ import msgspec
 
 from decode_node.grammar.schemas.multiples import MULTIPLE, listed_multiples, together
 from decode_node.grammar.schemas.schema_checks import MAX_BYTES, subschemas, unfollowed_keywords
+from decode_node.protocol.bodies.known_patterns import is_known_pattern
 
 _NAMES, _UNIQUE, _FORMAT = "propertyNames", "uniqueItems", "format"
 _PATTERNS = "patternProperties"
@@ -37,8 +38,6 @@ _FORMATS = {
 _NOTES = {"title", "description", "$comment", "default", "examples", "deprecated"}
 """Keywords that say nothing about a document."""
 _LISTS = ("properties", "patternProperties")
-_UNKNOWN_SYNTAX = re.compile(r"(?:[^\\(]|\\[^1-9kbB]|\((?!\?<?[=!]))*+(?:\\[1-9kbB]|\()", re.DOTALL)
-"""Matches a pattern up to look-around, a back reference or the edge of a word."""
 _MAX_REFERENCES = 8
 
 
@@ -89,11 +88,6 @@ def without_unfollowed_numbers(schema: Mapping[str, Any]) -> dict[str, Any]:
             for one in together(part) if keyword == MULTIPLE else (part,):
                 one.pop(keyword, None)
     return changed
-
-
-def is_known_pattern(pattern: str) -> bool:
-    """Says whether the library has all that a regular expression is made of."""
-    return _UNKNOWN_SYNTAX.match(pattern) is None
 
 
 def _has_unknown_pattern(part: Mapping[str, Any]) -> bool:

@@ -23,10 +23,10 @@ from decode_node.grammar.grammar_text import (
     sequence,
     token,
 )
-from decode_node.grammar.schemas.known_keywords import is_known_pattern
 from decode_node.parsers.families.formats import BracedFormat, XmlFormat
 from decode_node.parsers.text.marked_text import MarkerTokens
 from decode_node.parsers.text.schema_types import is_text, types_of
+from decode_node.protocol.bodies.known_patterns import is_known_pattern
 from decode_node.protocol.chat.tools import Tool
 from edge.http.errors import BadRequest
 from engine.frontend.text.pieces import Piece

@@ -18,13 +18,15 @@ _ESCAPE = (
     rf'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F]){_HEX}{{4}}'
     rf"|u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}})"
 )
-VALID_RUN = rf'(?:[^"\\\x00-\x1f]++|{_ESCAPE})*+'
-"""Matches the inside of a string, as far as it is valid."""
-_INSIDE = re.compile(VALID_RUN)
-_OUTSIDE = re.compile(rf'(?:[^"]++|"{VALID_RUN}")*+')
+_VALID = rf'(?:[^"\\\x00-\x1f]++|{_ESCAPE}){{0,1000}}'
+"""Matches the inside of a string, as far as it is valid. No more pieces at once: `re` keeps some
+hundred bytes of each. (Possessive groups keep none, but Python before 3.11.5 matches more by them
+than is there.)"""
+_INSIDE = re.compile(_VALID)
+_OUTSIDE = re.compile(rf'(?:[^"]++|"{_VALID}"){{0,1000}}')
 """These match what is valid already, in one go: a long text is read at the speed of a parser."""
 _CONTROL = re.compile("[\x00-\x1f]+")
-_NO_ESCAPES = re.compile(r'(?:\\(?!u)[^"\\/bfnrt\x00-\x1f][^"\\\x00-\x1f]*+)++')
+_NO_ESCAPES = re.compile(r'(?:\\[^u"\\/bfnrt\x00-\x1f][^"\\\x00-\x1f]*+){1,1000}')
 _HALF = re.compile(rf"\\u[dD][89a-fA-F]{_HEX}{{2}}")
 _OPEN = re.compile(rf"\\(?:u(?:{_HEX}{{0,3}}|[dD][89abAB]{_HEX}{{2}}(?:\\(?:u{_HEX}{{0,3}})?)?))?")
 """Matches what further text may make an escape."""
@@ -43,10 +45,8 @@ class ValidStrings:
         found: list[str] = []
         at = 0
         while at < len(text):
-            match = (_INSIDE if self._is_in_string else _OUTSIDE).match(text, at)
-            assert match is not None, "both match nothing as well"
-            found.append(match[0])
-            at = match.end()
+            begin, at = at, _end_of_valid(text, at, _INSIDE if self._is_in_string else _OUTSIDE)
+            found.append(text[begin:at])
             if at < len(text) and _OPEN.fullmatch(text, at):
                 self._kept = text[at:]
                 break
@@ -67,6 +67,17 @@ class ValidStrings:
         if match := _HALF.match(text, at):
             return "\\ufffd", match.end()
         return "\\\\", at + 1
+
+
+def end_of_valid(text: str, at: int = 0) -> int:
+    """Returns where the inside of a string, read from `at` on, ends or stops to be valid."""
+    return _end_of_valid(text, at, _INSIDE)
+
+
+def _end_of_valid(text: str, at: int, pattern: re.Pattern[str]) -> int:
+    while (found := pattern.match(text, at)) and found.end() > at:
+        at = found.end()
+    return at
 
 
 def with_valid_strings(text: str) -> str:

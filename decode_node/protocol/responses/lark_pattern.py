@@ -15,6 +15,8 @@ import ast
 import re
 from collections.abc import Callable
 
+from decode_node.protocol.bodies.known_patterns import is_known_pattern
+
 MAX_PATTERN = 1 << 16
 """Characters of the regular expression."""
 _MAX_DEPTH = 100
@@ -46,7 +48,6 @@ _IMPORT = re.compile(
     r"%import\s+common\s*(?:\.\s*(?P<one>\w+)(?:\s*->\s*(?P<own>\w+))?|\((?P<all>[\w\s,]+)\))\s*"
 )
 _STATEMENT = re.compile(r"\n(?=[?!]{0,2}[A-Za-z_]\w*(?:\.-?\d+)?\s*:|%)")
-_LOOK_AROUND = re.compile(r"(?:[^\\(]|\\[^1-9bB]|\((?!\?<?[=!]))*+(?:\\[1-9bB]|\()", re.DOTALL)
 
 
 class NoPattern(ValueError):
@@ -234,7 +235,7 @@ def _escaped(text: str) -> str:
 
 def _regex(text: str) -> str:
     inner, _, flags = text[1:].rpartition("/")
-    if set(flags) - set("ims") or _LOOK_AROUND.match(inner):
+    if set(flags) - set("ims") or not is_known_pattern(inner):
         raise NoPattern(f"{text[:40]} has flags, look-around or references that are not supported")
     return f"(?{flags}:{inner})"
 

@@ -23,7 +23,8 @@ from decode_node.grammar.grammar_text import (
     sequence,
     token,
 )
-from decode_node.grammar.schemas.known_keywords import is_known_pattern, with_known_keywords
+from decode_node.grammar.schemas.known_keywords import with_known_keywords
+from decode_node.protocol.bodies.known_patterns import is_known_pattern
 from tests.decode_node.grammar.matching import (
     CALL,
     END,
