@@ -62,15 +62,15 @@ def launches_on_gpu(config: EngineConfig) -> StepLaunches:
 
 def recorded_steps(config: EngineConfig) -> StepLaunches:
     """Returns what an engine records on a GPU."""
-    most = config.scheduler.max_num_seqs
+    most, one_by_one = config.scheduler.max_num_seqs, launch_time(config)
     return StepLaunches(
         decodes={
             config.decode_query_len: capture_sizes(config, most),
             **shorter_sizes(config, most),
         },
-        prompts=tuple(prompts_to_record(config, longest_prompt(config))),
+        prompts=tuple(prompts_to_record(config, longest_prompt(config, one_by_one))),
         most_beside=_most_beside(config),
-        one_by_one=launch_time(config),
+        one_by_one=one_by_one,
     )
 
 
@@ -85,13 +85,11 @@ def launch_time(config: EngineConfig) -> LaunchTime:
     return LaunchTime(tokens, seconds, cost.flops_of_pair / cost.flops_per_token)
 
 
-def longest_prompt(config: EngineConfig) -> int:
+def longest_prompt(config: EngineConfig, one_by_one: LaunchTime) -> int:
     """Returns the tokens of the largest step with prompts that is worth a graph: the GPU computes
     them in about the time in which the host launches their kernels one by one."""
-    waiting = launch_time(config).tokens
-    return max(
-        [_longest_at_least(config), *(size for size in every_prompt_tokens() if size <= waiting)]
-    )
+    sizes = (size for size in every_prompt_tokens() if size <= one_by_one.tokens)
+    return max([_longest_at_least(config), *sizes])
 
 
 def _longest_at_least(config: EngineConfig) -> int:

@@ -262,7 +262,7 @@ def test_steps_that_wait_for_the_host_are_recorded(
     a graph: 1024 tokens of 28 layers of 1.7B parameters 29 and 5.7, 2000 of Qwen3.5-35B-A3B 79 and
     41, 3072 of Nemotron 3 Nano 49.8 and 50.6."""
     config = shape_config(shape, device="cpu", quantization=quantization, **changes)
-    assert longest_prompt(config) == tokens
+    assert longest_prompt(config, launch_time(config)) == tokens
 
 
 @pytest.mark.parametrize(
