@@ -214,12 +214,13 @@ class StepLaunches:
 
     def _behind(self, decodes: StepParts, tokens: int) -> int:
         """Returns the prompt tokens of the graph that is run behind that of `decodes`, as `beside`
-        does."""
+        does. Prompts count as if they began here: which ones the step will have is chosen later,
+        and one that goes on behind a long context may be launched with the decodes after all."""
         if self.of_decodes(decodes.num_decodes, decodes.query_len, samples=True) is None:
             return 0
         most = 0
         for key in self._prompts_like(StepParts(0)):
-            if most >= tokens or not self.is_cut(key.num_tokens):
+            if most >= tokens or not self.is_cut(self.one_by_one.work(0, key.num_tokens)):
                 break
             most = key.num_tokens
         return most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,6 +91,18 @@ def test_steps_that_are_cut_fill_the_graph_of_their_prompts() -> None:
     assert launches.beside(decodes._replace(num_decodes=17), 100) == 0, "decodes are no graph"
     assert launches.beside(decodes._replace(query_len=3), 100) == 0
     assert replace(launches, one_by_one=LaunchTime()).beside(decodes, 100) == 0
+
+
+@pytest.mark.parametrize("pair", [0.0, 1e-3, 4e-3])
+def test_a_graph_that_prompts_fill_is_one_for_which_their_step_is_cut(pair: float) -> None:
+    """Workers cut by the work of prompts, of which attention to their own tokens is a part."""
+    one_by_one = LaunchTime(tokens=1000, pair=pair)
+    launches = StepLaunches({4: (16,)}, tuple(prompt_keys(64, 600)), one_by_one=one_by_one)
+    most = launches.beside(StepParts(10, query_len=4), 2000)
+    sizes = sorted({key.num_tokens for key in launches.prompts})
+    larger = sizes[sizes.index(most) + 1]
+    assert launches.is_cut(one_by_one.work(0, most))
+    assert not launches.is_cut(one_by_one.work(0, larger))
 
 
 def test_launching_one_by_one_outlasts_little_work() -> None:
