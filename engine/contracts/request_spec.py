@@ -122,6 +122,10 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             self.sampling.beam is None and self.sampling.max_tokens == self.num_resumed_tokens + 1
         )
 
+    def has_images_behind(self, num_tokens: int) -> bool:
+        """Returns whether an image ends behind the first `num_tokens` of the prompt."""
+        return bool(self.images) and num_tokens < self.images[-1].end
+
     def with_prompt(self, token_ids: list[int]) -> RequestSpec:
         """Returns a copy for another prompt."""
         return msgspec.structs.replace(self, prompt_token_ids=token_ids)

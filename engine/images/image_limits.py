@@ -66,8 +66,7 @@ class ImageLimits:
     def is_stranded(self, request: Request, num_computed_tokens: int) -> bool:
         """Returns whether the request would have to be computed here from images that this engine
         cannot encode."""
-        images = request.spec.images
-        return bool(images) and not self.has_encoder and num_computed_tokens < images[-1].end
+        return not self.has_encoder and request.spec.has_images_behind(num_computed_tokens)
 
 
 def largest_image(config: EngineConfig) -> int:

@@ -194,9 +194,10 @@ class HostSource(TierSource[HostLoad]):
 
     def _is_sooner_whole(self, load: HostLoad) -> bool:
         """Returns whether the rest of a prompt is sooner computed once all of its KV is here, by a
-        graph. A step that waits for layers is launched one by one."""
+        graph. A step that waits for layers is launched one by one, and so is one with images."""
         num_left = load.request.num_tokens - load.stop
-        if isinstance(self._launches.find(StepParts(0, 1, num_left)), str):
+        has_images = load.request.spec.has_images_behind(load.stop)
+        if has_images or isinstance(self._launches.find(StepParts(0, 1, num_left)), str):
             return False
         assert load.begun_at is not None
         left_s = self._copies.seconds_for(load.num_coming) - (time.monotonic() - load.begun_at)

@@ -12,17 +12,19 @@ import pytest
 from engine.config import EngineConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.outputs import ImageStats
-from engine.contracts.request import Request
+from engine.contracts.request import Request, RequestStatus
 from engine.contracts.request_spec import IDLE_PRIORITY, RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import EncodingOutput, SchedulerOutput
+from engine.contracts.steps.step_launches import LaunchTime, StepLaunches
 from engine.images.image_config import ImageConfig
 from engine.images.image_input import ImagePixels, ImageSpan, image_digest
 from engine.images.image_limits import ImageLimits
 from engine.images.vision_spec import BlockSpec, PixelSpec, VisionSpec
 from engine.kv_cache.block_hash import extend_block_hashes
+from engine.models.recorded_steps import prompt_keys
 from engine.sched.rows.image_encoding import ImageEncoding
-from tests.engine.sched.factories import make_config, remote_prefill
+from tests.engine.sched.factories import make_config, make_request, remote_prefill
 from tests.engine.sched.step_machine import StepMachine
 
 IMAGE = 9
@@ -370,3 +372,28 @@ def test_a_preempted_request_goes_on_only_behind_cached_images(is_cached: bool) 
     ends = [client.finish_reason for client in clients]
     assert ends == ["length", "length" if is_cached else "abort"]
     assert machine.scheduler.check_empty() == []
+
+
+@pytest.mark.parametrize("has_image", [False, True])
+def test_a_rest_with_an_image_waits_for_no_graph(has_image: bool) -> None:
+    """A step with an image has no graph, so it runs while the layers of what is before it come from
+    host memory. A rest of text is computed by a graph, once all of them are here."""
+    launches = StepLaunches(prompts=tuple(prompt_keys(6, 64)), one_by_one=LaunchTime(1000))
+    machine = StepMachine(config_of(), 13, num_host_slots=64, launches=launches)
+    machine.add(request_of("first", num_text=12))
+    machine.finish()
+    machine.add(make_request("other", [5] * 48, max_tokens=3))
+    machine.finish()
+    again = request_of("again", A, num_text=12)
+    if not has_image:
+        again = make_request("again", [*again.spec.prompt_token_ids], max_tokens=3)
+    client = machine.add(again)
+    machine.schedule()
+    assert again.status is RequestStatus.WAITING_FOR_REMOTE_KVS and machine.host is not None
+    machine.host.begin_all()
+    machine.poll_connector()
+    assert (machine.schedule() is not None) == has_image
+    machine.finish()
+    assert client.tokens == client.expected and machine.num_early == has_image
+    assert machine.scheduler.stats().prompt_tokens_loaded == 12
+    machine.check_all_done()
