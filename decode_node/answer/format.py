@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ CUT = ("length", "abort")
 class FormatOptions:
     """Options of a request: what it wants besides its text."""
 
+    created: int
+    """The Unix seconds at which the answer was created."""
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
@@ -62,10 +63,7 @@ class ResponseFormat(ABC):
     ) -> None:
         self.id = f"{self.id_prefix}-{request_id}"
         self.model = model
-        self.created = int(time.time())
-        """The Unix seconds at which the answer was created. An answer that is resumed keeps its
-        own.
-        """
+        self.created = options.created
         self._tokenizer = TokenNames(tokenizer, by_id=options.tokens_as_ids)
         self.fingerprint = options.fingerprint
         self.num_events = 0
@@ -77,7 +75,6 @@ class ResponseFormat(ABC):
 
     def take_over(self, resume: Resume) -> None:
         """Goes on with an answer that another node began. Comes before any output."""
-        self.created = resume.created
         self.num_events = resume.num_events
 
     @property

@@ -40,7 +40,7 @@ from decode_node.protocol.tokens.generate import GenerateRequest
 from decode_node.protocol.tokens.sglang import SGLangRequest
 from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing
-from decode_node.serving.request_context import RequestContext
+from decode_node.serving.request_context import RequestContext, created_at
 from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.http import headers as names
 from edge.http.answers.heartbeats import Heartbeats
@@ -115,11 +115,13 @@ class Api:
             resume = None if offset is None else read_resume(raw[offset:])
             read = partial(_parsed, raw[:offset], kind)
             body, unknown = await long_work.run(is_long, read)
+        kept = KeptResponse.of_header(headers.get(names.RESPONSE, ""))
         trace = request.state.trace
         logger.debug("request %s: trace %s", request.state.request_id, trace.trace_id)
         context = RequestContext(
             request_id=request.state.request_id,
             received_at=received_at,
+            created=created_at(resume, kept),
             is_long=is_long,
             places=prompt_places(headers),
             wants_timeline=headers.get(names.TIMELINE) == "1",
@@ -131,7 +133,7 @@ class Api:
             cache_salt=headers.get(names.CACHE_SALT, ""),
             trace=trace,
             load_format=headers.get(names.LOAD_FORMAT, ""),
-            kept=KeptResponse.of_header(headers.get(names.RESPONSE, "")),
+            kept=kept,
             is_aborted=headers.get(names.ABORTED) == "1",
             early=early,
         )

@@ -112,7 +112,7 @@ class RequestReader:
         reading.check_reasoning(body)
         reading.check(tool_use)
         images = await served.images.read(body)
-        with rendered_at(context.resume.created if context.resume is not None else None):
+        with rendered_at(context.created):
             text, tokens = await served.prompts.of_chat(body, tool_use, is_long=context.is_long)
         prompt = served.images.with_images(body, tokens, images)
         form = make(*self._format(body, context, model), reading.options(body, tool_use, text))
@@ -137,6 +137,7 @@ class RequestReader:
         if self._forces_usage:
             body.force_usage()
         options = FormatOptions(
+            created=context.created,
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
             return_token_ids=bool(body.return_token_ids),

@@ -9,7 +9,6 @@ and gives the answers to these the form that the requests for text ask for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -128,7 +127,7 @@ def given(answers: Sequence[GivenAnswer], read: ReadRequest) -> Resume:
         )
         for number, one in enumerate(choices)
     ]
-    return Resume(int(time.time()), resumed, is_usage_sent=False, num_entries=0)
+    return Resume(read.form.created, resumed, is_usage_sent=False, num_entries=0)
 
 
 def as_ended(

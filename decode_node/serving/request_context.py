@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,14 @@ class PromptPlace:
     prefix_holder: str = ""
 
 
+def created_at(resume: Resume | None, kept: KeptResponse | None) -> int:
+    """Returns what another node has said of the answer, or else a router, or the clock. What needs
+    the moment later takes it from here: midnight may lie between two readings."""
+    if resume is not None:
+        return resume.created
+    return (kept.created_at if kept is not None else 0) or int(time.time())
+
+
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """Is one request's. `places` are those of its prompts, in turn, `resume` is set when another
@@ -34,6 +43,9 @@ class RequestContext:
 
     request_id: str
     received_at: float
+    created: int
+    """The Unix seconds at which the answer was created (`created_at`): a template's date is of the
+    same moment."""
     is_long: bool = False
     places: Sequence[PromptPlace] = (PromptPlace(),)
     wants_timeline: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from decode_node.answer import answer
 from decode_node.answer.journal import read_resume
 from edge.http.answers.answer_times import read_answer_times
+from edge.http.answers.kept_response import KeptResponse
 from edge.http.errors import BadRequest
 from edge.http.event_loop import long_work
 from engine.frontend.templates import chat_template
@@ -383,7 +385,8 @@ async def test_an_answer_that_moves_past_midnight_keeps_its_prompt(
     async with http_node(tokenizer=with_template(template)) as node:
         begun = (await ask(node, CHAT, body))[:3]
         before = last_prompt(node)
-    monkeypatch.setattr(chat_template, "datetime", Tomorrow)
+    tomorrow = time.time() + 86400
+    monkeypatch.setattr(time, "time", lambda: tomorrow)
     async with http_node(tokenizer=with_template(template)) as node:
         await ask(node, CHAT, body, begun)
         assert last_prompt(node) == before
@@ -391,15 +394,35 @@ async def test_an_answer_that_moves_past_midnight_keeps_its_prompt(
         assert last_prompt(node) != before
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+async def test_an_answer_that_begins_at_midnight_moves(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Midnight lay between the template's reading of the clock and that of `created`, and the other
+    node refused the prompt. A router has its own moment of a response that it keeps."""
+    fields = {"max_tokens": 6} if path == CHAT else {"max_output_tokens": 6}
+    body = {"messages" if path == CHAT else "input": MESSAGES, "stream": True, **fields}
+    template = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }} {{ messages[0].content }}"
+    clock = itertools.count(1_800_000_000, 86400)
+    kept = {} if path == CHAT else {"x-tandem-response": KeptResponse("r", 1_700_000_000).header()}
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    monkeypatch.setattr(chat_template, "datetime", Ticking)
+    async with http_node(tokenizer=with_template(template)) as node:
+        begun = (await ask(node, path, body, **kept))[:3]
+        before = last_prompt(node)
+        await ask(node, path, body, begun, **kept)
+        assert last_prompt(node) == before
+
+
 def last_prompt(node: HttpNode) -> list[int]:
     *_, asked = node.engine.requests.values()
     return asked.request.spec.own_prompt_token_ids
 
 
-class Tomorrow(datetime):
+class Ticking(datetime):
     @classmethod
-    def now(cls, tz: tzinfo | None = None) -> Tomorrow:
-        return cls.fromtimestamp(time.time() + 86400, tz)
+    def now(cls, tz: tzinfo | None = None) -> Ticking:
+        return cls.fromtimestamp(time.time(), tz)
 
 
 async def test_a_trace_goes_on_to_the_prefill_node() -> None:

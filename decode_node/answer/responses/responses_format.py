@@ -62,7 +62,6 @@ class ResponsesFormat(ResponseFormat):
         if kept is not None:
             echoed_fields = echoed_fields | kept.echoed_fields()
             self.id = kept.id or self.id
-            self.created = kept.created_at or self.created
             self.num_events = self._num_sent = kept.num_events
         self._chat = chat
         self._readers = chat.readers
