@@ -45,6 +45,8 @@ _FIRST_WORDS = "The quick brown fox, 1 Ünïcode 日本\n"
 """A file counts as read when this could be encoded."""
 _CUT_MARGIN = 1024
 """Characters before those that may be needed, because a text is split otherwise near a cut."""
+_QUICKLY_DECODED = 1000
+"""Tokens, whose text is there within 1 ms."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -235,15 +237,24 @@ class Tokenizer:
         put spaces between tokens: not between added ones, if `spaces_between_special_tokens` is
         false."""
         ids = list(token_ids)
-        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        text = self._text(ids, skip_special_tokens)
         if spaces_between_special_tokens or skip_special_tokens:
             return text
         for i in range(len(ids) - 1, 0, -1):
             if ids[i - 1] in self._added and ids[i] in self._added:
                 # From the end on, so that what comes before is still as the tokenizer wrote it.
-                at = len(self._backend.decode(ids[:i], skip_special_tokens=False))
+                at = len(self._text(ids[:i], False))
                 if text.startswith(" " + self._added[ids[i]].content, at):
                     text = text[:at] + text[at + 1 :]
+        return text
+
+    def _text(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Returns the text of tokens. Of many only the library's call for several texts lets other
+        threads run meanwhile: the other one holds up the event loop."""
+        if len(ids) <= _QUICKLY_DECODED:
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     @property

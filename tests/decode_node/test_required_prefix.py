@@ -165,6 +165,33 @@ async def test_answers_bring_their_tokens_along(change: Json, is_kept: bool) -> 
                 assert found == plain
 
 
+async def test_of_tokens_for_which_there_is_no_room_few_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megabytes of ids were made text first, which took seconds."""
+    given: list[int] = []
+    decode = Tokenizer.decode
+
+    def counted(self: Tokenizer, token_ids: list[int], **options: bool) -> str:
+        given.append(len(token_ids))
+        return decode(self, token_ids, **options)
+
+    (letter,) = TOKENS.encode("a")
+    kept = {"prompt_token_ids": [letter], "generation_token_ids": [letter] * 100_000}
+    async with node_of() as node:
+        plain = await prompt_of(node, [], ANSWER, MORE)
+        monkeypatch.setattr(Tokenizer, "decode", counted)
+        assert await prompt_of(node, [], ANSWER | kept, MORE) == plain
+        prefix = drawn("a" * 100_000)
+        cut = len(TOKENS.encode("<|user|>user\nhello</s><|user|>assistant\n"))
+        kept = {"prompt_token_ids": prefix[:cut], "generation_token_ids": prefix[cut:]}
+        answer = {**ANSWER, "content": "a" * 100_000, **kept}
+        refused = await node.client.post(CHATS, json={"messages": [USER, answer, MORE]})
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert f"{len(prefix)} tokens" in refused.json()["error"]["message"]
+    assert max(given) <= 1024
+
+
 async def test_the_log_probabilities_of_a_whole_conversation_may_come_back() -> None:
     """NeMo Gym sends them with each turn, and ids as texts."""
     count = 20_000

@@ -27,6 +27,8 @@ from engine.frontend.tokenizer import Tokenizer, TooManyTokens
 
 _QUICK_S = 0.03
 """Seconds of processor time that rendering may take in the event loop."""
+_CUT_CHARACTERS = 16
+"""Characters at the end of a cut text that may be other ones in the whole."""
 
 
 class Prompts:
@@ -171,12 +173,18 @@ class Prompts:
 
     def _kept_tokens(self, body: ChatCompletionRequest, text: str) -> tuple[list[int], str]:
         """Returns the tokens that answers bring along, if the prompt begins with their text, and
-        what follows it."""
+        what follows it. Of more tokens than the context has only these are read. Raises
+        `BadRequest`."""
         if body.add_special_tokens or body.truncate_prompt_tokens is not None or body.image_params:
             return [], text
         kept = kept_tokens(body.messages, self._vocab_size)
-        said = self._tokenizer.decode(kept, skip_special_tokens=False) if kept else ""
-        return (kept, text[len(said) :]) if text.startswith(said) else ([], text)
+        said = self._tokenizer.decode(kept[: self._max_tokens], skip_special_tokens=False)
+        if len(kept) <= self._max_tokens:
+            return (kept, text[len(said) :]) if text.startswith(said) else ([], text)
+        # What follows may change how the cut ends.
+        if text.startswith(said[:-_CUT_CHARACTERS]):
+            raise too_long(self._max_tokens, f"{len(kept)} tokens", "messages")
+        return [], text
 
     async def _behind_prefix(
         self,

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -331,15 +332,31 @@ class ModelFile:
     architecture: str = "LlamaForCausalLM"
 
 
-def test_other_threads_go_on_while_a_long_text_is_tokenised() -> None:
-    tokenizer = Tokenizer(byte_level_backend())
-    thread = threading.Thread(target=tokenizer.encode, args=("hello world " * 100_000,))
+TEXT = "a long one of \u2603 "
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [
+        (Tokenizer.encode, TEXT * 100_000),
+        (Tokenizer.decode, Tokenizer(byte_level_backend()).encode(TEXT) * 40_000),
+    ],
+)
+def test_other_threads_go_on_beside_long_work(call: Callable[..., object], value: Any) -> None:
+    """The event loop stood still while many tokens became text."""
+    thread = threading.Thread(target=call, args=(Tokenizer(byte_level_backend()), value))
     thread.start()
     num_turns = 0
     while thread.is_alive():
         time.sleep(0.001)
         num_turns += 1
     assert num_turns > 20
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_many_tokens_become_the_text_of_few(count: int) -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    assert tokenizer.decode(tokenizer.encode(TEXT) * count) == TEXT * count
 
 
 def test_a_text_of_too_many_tokens_says_how_many() -> None:
