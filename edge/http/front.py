@@ -25,6 +25,8 @@ _PREFLIGHT_AGE_S = "600"
 _SAFE = "GET", "HEAD", "OPTIONS"
 _CHANGED_BY_GET = ("/flush_cache",)
 """SGLang's clients ask so."""
+_BROWSER = "mozilla/"
+"""Begins the `User-Agent` of every browser, and no page can change that of an image."""
 _UNASKED = "", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain"
 """Types of bodies that a page may send without a preflight."""
 
@@ -78,13 +80,23 @@ class HttpFront:
         could change something, and the browser did not ask first."""
         kind = names.media_type(headers)
         may_change = method not in _SAFE or path in _CHANGED_BY_GET
-        unasked = may_change and kind in _UNASKED
-        return unasked and _is_of_other_site(headers) and not self.allows(headers)
+        if not (may_change and kind in _UNASKED):
+            return False
+        if method in _SAFE and _hides_site(headers):
+            return True
+        return _is_of_other_site(headers) and not self.allows(headers)
 
     def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
         """Returns whether a browser asks before a page's request. It shows no key."""
         asks = "origin" in headers and "access-control-request-method" in headers
         return bool(self.origins) and method == "OPTIONS" and asks
+
+
+def _hides_site(headers: Mapping[str, str]) -> bool:
+    """Returns whether a browser asks and cannot say for which site. Over plain HTTP it names none
+    where a page has an image loaded, and the page can have it leave its own address out."""
+    is_browser = headers.get("user-agent", "").lower().startswith(_BROWSER)
+    return is_browser and "sec-fetch-site" not in headers and "origin" not in headers
 
 
 def _is_of_other_site(headers: Mapping[str, str]) -> bool:

@@ -137,6 +137,30 @@ async def test_what_another_site_s_page_sends_unasked_reaches_nothing(
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "said", "is_refused"),
+    [
+        (b"GET", b"/flush_cache", b"user-agent: Mozilla/5.0 (X11)\r\n", True),
+        (b"GET", b"/flush_cache", b"user-agent: Mozilla/5.0\r\nreferer: http://a/\r\n", True),
+        (b"GET", b"/flush_cache", b"user-agent: Mozilla/5.0\r\nsec-fetch-site: none\r\n", False),
+        (b"GET", b"/flush_cache", b"user-agent: Mozilla/5.0\r\norigin: http://a\r\n", False),
+        (b"GET", b"/flush_cache", b"user-agent: curl/7.88.1\r\n", False),
+        (b"GET", b"/flush_cache", b"user-agent: python-requests/2.32.3\r\n", False),
+        (b"GET", b"/flush_cache", b"", False),
+        (b"GET", b"/status", b"user-agent: Mozilla/5.0 (X11)\r\n", False),
+        (b"POST", b"/flush_cache", b"user-agent: Mozilla/5.0 (X11)\r\n", False),
+    ],
+)
+async def test_an_image_in_a_page_changes_nothing_where_browsers_name_no_site(
+    method: bytes, path: bytes, said: bytes, is_refused: bool
+) -> None:
+    """They name it over HTTPS and to loopback. A form's origin they always tell."""
+    request = method + b" " + path + b" HTTP/1.1\r\nhost: a\r\n" + KEY + said + END
+    answer, asked = await exchange(HttpFront(), request)
+    assert (b"origin_refused" in answer) == is_refused
+    assert bool(asked) != is_refused
+
+
+@pytest.mark.parametrize(
     ("kind", "is_taken"),
     [
         (b"application/json", True),
