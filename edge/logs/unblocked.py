@@ -2,12 +2,14 @@
 
 A collector that stands still, or whose disk is full, leaves the pipe full. A write waits then, and
 with it all of the process: its answers, and its answers to probes. So a line that finds no room is
-dropped, and when there is some again the log says how many were.
+dropped, and when there is some again the log says how many were: in a file, too, whose disk is
+full.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -24,6 +26,8 @@ _PIPE_BYTES = 256 << 10
 _WAIT_S = 0.2
 _WAITS_EVERY_S = 10.0
 """Waiting for a reader that is only late takes a fiftieth of the time at most."""
+_FULL_DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS
+"""Errors of a disk that may be taken care of while the process runs."""
 
 
 class UnblockedHandler(logging.Handler):
@@ -63,7 +67,7 @@ class UnblockedHandler(logging.Handler):
     def _told_dropped(self) -> bytes:
         if not self._num_dropped:
             return b""
-        text = f"{self._num_dropped} lines of the log were dropped, as nothing read it"
+        text = f"{self._num_dropped} lines of the log were dropped, as there was no room for them"
         told = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
         return self._encoded(told)
 
@@ -78,7 +82,9 @@ class UnblockedHandler(logging.Handler):
             except BlockingIOError:
                 if not self._has_room_soon():
                     return False
-            except OSError:
+            except OSError as error:
+                if error.errno in _FULL_DISK:
+                    return False
                 self._rest = b""  # Its reader has gone for good.
         return True
 
@@ -101,15 +107,35 @@ def stderr_handler() -> logging.Handler:
             return _of_pipe(fd)
         if stat.S_ISSOCK(mode):
             return _of_socket(fd)
+        if stat.S_ISREG(mode):
+            return UnblockedHandler(fd, partial(os.write, fd), lambda: None)
     return logging.StreamHandler(sys.stderr)
 
 
 def _of_pipe(fd: int) -> logging.Handler:
     # Flags are those of one opening: others that write to the pipe keep theirs.
-    own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError:  # It is another user's, as where a service gives its rights up.
+        return UnblockedHandler(fd, partial(_write_at_once, fd), lambda: None)
     with contextlib.suppress(OSError):
         fcntl.fcntl(own, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return UnblockedHandler(own, partial(os.write, own), partial(os.close, own))
+
+
+def _write_at_once(fd: int, data: bytes) -> int:
+    """Writes to a pipe of which others share the flags. Raises `OSError`."""
+    try:
+        return os.pwritev(fd, [data], -1, os.RWF_NOWAIT)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE):
+            raise
+    # A kernel before 6.5. What has room for anything has room for so much.
+    room = select.poll()
+    room.register(fd, select.POLLOUT)
+    if not room.poll(0):
+        raise BlockingIOError
+    return os.write(fd, data[: select.PIPE_BUF])
 
 
 def _of_socket(fd: int) -> logging.Handler:

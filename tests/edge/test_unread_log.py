@@ -1,19 +1,32 @@
-"""A log that nothing reads holds up no service."""
+"""A log that nothing reads, or that finds no room, holds up no service."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from edge.logs.unblocked import UnblockedHandler
+
 NUM_LINES = 30_000
 PROGRAM = f"""
-import logging, sys
+import logging, os, sys
+if sys.argv[1:]:  # The pipe is another user's, and on an older kernel.
+    def refuse(*args):
+        raise PermissionError
+    os.open = refuse
+if "old" in sys.argv:
+    def lack(*args):
+        raise OSError(95, "Operation not supported")
+    os.pwritev = lack
 from edge.logs.setup import LogStyle, setup_logging
 setup_logging(LogStyle(), "router")
 logger = logging.getLogger("router")
@@ -37,14 +50,16 @@ def stream() -> tuple[int, int]:
     return ours.detach(), theirs.detach()
 
 
-@pytest.mark.parametrize("make", [pipe, stream])
+@pytest.mark.parametrize(
+    ("make", "options"), [(pipe, []), (pipe, ["foreign"]), (pipe, ["foreign", "old"]), (stream, [])]
+)
 def test_lines_that_nothing_reads_are_dropped_and_counted(
-    make: Callable[[], tuple[int, int]],
+    make: Callable[[], tuple[int, int]], options: list[str]
 ) -> None:
     """The process stood still, with its streams and its answers to probes."""
     ours, theirs = make()
     program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=theirs,
@@ -74,3 +89,48 @@ def test_lines_that_nothing_reads_are_dropped_and_counted(
     assert all(line.endswith("x" * 80) for line in kept)
     assert f" {NUM_LINES - len(kept)} lines of the log were dropped" in told
     assert last.endswith("at last")
+
+
+class Disk:
+    """Takes what it has room for."""
+
+    def __init__(self) -> None:
+        self.room = 0
+        self.taken = b""
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = min(self.room, len(data))
+        self.room -= count
+        self.taken += data[:count]
+        return count
+
+
+def test_a_full_disk_costs_lines_and_cuts_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line cost a traceback, and its part that had found room was there."""
+    disk = Disk()
+    handler = UnblockedHandler(-1, disk.write, lambda: None)
+    logger = logging.Logger("disk")
+    logger.addHandler(handler)
+    disk.room = 8
+    logger.info("first line")
+    for _ in range(3):
+        logger.info("lost")
+    disk.room = 1000
+    logger.info("last line")
+    first, dropped, last = disk.taken.decode().splitlines()
+    assert (first, last) == ("first line", "last line")
+    assert dropped == "3 lines of the log were dropped, as there was no room for them"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_file_gets_all_lines(tmp_path: Path) -> None:
+    program = "import logging, sys; from edge.logs.setup import *; setup_logging(LogStyle(), 'a'); "
+    program += "logging.info('first'); print('second', file=sys.stderr); logging.info('third'); "
+    program += "print([type(one).__name__ for one in logging.getLogger().handlers])"
+    with (tmp_path / "log").open("wb") as log:
+        told = subprocess.check_output([sys.executable, "-c", program], stderr=log, text=True)
+    assert "UnblockedHandler" in told
+    words = [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()]
+    assert words == ["first", "second", "third"]
