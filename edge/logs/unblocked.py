@@ -130,7 +130,7 @@ def _write_at_once(fd: int, data: bytes) -> int:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE):
             raise
-    # A kernel before 6.5. What has room for anything has room for so much.
+    # A kernel before 6.5. A pipe with any room has it for PIPE_BUF bytes.
     room = select.poll()
     room.register(fd, select.POLLOUT)
     if not room.poll(0):
