@@ -24,7 +24,7 @@ HALF = "half of a surrogate pair"
         (b'{"1e999": -2.5E+400', "too large for any float: -2.5E+400;"),
         (b"[" + b"1" * 5000 + b", 1.0e310]", "1.0e310"),
         (b'{"a": None}', "invalid character"),
-        (b"[" * 5000, "nested too deeply"),
+        (b"[" * 100_000, "nested too deeply"),
         (rb'{"a": "\ud83d"}', HALF),
         (rb'{"a": "\uD83D and \uDE00"}', HALF),
         (rb'{"a": "\uDe00"}', HALF),
