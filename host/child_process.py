@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from host.memory import num_killed_for_memory
 from host.stack_dump import install_stack_dumps
 from host.termination import die_with_parent
 
@@ -67,6 +68,7 @@ class ChildProcess:
         self.name = name
         self.pid = process.pid
         self.sentinel = os.pidfd_open(process.pid)
+        self._killed_before = num_killed_for_memory()
 
     @classmethod
     def start(
@@ -114,7 +116,7 @@ class ChildProcess:
 
     def describe_exit(self) -> str:
         """Waits for the end. See `describe_exit`."""
-        return describe_exit(self.name, self._process.wait())
+        return describe_exit(self.name, self._process.wait(), self._killed_before)
 
     def wait(self, timeout_s: float) -> bool:
         """Returns whether the child has ended, after at most `timeout_s`."""
@@ -144,12 +146,20 @@ class ChildProcess:
         self.sentinel = -1
 
 
-def describe_exit(name: str, code: int) -> str:
-    """Returns `worker 0 was killed by SIGKILL` or `worker 0 ended with exit code 1`."""
-    if code < 0:
-        named = {one.value: one.name for one in signal.Signals}
-        return f"{name} was killed by {named.get(-code, f'signal {-code}')}"
-    return f"{name} ended with exit code {code}"
+def describe_exit(name: str, code: int, killed_before: int | None = None) -> str:
+    """Returns `worker 0 was killed by SIGKILL` or `worker 0 ended with exit code 1`.
+    `killed_before`: `num_killed_for_memory` as it began, if it ran on this host."""
+    if code >= 0:
+        return f"{name} ended with exit code {code}"
+    named = {one.value: one.name for one in signal.Signals}
+    text = f"{name} was killed by {named.get(-code, f'signal {-code}')}"
+    if code != -signal.SIGKILL or killed_before is None:
+        return text
+    num_killed = num_killed_for_memory() - killed_before
+    if num_killed <= 0:
+        return text
+    processes = "1 process" if num_killed == 1 else f"{num_killed} processes"
+    return f"{text}: out of memory (the kernel has killed {processes} here since it began)"
 
 
 def stop_all(children: Sequence[HostedProcess], timeout_s: float = 5.0) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from host.memory import groups_of_process
+
 _STATUS = {"VmRSS": "rss_kib", "VmHWM": "peak_rss_kib", "Threads": "num_threads"}
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class ProcessFacts(msgspec.Struct, kw_only=True):
@@ -55,22 +55,20 @@ def facts_of(pid: int) -> ProcessFacts | None:
 
 def memory_facts() -> dict[str, int]:
     """Returns what is left of the host's memory, and what the control group says of its limit:
-    `oom_kill` counts processes that the kernel killed for it."""
+    `group_oom_kill` counts processes that the kernel killed for it."""
     found = {
         f"host_{name}_kib": int(value.split()[0])
         for name, _, value in (line.partition(":") for line in _lines(Path("/proc/meminfo")))
         if name in ("MemTotal", "MemAvailable")
     }
-    for name in ("memory.current", "memory.max"):
-        for line in _lines(_CGROUP / name):
-            if line.isdigit():
-                found[f"group_{name.replace('.', '_')}"] = int(line)
-    return found | _events(_lines(_CGROUP / "memory.events"))
-
-
-def _events(lines: Iterable[str]) -> dict[str, int]:
-    pairs = (line.split() for line in lines)
-    return {f"group_{name}": int(count) for name, count in pairs if name in ("oom", "oom_kill")}
+    for group in groups_of_process():
+        found["group_memory_current"] = group.used
+        if group.limit is not None:
+            found["group_memory_max"] = group.limit
+        if group.num_killed is not None:
+            found["group_oom_kill"] = group.num_killed
+        break
+    return found
 
 
 def _stat(pid: int) -> list[str]:

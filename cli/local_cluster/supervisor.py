@@ -26,7 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from host.child_process import environment_with
+from host.child_process import describe_exit, environment_with
+from host.memory import num_killed_for_memory
 from host.termination import bound
 
 _GIB = 1 << 30
@@ -93,6 +94,7 @@ class Service:
     """Held while a process is made, so that none is missed by `stop`."""
     _stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     _first_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _killed_before: int = 0
 
     @property
     def pid(self) -> int | None:
@@ -111,7 +113,7 @@ class Service:
                 raise ServiceFailed(self._describe_failure(exit_code))
             self.restarts += 1
             self._change(ServiceState.RESTARTING)
-            self.listener.on_log(self, f"{_describe_exit(exit_code)}; starting it again")
+            self.listener.on_log(self, f"{self._end_of(exit_code)}; starting it again")
             pause_s = (
                 0.5 if time.monotonic() - started_at > 60 else min(2 * pause_s, self.max_pause_s)
             )
@@ -155,6 +157,7 @@ class Service:
         async with self._starting:
             if self._stopping:
                 return 0
+            self._killed_before = num_killed_for_memory()
             process = self._process = await self._start()
         assert process.stdout is not None and process.stderr is not None
         await asyncio.gather(self._read_events(process.stdout), self._read_log(process.stderr))
@@ -209,13 +212,10 @@ class Service:
 
     def _describe_failure(self, exit_code: int) -> str:
         words = "\n".join(f"    {line}" for line in self._last_words)
-        return f"{self.spec.name} could not start: {_describe_exit(exit_code)}\n{words}"
+        return f"{self.spec.name} could not start: it {self._end_of(exit_code)}\n{words}"
 
-
-def _describe_exit(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+    def _end_of(self, exit_code: int) -> str:
+        return describe_exit("", exit_code, self._killed_before).strip()
 
 
 class Supervisor:

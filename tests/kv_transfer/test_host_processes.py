@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 
+from host import child_process
 from host.child_process import ChildProcess, describe_exit, ipc_address, stop_all
 from host.futex import FutexWord
 from host.memory_file import MemoryFile
@@ -57,6 +58,21 @@ def test_killed_child_is_described() -> None:
         os.kill(child.pid, signal.SIGKILL)
         assert is_readable(child.sentinel)
         assert child.describe_exit() == "the child was killed by SIGKILL"
+
+
+def test_a_child_that_was_killed_for_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = [4]
+    monkeypatch.setattr(child_process, "num_killed_for_memory", lambda: killed[0])
+    for num_killed, said in ((1, "1 process here"), (2, "2 processes here")):
+        with running_child("sleep") as child:
+            killed[0] += num_killed
+            os.kill(child.pid, signal.SIGKILL)
+            text = child.describe_exit()
+        assert text.startswith("the child was killed by SIGKILL: out of memory") and said in text
+    with running_child("sleep") as child:
+        killed[0] += 1
+        os.kill(child.pid, signal.SIGABRT)
+        assert child.describe_exit() == "the child was killed by SIGABRT"
 
 
 def test_signals_without_a_name_have_their_number() -> None:

@@ -25,6 +25,7 @@ from edge.http.errors import BadRequest
 from edge.logs.setup import log_style
 from engine.config import ModelConfig
 from host.child_process import ChildProcess
+from host.memory import num_killed_for_memory
 
 COMPILE_S = 0.1
 """Seconds of processor time that one grammar may take."""
@@ -125,10 +126,14 @@ class GrammarChecker:
             self._known_bytes -= len(oldest.grammar)
 
     def _ask(self, grammar: str) -> Verdict:
-        """Has a fork judge a grammar; in a thread. Raises `CheckerFailed`."""
+        """Has a fork judge a grammar; in a thread. Raises `CheckerFailed`, also where the kernel
+        kills forks for the memory that others take: that is no fault of the grammar."""
         started = time.monotonic()
         # One that ends without a verdict may have been killed from outside: twice is the grammar's.
+        killed_before = num_killed_for_memory()
         verdict = self._judged(grammar) or self._judged(grammar)
+        if verdict is None and num_killed_for_memory() > killed_before:
+            raise CheckerFailed("this node has no memory left to check a grammar")
         with self._lock:
             self.num_checked += 1
             self.seconds += time.monotonic() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -178,6 +179,20 @@ async def test_a_checker_that_was_killed_starts_again(fresh: GrammarChecker) -> 
     assert process.wait(60)
     assert await fresh.check(of_schema({"const": 2}), "f")
     assert fresh._process.pid != process.pid
+
+
+async def test_forks_that_are_killed_for_memory_blame_no_grammar(
+    fresh: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither now nor later: what is refused is kept."""
+    killed = itertools.count()
+    grammar = of_schema(PERSON)
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh, "_judged", lambda grammar: None)
+        patch.setattr(module, "num_killed_for_memory", lambda: next(killed))
+        with pytest.raises(Unavailable, match="no memory left"):
+            await fresh.check(grammar, "response_format")
+    assert await fresh.check(grammar, "response_format") and not fresh.num_killed
 
 
 async def test_one_that_is_killed_while_it_is_asked_blames_no_grammar(

@@ -13,7 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.worker import worker
 from engine.worker.memory.profiler import MemoryProfiler
-from host.memory import cgroup_available
+from host.memory import cgroup_available, num_killed_for_memory
 from kv_transfer.config import KVTransferConfig
 
 CPU = torch.device("cpu")
@@ -63,6 +63,31 @@ def test_the_older_control_groups_are_read_too(tmp_path: Path) -> None:
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert cgroup_available(tmp_path) == 1 << 62
+
+
+def test_a_service_has_a_group_of_its_own_below_the_root(tmp_path: Path) -> None:
+    """As systemd makes them: the root says nothing of memory. The group that allows least counts,
+    and of kills a process's own."""
+    member = tmp_path / "membership"
+    member.write_text("4:cpu,memory:/old/one\n1:name=systemd:/\n0::/a.slice/b.service\n")
+    inner = tmp_path / "a.slice" / "b.service"
+    inner.mkdir(parents=True)
+    for folder, limit, used, killed in ((inner, "max", 100, 3), (inner.parent, "900", 300, 5)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("inactive_file 50\n")
+        (folder / "memory.events").write_text(f"oom 9\noom_kill {killed}\noom_group_kill 1\n")
+    assert cgroup_available(tmp_path, member) == 650
+    assert num_killed_for_memory(tmp_path, member) == 3
+    older = tmp_path / "memory" / "old" / "one"
+    older.mkdir(parents=True)
+    (older / "memory.limit_in_bytes").write_text("400\n")
+    (older / "memory.usage_in_bytes").write_text("300\n")
+    (older / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 7\n")
+    assert cgroup_available(tmp_path, member) == 100
+    member.write_text("4:cpu,memory:/old/one\n0::/../outside\n")
+    assert num_killed_for_memory(tmp_path, member) == 7
+    assert num_killed_for_memory(tmp_path / "none", member) >= 0, "the host's"
 
 
 def test_of_a_gpu_windows_of_nixl_have_room_beside_the_cache() -> None:
