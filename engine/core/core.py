@@ -86,11 +86,16 @@ class EngineCore:
         self._begin(identified(config, caches.model_hash), caches)
 
     def _begin(self, config: EngineConfig, caches: KVCaches) -> None:
-        """Makes what decides in this engine. Raises `KVTransferError`."""
+        """Makes what decides in this engine. Raises `EngineDeadError`."""
         self.config = config
-        self.connector, self.scheduler = create_scheduling(
-            config, caches, self._signs, self._step_log
-        )
+        try:
+            self.connector, self.scheduler = create_scheduling(
+                config, caches, self._signs, self._step_log
+            )
+        except EngineDeadError:
+            # Without its worker no transfer process can start, and none can say why.
+            self._executor.collect()
+            raise
         if config.inspection.enable_mfu_metrics and (cost := cost_of(config)) is not None:
             self.scheduler.measure(WorkMeter(cost))
         self._even_out(config)

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -18,11 +19,13 @@ import zmq
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.scheduler_output import SchedulerOutput
+from engine.core.core import EngineCore
 from engine.executor import process_executor
 from engine.executor.abstract import KVCaches
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.executor.worker_messages import WorkerFailed
 from host.sockets.local_socket import connect_socket
+from kv_transfer.config import KVTransferConfig
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 from tests.processes import is_gone
 
@@ -125,6 +128,19 @@ def test_hanging_worker_is_named() -> None:
             match=r"within 0\.5 s: worker 0 has not taken the step \(process state T\)",
         ):
             collect(executor, 1)
+
+
+def test_a_worker_that_dies_before_transfers_start_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its memory goes with it, and the transfer process that maps it fails."""
+    with running_executor() as (executor, caches):
+        os.kill(executor.worker_pids[0], signal.SIGKILL)
+        assert executor._children[0].wait(TIMEOUT_S)
+        monkeypatch.setattr(executor, "initialize", lambda report: caches)
+        config = replace(tiny_config(), kv_transfer=KVTransferConfig(kv_role="kv_producer"))
+        with pytest.raises(EngineDeadError, match="^worker 0 was killed by SIGKILL"):
+            EngineCore(config, executor, lambda stage, fraction, total=0: None)
 
 
 def test_workers_can_be_stopped_while_they_start() -> None:
