@@ -7,8 +7,7 @@
 Prefill nodes compute prompts in order of arrival; their prefix caches hold the most recent blocks.
 Without prefill nodes the decode nodes compute prompts, in the steps of their sequences. Reports
 reach every router each `report_s`, and 20 ms after a prompt enters or leaves a node; they tell of
-the prompts computed since the last one, as real nodes do. Routers share nothing: each has its own
-registry, index, and measurements.
+the prompts computed since the last one, as real nodes do. Routers share nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from planner.simulation.step_filling import InOrderOfArrival, StepFilling
 from planner.simulation.step_times import PrefillCost, StepTimes
 from planner.simulation.virtual_time import VirtualTime
 from router.admission.admission_gate import AdmissionGate, GateLimits
-from router.admission.waiting_line import Waiting
+from router.admission.class_line import Waiting
 from router.errors import NoNodeAvailable, Overloaded
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.registry import NodeRegistry
@@ -228,11 +227,13 @@ class SimCluster:
 
     def _offer(self, request: SimRequest, router: SimRouter) -> None:
         try:
-            waiting = router.gate.offer(request.info, lambda: self._place(request, router))
+            waiting = router.gate.offer(
+                request.info, lambda: self._place(request, router), lambda _: self._refuse(request)
+            )
         except Overloaded:
             self._refuse(request)
             return
-        if waiting is not None and waiting.deadline < math.inf:
+        if waiting and waiting.deadline < math.inf:
             self.timeline.at(waiting.deadline, lambda: self._give_up(waiting, request, router))
 
     def _give_up(self, waiting: Waiting, request: SimRequest, router: SimRouter) -> None:

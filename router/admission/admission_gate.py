@@ -4,8 +4,9 @@
     2. shedding   batch requests, more of them the longer the line is       503
     3. slot       there is room: go on; the slot is free again at the first byte
        line       there is none: wait (`waiting_line`); the line is full    503
-    4. deadline   it would come too late, by its place in the line, by the time it has waited,
-                  or by the estimate of its placement                       503
+    4. deadline   it would come too late, by its place in the line (when it comes, and again as
+                  the line goes on), by the time it has waited, or by the estimate of its
+                  placement                                                 503
 
 Waiting happens here and not at the nodes, because here requests can still be compared. An answer
 that would come too late is refused at once: the nodes' time goes to those it is of use to.
@@ -19,10 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.admission.class_line import Waiting
 from router.admission.line_pace import LinePace
 from router.admission.retry_after import RetryAfter
 from router.admission.tenant_limits import TenantLimits
-from router.admission.waiting_line import Waiting, WaitingLine
+from router.admission.waiting_line import WaitingLine
 from router.errors import Overloaded, RateLimited
 from router.placement.policy import Placement
 from router.request.info import RequestInfo
@@ -89,9 +91,15 @@ class AdmissionGate:
         """Returns whether requests have slots, or wait for some."""
         return self.num_started > 0 or len(self.line) > 0
 
-    def offer(self, request: RequestInfo, admit: Callable[[], None]) -> Waiting | None:
-        """Calls `admit`, now (and returns None) or when there is room. A caller that learns later
-        that nothing will answer says so (`give_back`).
+    def offer(
+        self,
+        request: RequestInfo,
+        admit: Callable[[], None],
+        refuse: Callable[[Overloaded], None],
+    ) -> Waiting | None:
+        """Calls `admit`, now (and returns None) or when there is room; or `refuse`, as soon as it
+        is known that there will be none in time. A caller that is refused that way, or learns later
+        that nothing will answer, says so (`give_back`).
 
         Raises:
             RateLimited: the tenant has used up its rates.
@@ -101,12 +109,17 @@ class AdmissionGate:
         if not request.is_idle_class:
             self.on_request(request)
         try:
-            return self._let_in(request, admit)
+            return self._let_in(request, admit, refuse)
         except Overloaded:
             self.give_back(request)
             raise
 
-    def _let_in(self, request: RequestInfo, admit: Callable[[], None]) -> Waiting | None:
+    def _let_in(
+        self,
+        request: RequestInfo,
+        admit: Callable[[], None],
+        refuse: Callable[[Overloaded], None],
+    ) -> Waiting | None:
         now = self.clock()
         self._check_shedding(request)
         self._check_idle(request)
@@ -116,7 +129,7 @@ class AdmissionGate:
         self._check_line(request)
         if not len(self.line):
             self._pace.line_begins(now)
-        waiting = Waiting(request, now, now + self.deadline_s(request), admit)
+        waiting = Waiting(request, now, now + self.deadline_s(request), admit, refuse)
         self.line.add(waiting)
         return waiting
 
@@ -135,9 +148,12 @@ class AdmissionGate:
     def free(self) -> None:
         """Takes back the slot of a request that has its first byte, or has ended without one."""
         self.num_started -= 1
-        self._pace.slot_freed(self.clock(), is_waited_for=len(self.line) > 0)
+        now = self.clock()
+        has_measured = self._pace.slot_freed(now, is_waited_for=len(self.line) > 0)
         while len(self.line) and self.num_started < self.num_slots():
-            self._start(self.line.pop(self.clock()).admit)
+            self._start(self.line.pop(now).admit)
+        if has_measured:
+            self._refuse_late(now)
 
     def withdraw(self, waiting: Waiting) -> None:
         """Takes a request whose client has left out of the line."""
@@ -204,11 +220,24 @@ class AdmissionGate:
             )
         late_s = self._pace.surely_drains_in_s(len(self.line) + 1) - self.deadline_s(request)
         if late_s > 0 and request.priority is not Priority.INTERACTIVE:
-            raise self._refuse(
-                Refusal.TOO_LATE,
-                f"{len(self.line)} requests are waiting, which takes longer than this one may.",
-                late_s,
-            )
+            raise self._too_many(len(self.line), late_s)
+
+    def _refuse_late(self, now: float) -> None:
+        """Refuses those in the line of whom it is sure by now that they wait in vain: they may ask
+        elsewhere meanwhile, and have not begun a stream that can only end with an error."""
+        interval_s = self._pace.sure_interval_s
+        num_waiting = len(self.line)
+        for waiting in self.line.too_late(now, interval_s):
+            if waiting.request.priority is not Priority.INTERACTIVE and self.line.remove(waiting):
+                late_s = now + num_waiting * interval_s - waiting.deadline
+                waiting.refuse(self._too_many(num_waiting, late_s))
+
+    def _too_many(self, num_waiting: int, late_s: float) -> Overloaded:
+        return self._refuse(
+            Refusal.TOO_LATE,
+            f"{num_waiting} requests are waiting, which takes longer than this one may.",
+            late_s,
+        )
 
     def _refuse(self, reason: Refusal, why: str, come_back_s: float) -> Overloaded:
         self.refusals[reason] += 1

@@ -4,6 +4,9 @@
               after a second, or after as long as all of them have been taken
 2. measured   the time between two slots that come free, smoothed
 3. overdue    no slot comes free for longer than that: the wait counts as it is
+4. sure       the pace over two periods of 2 s and 16 slots at least, of which the faster one
+              counts: slots come free by whole batches, and a node may stand still for a moment.
+              By this, requests are refused that have a place in the line
 
 A client that is refused because the line is full gets the time when a place in it comes free which
 none was given before: refused clients come back one after the other, as fast as the line goes
@@ -15,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SMOOTHING = 0.05
+_PERIOD_S = 2.0
+_PERIOD_SLOTS = 16
 _GUESS_S = 1.0
 """Time from a slot's beginning to its first byte, until one was seen."""
 
@@ -29,16 +34,41 @@ class LinePace:
     _since: float = 0.0
     """The time at which the last slot came free, or the first one began to wait for it."""
     _promised_until: float = 0.0
+    _period_since: float = 0.0
+    """The time at which a slot came free, and the period began; 0: none has, since the line did."""
+    _num_freed: int = 0
+    """Slots that came free after it."""
+    _period_interval_s: float = 0.0
+    """The mean of the last period; 0: there was none yet."""
+    sure_interval_s: float = 0.0
+    """Time between two slots that come free, at most; 0: nothing is sure yet."""
 
     def line_begins(self, now: float) -> None:
         """Records that something waits, after nothing did."""
         self._since = now
+        self._period_since = self._period_interval_s = self.sure_interval_s = 0.0
 
-    def slot_freed(self, now: float, *, is_waited_for: bool) -> None:
+    def slot_freed(self, now: float, *, is_waited_for: bool) -> bool:
+        """Returns whether `sure_interval_s` was measured anew."""
         if is_waited_for and self._since:
             self._smoothed_s += _SMOOTHING * (now - self._since - self._smoothed_s)
             self._weight += _SMOOTHING * (1 - self._weight)
         self._since = now
+        return is_waited_for and self._period_ends(now)
+
+    def _period_ends(self, now: float) -> bool:
+        if not self._period_since:
+            self._period_since, self._num_freed = now, 0
+            return False
+        self._num_freed += 1
+        period_s = now - self._period_since
+        if period_s < _PERIOD_S or self._num_freed < _PERIOD_SLOTS:
+            return False
+        interval_s = period_s / self._num_freed
+        if self._period_interval_s:
+            self.sure_interval_s = min(interval_s, self._period_interval_s)
+        self._period_since, self._num_freed, self._period_interval_s = now, 0, interval_s
+        return self.sure_interval_s > 0
 
     def surely_drains_in_s(self, num_waiting: int) -> float:
         """Returns the time until this many have gone on, at most as long as was measured: who is

@@ -16,6 +16,7 @@ from typing import Self
 
 from edge.http.errors import HttpError
 from router.admission.admission_gate import AdmissionGate
+from router.errors import Overloaded
 from router.placement.policy import Placement
 from router.request.info import RequestInfo
 
@@ -28,12 +29,15 @@ class Ticket:
         self._request = request
         self._offered_at = 0.0
         self._has_slot = False
+        self._refusal: Overloaded | None = None
 
     async def __aenter__(self) -> Self:
         gate = self._gate
         self._offered_at = gate.clock()
         turn = asyncio.Event()
-        waiting = gate.offer(self._request, lambda: self._admit(turn))
+        waiting = gate.offer(
+            self._request, lambda: self._admit(turn), lambda error: self._refuse(turn, error)
+        )
         if waiting is None:
             return self
         deadline_s = gate.deadline_s(self._request)
@@ -41,13 +45,15 @@ class Ticket:
             async with asyncio.timeout(None if deadline_s == float("inf") else deadline_s):
                 await turn.wait()
         except TimeoutError:
-            if not self._has_slot:
-                self.refused()
-                raise gate.too_late(waiting) from None
+            if not self._has_slot and self._refusal is None:
+                self._refusal = gate.too_late(waiting)
         except BaseException:
             gate.withdraw(waiting)
             self.first_byte()
             raise
+        if self._refusal is not None:
+            self.refused()
+            raise self._refusal
         return self
 
     async def __aexit__(
@@ -80,4 +86,8 @@ class Ticket:
 
     def _admit(self, turn: asyncio.Event) -> None:
         self._has_slot = True
+        turn.set()
+
+    def _refuse(self, turn: asyncio.Event, error: Overloaded) -> None:
+        self._refusal = error
         turn.set()

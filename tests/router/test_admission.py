@@ -40,11 +40,13 @@ BATCH, STANDARD, INTERACTIVE = Priority.BATCH, Priority.STANDARD, Priority.INTER
 
 
 class Gate:
-    """A gate under a manual clock. `started` holds the ids of requests in the order they went."""
+    """A gate under a manual clock. `started` holds the ids of requests in the order they went,
+    `refused` those that had a place in the line."""
 
     def __init__(self, slots: int = 1, **limits: Any) -> None:
         self.clock = ManualClock()
         self.started: list[str] = []
+        self.refused: list[tuple[str, Overloaded]] = []
         self.gate = AdmissionGate(
             limits=GateLimits(slots_per_node=slots, **limits),
             num_nodes=lambda: 1,
@@ -56,7 +58,11 @@ class Gate:
     def offer(self, name: str = "", **fields: Any) -> Any:
         name = name or next(self._names)
         info = request(**{"request_id": name, "num_prompt_tokens": 100, **fields})
-        return self.gate.offer(info, lambda: self.started.append(name))
+        return self.gate.offer(
+            info,
+            lambda: self.started.append(name),
+            lambda error: self.refused.append((name, error)),
+        )
 
     def run(self, seconds: float = 0.0) -> str:
         """Returns the one that goes when a slot becomes free."""
@@ -152,7 +158,7 @@ async def test_what_nobody_answers_costs_no_tokens() -> None:
     async with Ticket(gate, huge) as ticket:
         ticket.refused()
     async with Ticket(gate, request()):
-        gate.offer(request(request_id="waits"), lambda: None)
+        gate.offer(request(request_id="waits"), lambda: None, lambda error: None)
         with pytest.raises(Overloaded):
             await Ticket(gate, huge).__aenter__()
         late = replace(huge, ttft_deadline_s=1e-3)
@@ -321,6 +327,66 @@ def test_one_who_could_not_be_served_in_time_is_refused_at_once() -> None:
     gate.offer(ttft_deadline_s=60)
 
 
+def test_who_waits_in_vain_is_refused_as_soon_as_that_is_sure() -> None:
+    """A burst fills the line before any pace is known: ten go on in a second, and 600 in time."""
+    gate = Gate(slots=64)
+    end = gate.clock.now + 60.0
+    for _ in range(64 + 1024):
+        gate.offer()
+    for _ in range(50):
+        gate.run(0.1)
+    assert len(gate.gate.line) == pytest.approx(600 - 50, abs=12)
+    assert gate.gate.refusals[Refusal.TOO_LATE] == len(gate.refused)
+    assert all(error.status == 503 and error.retry_after_s for _, error in gate.refused)
+    kept = set(map(str, range(64 + 1024))) - {name for name, _ in gate.refused}
+    while gate.gate.line:
+        gate.run(0.1)
+    assert gate.clock.now <= end, "all others go on in time"
+    assert set(gate.started) == kept
+
+
+@pytest.mark.parametrize(("seconds", "at_once"), [(1.6, 16), (4.0, 64), (0.1, 1)])
+def test_slots_that_come_free_together_refuse_nobody_who_would_be_in_time(
+    seconds: float, at_once: int
+) -> None:
+    gate = Gate(slots=64, wait_s=50)
+    count = int(45 / seconds) * at_once
+    for _ in range(64 + min(count, 900)):
+        gate.offer()
+    while gate.gate.line:
+        gate.clock.now += seconds
+        for _ in range(at_once):
+            gate.gate.free()
+    assert not gate.refused
+
+
+def test_a_node_that_stood_still_for_a_moment_refuses_nobody() -> None:
+    gate = Gate(slots=64)
+    for _ in range(64 + 900):
+        gate.offer()
+    for pause in (0.0, 8.0, 0.0, 8.0):
+        gate.clock.now += pause
+        for _ in range(200):
+            if gate.gate.line:
+                gate.run(0.025)
+    assert not gate.refused
+
+
+def test_a_flood_is_refused_its_own_requests() -> None:
+    """Neither another tenant's few nor those that an earlier class or deadline puts in front."""
+    gate = Gate(slots=64)
+    for i in range(64 + 900):
+        gate.offer(f"flood-{i}", tenant=tenant("flood"))
+    for i in range(60):
+        gate.offer(f"calm-{i}", tenant=tenant("calm"))
+    for i in range(40):
+        gate.offer(f"first-{i}", tenant=tenant("flood"), priority=INTERACTIVE)
+    for _ in range(60):
+        gate.run(0.1)
+    assert len(gate.refused) > 300
+    assert all(name.startswith("flood") for name, _ in gate.refused)
+
+
 def test_a_placement_that_comes_too_late_is_refused() -> None:
     gate = Gate().gate
     placement = Placement(Node(address("d")), queue_s=5.0, ttft_s=8.0)
@@ -424,6 +490,23 @@ async def test_the_deadline_ends_the_wait() -> None:
                 pass
         assert not len(gate.line)
     assert gate.refusals[Refusal.TOO_LATE] == 1
+
+
+async def test_one_refused_in_the_line_is_given_its_tokens_back() -> None:
+    gate = real_gate(wait_s=30)
+    poor = tenant("poor", tokens_per_s=1)
+    async with Ticket(gate, request()):
+        entering = asyncio.create_task(
+            Ticket(gate, request(tenant=poor, max_tokens=1000)).__aenter__()
+        )
+        await eventually(lambda: len(gate.line) == 1)
+        [waiting] = gate.line
+        gate.withdraw(waiting)
+        waiting.refuse(Overloaded("too late", retry_after_s=3))
+        with pytest.raises(Overloaded, match="too late"):
+            await entering
+    assert gate.num_started == 0
+    gate.check_rates(request(tenant=poor))
 
 
 # Through a router ------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from edge.http.bodies.body_room import FREE_BYTES
-from router.admission.admission_gate import GateLimits
+from router.admission.admission_gate import AdmissionGate, GateLimits
+from router.admission.class_line import Waiting
 from router.admission.model_gates import ModelGates
 from router.errors import Overloaded, RateLimited
 from router.models.open_request_limit import OpenRequestLimit
@@ -303,11 +304,15 @@ def test_lines_are_apart_and_a_tenants_rates_are_not() -> None:
     )
     small, large = gates.of("small"), gates.of("large")
     assert (small.num_slots(), large.num_slots()) == (1, 3)
-    assert small.offer(request(model="small"), lambda: None) is None
-    assert small.offer(request(model="small"), lambda: None) is not None
+
+    def offer(gate: AdmissionGate, model: str) -> Waiting | None:
+        return gate.offer(request(model=model), lambda: None, lambda error: None)
+
+    assert offer(small, "small") is None
+    assert offer(small, "small") is not None
     with pytest.raises(Overloaded):
-        small.offer(request(model="small"), lambda: None)
-    assert large.offer(request(model="large"), lambda: None) is None
+        offer(small, "small")
+    assert offer(large, "large") is None
     tenant = Tenant(name="t", requests_per_s=0.1)
     large.check_rates(request(model="large", tenant=tenant))
     with pytest.raises(RateLimited):
@@ -323,7 +328,7 @@ def test_names_that_clients_make_up_do_not_open_a_gate_again() -> None:
         rng=random.Random(1),
     )
     used, known = gates.of("used"), gates.of("known")
-    assert used.offer(request(model="used"), lambda: None) is None
+    assert used.offer(request(model="used"), lambda: None, lambda error: None) is None
     for number in range(3000):
         gates.of(f"made up {number}")
         assert number % 500 or gates.of("known") is known

@@ -213,12 +213,12 @@ def test_nothing_of_a_batch_begins_where_anybody_waits() -> None:
         rng=random.Random(1),
         on_request=seen.append,
     )
-    assert gate.offer(idle(), lambda: None) is None
+    assert gate.offer(idle(), lambda: None, lambda error: None) is None
     with pytest.raises(Overloaded, match="idle"):
-        gate.offer(idle(), lambda: None)
+        gate.offer(idle(), lambda: None, lambda error: None)
     assert not seen
     gate.free()
-    assert gate.offer(request(), lambda: None) is None
+    assert gate.offer(request(), lambda: None, lambda error: None) is None
     assert len(seen) == 1
 
 

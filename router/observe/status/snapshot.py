@@ -20,7 +20,7 @@ import msgspec
 from edge.http.event_loop.long_work import in_pieces
 from edge.installed_version import installed_version
 from router.admission.admission_gate import AdmissionGate
-from router.admission.waiting_line import Waiting
+from router.admission.class_line import Waiting
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.observe.batch_metrics import BatchFacts
