@@ -46,7 +46,8 @@
   args, program, image. An image of another version than the chart's may have others. */}}
 {{- define "tandem.mistakes.flags" -}}
 {{- $version := .root.Chart.AppVersion -}}
-{{- $tag := default $version (get .root.Values.image .image).tag -}}
+{{- $from := get .root.Values.image .image -}}
+{{- $tag := default (ternary "" $version (not (empty $from.digest))) $from.tag -}}
 {{- if and .args (eq $tag $version) -}}
 {{- $known := get (.root.Files.Get "files/flags.json" | fromJson) .program -}}
 {{- range .args -}}{{- if hasPrefix "-" . -}}

@@ -27,6 +27,9 @@
 {{- if and (eq $tier.autoscaling.kind "none") (eq (int $tier.replicas) 1) (ne $scope.component "node") -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s has one pod: %s" $name (ternary "while it is upgraded, decode nodes compute prompts themselves" "an upgrade is an outage" (eq $scope.component "prefill")))) -}}
 {{- end -}}
+{{- if and (eq $scope.component "decode") (eq $tier.autoscaling.kind "none") (eq (int $tier.replicas) 0) (not (int $scope.root.Values.node.replicas)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s has no pods, so that nothing answers: raise its replicas" $name)) -}}
+{{- end -}}
 {{- if $tier.network.hostNetwork -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s is on the network of its hosts, which network policies do not cover: whoever reaches the hosts reaches it, and the token or TLS alone keeps them out" $name)) -}}
 {{- end -}}

@@ -697,6 +697,27 @@ def test_a_missing_operator_is_a_warning_not_an_error() -> None:
     assert "needs monitoring" not in HelmSdk.shared().render(values).notes
 
 
+def test_notes_say_that_nothing_answers_without_decode_pods() -> None:
+    words = "decode has no pods, so that nothing answers: raise its replicas"
+
+    def notes(**values: Any) -> str:
+        return HelmSdk.shared().render(overlay(MINIMAL, values)).notes
+
+    assert words in notes(decode={"replicas": 0})
+    assert words not in notes() and "decode has no pods" not in notes(prefill={"replicas": 0})
+    assert words not in notes(decode={"replicas": 0}, node={"replicas": 1, "role": "decode"})
+    models = [{"name": "b", "model": {"name": "org/b"}, "decode": {"replicas": 0}}]
+    assert "models (b): decode has no pods" in notes(models=models)
+
+
+def test_an_image_by_its_digest_alone_may_have_other_flags() -> None:
+    values = {"decode": {"extraArgs": ["--of-a-later-version=1"]}}
+    with pytest.raises(HelmError, match="does not have"):
+        HelmSdk.shared().render(overlay(MINIMAL, values))
+    engine = {"digest": "sha256:" + "0" * 64}
+    HelmSdk.shared().render(overlay(MINIMAL, values | {"image": {"engine": engine}}))
+
+
 def test_notes_say_how_to_reach_it_and_what_to_mind() -> None:
     notes = HelmSdk.shared().render(MINIMAL, release="prod", namespace="llm").notes
     assert "http://prod-tandem-router.llm.svc.cluster.local:80/v1" in notes
