@@ -33,6 +33,14 @@ Metadata = tuple[tuple[str, str], ...]
 logger = logging.getLogger(__name__)
 
 _MAX_ROLES = 4096
+_NOWHERE = "127.0.0.1:1"
+
+
+def idle_channel() -> grpc.aio.Channel:
+    """Returns one on which nothing is called. While it is open the library keeps its own
+    descriptors; it would give them back with the last channel, and ends the process where the next
+    one finds none left."""
+    return grpc.aio.insecure_channel(_NOWHERE)
 
 
 class CallerRefused(Exception):

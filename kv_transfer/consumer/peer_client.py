@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
-from edge.security.credentials import Credentials
+from edge.security.credentials import Credentials, idle_channel
 from kv_transfer.errors import PeerLost
 from kv_transfer.metadata import KVPeer, ReleaseMeta
 from kv_transfer.wire.channels import CONTROL, ChannelPool, new_channel
@@ -41,6 +41,8 @@ class PeerClient:
     def __init__(self, me: KVPeer, timeout_s: float, credentials: Credentials) -> None:
         self._credentials = credentials
         self._channels = ChannelPool(credentials)
+        self._idle: grpc.aio.Channel | None = None
+        """Is open from the first handshake on, also if no other is."""
         self._me = me
         self._timeout_s = max(timeout_s, _LEAST_HANDSHAKE_S)
         self._known: dict[tuple[str, str, int], dict[int, bytes]] = {}
@@ -58,6 +60,8 @@ class PeerClient:
         """Raises `PeerLost` or `HandshakeMismatch`."""
         # A channel of its own: one that has failed before would answer from its backoff.
         await self._credentials.meet(address)
+        if self._idle is None:
+            self._idle = idle_channel()
         async with new_channel(address, self._credentials) as channel:
             answer = await self._ask(channel, address)
         check_peer(self._me.layout, peer, peer_from_proto(answer))
@@ -104,6 +108,9 @@ class PeerClient:
 
     async def close(self) -> None:
         await self._channels.close()
+        if self._idle is not None:
+            await self._idle.close()
+            self._idle = None
 
     async def _ask(self, channel: grpc.aio.Channel, address: str) -> pb.KVPeer:
         handshake = QuietChannel(channel).unary_unary(

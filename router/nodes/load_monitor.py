@@ -20,12 +20,12 @@ import random
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
-import grpc
+import grpc.aio
 
 from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
 from edge.http.event_loop.long_work import pause
 from edge.security.config import PlaintextRefused, Role
-from edge.security.credentials import Credentials
+from edge.security.credentials import Credentials, idle_channel
 from edge.standstill import is_done_within
 from router.nodes.adapter_set import NO_ADAPTERS
 from router.nodes.address import NodeAddress, NodeRole
@@ -88,6 +88,8 @@ class LoadMonitor:
         self._on_aborts = on_aborts
         self._rng = rng or random.Random()
         self._tasks: dict[NodeAddress, asyncio.Task[None]] = {}
+        self._idle: grpc.aio.Channel | None = None
+        """Is open while nodes are watched, also if none is reached."""
         self._refusals: dict[NodeAddress, str] = {}
         """Reasons that were reported."""
 
@@ -96,6 +98,8 @@ class LoadMonitor:
     ) -> None:
         """Watches exactly `addresses` from now on, and makes them the registry's members."""
         members = set(addresses)
+        if self._idle is None:
+            self._idle = idle_channel()
         self._registry.set_members(members, leaving)
         for address in self._tasks.keys() - members:
             self._tasks.pop(address).cancel()
@@ -111,6 +115,9 @@ class LoadMonitor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._idle is not None:
+            await self._idle.close()
+            self._idle = None
 
     async def _watch(self, address: NodeAddress) -> None:
         pause_s = _MIN_PAUSE_S

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from cli.local_cluster.cluster import free_ports
 from edge.program import file_limit
 from router.config import RouterSettings
 from router.main import main, tell_file_limit
@@ -199,6 +201,39 @@ def test_too_few_files_for_the_requests_are_told(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
     tell_file_limit(RouterSettings(max_open_requests=limit))
     assert f"may have {limit} files open, and {limit} requests at a time" in caplog.text
+
+
+async def test_a_router_without_a_file_left_lives_on_while_no_node_answers() -> None:
+    """gRPC ended the process that had no channel open and no descriptor for the next one."""
+    decode, grpc_port = free_ports(2)
+    args = ("--decode", f"127.0.0.1:{decode}/{grpc_port}", "--log-level", "error")
+    async with (
+        router_process(*args) as process,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as client,
+    ):
+        url = await _ready(process)
+        begun = await _watch_failures(client, url)
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, hard))
+        async with asyncio.timeout(TIMEOUT_S):
+            while await _watch_failures(client, url) < begun + 3:
+                await asyncio.sleep(0.05)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        async with aiohttp.ClientSession() as other:
+            await _wait_status(other, url + "/health", 200)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await process.wait() == 0
+
+
+async def _watch_failures(client: aiohttp.ClientSession, url: str) -> float:
+    async with client.get(url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith("tandem_router_watch_failures_total")
+    )
 
 
 async def test_a_router_without_room_for_connections_blames_no_node(
