@@ -154,8 +154,12 @@ class CrashReporter:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = Path(self.path)
         part = path.with_suffix(".part")
-        part.write_bytes(to_json(report))
-        part.replace(path)
+        try:
+            part.write_bytes(to_json(report))
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
         for old in sorted(self._folder.glob(f"{_PREFIX}*.json"))[:-_MAX_REPORTS]:
             old.unlink(missing_ok=True)
         logger.error("crash report: %s", self.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -419,6 +420,32 @@ def test_a_file_is_rotated_and_bounded(tmp_path: Path) -> None:
     again.write(TraceContext.from_headers(UNSAMPLED), request())
     again.close()
     assert lines(path) == before + 1 or lines(path) == 1
+
+
+def test_older_files_stay_while_no_new_one_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line tried again, and moved the older ones on until they were gone."""
+    path = tmp_path / "traces"
+    tracer = Tracer(TraceFile(path, {}, max_bytes=1500, backups=3))
+    while len(list(tmp_path.iterdir())) < 3:
+        tracer.write(TraceContext.from_headers(UNSAMPLED), request())
+    before = {path.read_text(), path.with_name("traces.1").read_text()}
+
+    def no_room(self: TraceFile) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TraceFile, "_open", no_room)
+        for _ in range(9):
+            tracer.write(TraceContext.from_headers(UNSAMPLED), request())
+    assert tracer.counts()["file"] > 0
+    dropped = tracer.counts()["file"]
+    tracer.write(TraceContext.from_headers(UNSAMPLED), request())
+    tracer.close()
+    assert tracer.counts()["file"] == dropped and path.exists()
+    left = "".join(file.read_text() for file in tmp_path.iterdir())
+    assert all(text in left for text in before)
 
 
 def test_a_file_without_older_ones_begins_anew(tmp_path: Path) -> None:

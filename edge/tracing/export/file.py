@@ -65,6 +65,9 @@ class TraceFile:
     def _rotate(self) -> None:
         """Begins a new file. Raises OSError; the next line tries again."""
         self._file.close()
+        if not self._path.exists():  # It was moved, and no new one could be made.
+            self._open()
+            return
         try:
             for number in range(self._backups - 1, 0, -1):
                 older = self._backup(number)

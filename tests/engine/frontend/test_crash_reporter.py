@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import time
@@ -98,6 +99,24 @@ async def test_a_folder_that_cannot_be_written_is_an_error_in_the_log(
     await scene.reporter.finished()
     assert any("cannot be written" in message for message in caplog.messages)
     assert scene.calls == ["let go"]
+
+
+async def test_a_disk_that_becomes_full_keeps_no_part_of_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parts were never counted as reports, nor removed, and took what room there was."""
+    write = Path.write_bytes
+
+    def fill(path: Path, data: bytes) -> int:
+        write(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    scene = Scene(tmp_path)
+    scene.reporter.begin("it broke", None, is_alive=False)
+    await scene.reporter.finished()
+    assert not list(tmp_path.iterdir()) and scene.calls == ["let go"]
+    assert any("cannot be written" in message for message in caplog.messages)
 
 
 async def test_settings_say_nothing_of_where_secrets_are(tmp_path: Path) -> None:
