@@ -4,7 +4,7 @@
               after a second, or after as long as all of them have been taken
 2. measured   the time between two slots that come free, smoothed
 3. overdue    no slot comes free for longer than that: the wait counts as it is
-4. sure       the pace over two periods of 2 s and 16 slots at least, of which the faster one
+4. sure       the pace over two periods of 2 s and 8 slots at least, of which the faster one
               counts: slots come free by whole batches, and a node may stand still for a moment.
               By this, requests are refused that have a place in the line
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 _SMOOTHING = 0.05
 _PERIOD_S = 2.0
-_PERIOD_SLOTS = 16
+_PERIOD_SLOTS = 8
 _GUESS_S = 1.0
 """Time from a slot's beginning to its first byte, until one was seen."""
 
