@@ -24,12 +24,14 @@ Path = Literal["remote", "local"]
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Times of one answer as vLLM tells them, from when the decode node received the request.
+    """Times of one answer as vLLM tells them.
 
     Attributes:
-        generation_time_ms: To the last token.
+        time_to_first_token_ms: From the end of the wait in queues to the first token.
+        generation_time_ms: From the first token to the last.
+        queue_time_ms: From when the decode node received the request until its prompt was begun.
         mean_itl_ms: Between two tokens; None for a single one.
-        tokens_per_second: Tokens of the answer by all of that time.
+        tokens_per_second: Tokens of the answer by the time from the end of that wait to the last.
     """
 
     time_to_first_token_ms: float
@@ -177,12 +179,13 @@ class RequestRecord:
     def metrics(self) -> RequestMetrics:
         told, tokens = self.timeline(), self.num_output_tokens
         between = told.total_s - told.first_token_s
+        computed = max(0.0, told.total_s - told.queue_s)
         return RequestMetrics(
-            time_to_first_token_ms=1e3 * told.first_token_s,
-            generation_time_ms=1e3 * told.total_s,
+            time_to_first_token_ms=1e3 * max(0.0, told.first_token_s - told.queue_s),
+            generation_time_ms=1e3 * between,
             queue_time_ms=1e3 * told.queue_s,
             mean_itl_ms=1e3 * between / (tokens - 1) if tokens > 1 else None,
-            tokens_per_second=tokens / told.total_s if told.total_s else 0.0,
+            tokens_per_second=tokens / computed if computed else 0.0,
         )
 
     def answer_times(self) -> AnswerTimes:

@@ -10,9 +10,11 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from decode_node.http import routes
+from decode_node.observe.timeline import PrefillRecord, RequestRecord
 from decode_node.served_text import system_fingerprint
 from edge.http.event_loop import long_work
 from engine.frontend import input_processor
@@ -581,13 +583,34 @@ async def test_metrics_are_told_of_a_single_answer_at_its_end(url: str) -> None:
         whole = await post(node, url, body)
         assert set(whole["metrics"]) == names
         times = whole["metrics"]
-        assert times["generation_time_ms"] >= times["time_to_first_token_ms"] >= 0
+        assert times["time_to_first_token_ms"] >= 0 and times["queue_time_ms"] >= 0
+        assert times["generation_time_ms"] == pytest.approx(4 * times["mean_itl_ms"])
         for options in (None, {"include_usage": True}):
             *chunks, last = await stream(node, url, {**body, "stream_options": options})
             assert set(last["metrics"]) == names
             assert not any("metrics" in chunk for chunk in chunks)
         assert "metrics" not in await post(node, url, {**body, "n": 2})
         assert "metrics" not in await post(node, url, {**body, "include_metrics": None})
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_times_of_an_answer_are_cut_where_vllm_cuts_them(is_remote: bool) -> None:
+    """The wait is in `queue_time_ms` alone, and the prompt in none of the time of generation."""
+    record = RequestRecord(num_prompt_tokens=3, received_at=10.0, local_queue_s=0.5)
+    if is_remote:
+        record.local_queue_s = 0.0
+        record.prefill = PrefillRecord(admitted_at=10.1, remote_queue_s=0.4)
+    record.first_token_at, record.last_token_at, record.num_output_tokens = 11.0, 12.5, 4
+    times = msgspec.structs.asdict(record.metrics())
+    assert times == pytest.approx(
+        {
+            "queue_time_ms": 500.0,
+            "time_to_first_token_ms": 500.0,
+            "generation_time_ms": 1500.0,
+            "mean_itl_ms": 500.0,
+            "tokens_per_second": 2.0,
+        }
+    )
 
 
 @pytest.mark.parametrize("url", URLS)
