@@ -342,7 +342,7 @@ def _run(
     order, layout, most = order_of(batch), config.kv_layout, config.decode_query_len
     count, num_tokens = len(order.rows), batch.num_tokens
     num_logits = count if batch.num_logits is None else batch.num_logits
-    blocks = -(-config.model.max_model_len // config.cache.block_size)
+    most_tokens, groups = config.model.max_model_len, own_groups(layout.groups)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -356,9 +356,16 @@ def _run(
         zeros(num_tokens, dtype=torch.int64),
         zeros(num_tokens, dtype=torch.int64),
         zeros(count),
-        zeros(count, blocks),
+        zeros(count, 1),
     )
-    by_group = [replace(seen, window=group.window) for group in own_groups(layout.groups)]
+    by_group = [
+        replace(
+            seen,
+            window=group.window,
+            block_tables=zeros(count, -(-most_tokens // group.block_size)),
+        )
+        for group in groups
+    ]
     pages = torch.empty(layout.num_slots * _NUM_BLOCKS * layout.page_bytes, dtype=torch.uint8)
 
     keeps = keeps_sampled_rows(config, model) and num_logits < num_tokens

@@ -2,6 +2,10 @@
 
 CPU tensors run the plain-torch reference, CUDA tensors the Triton kernel of the same name and
 signature. Triton is imported when the first CUDA tensor arrives, never before.
+
+What a kernel takes of its tensors is stated at its reference (`reference.layouts`), and checked
+where the reference runs. A kernel is launched unchecked, as checks cost a launch's time on the
+host, but inside `checked_kernels`.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from tandem_kernels.reference import (
     streams,
     token_rows,
 )
+from tandem_kernels.reference.layouts import layouts_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,6 +58,7 @@ class Op(Generic[P, R]):
 
     def __init__(self, reference: Callable[P, R], kernel_module: str) -> None:
         self.reference = reference
+        self.layouts = layouts_of(reference)
         self.kernel_module = kernel_module
         self._kernel: Callable[P, R] | None = None
         update_wrapper(self, reference)
@@ -67,8 +73,10 @@ class Op(Generic[P, R]):
         return self._kernel
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        on_gpu = cast(Tensor, args[0]).is_cuda
-        return self.kernel(*args, **kwargs) if on_gpu else self.reference(*args, **kwargs)
+        if cast(Tensor, args[0]).is_cuda:
+            return self.kernel(*args, **kwargs)
+        self.layouts.check(args, kwargs)
+        return self.reference(*args, **kwargs)
 
 
 @contextmanager
@@ -83,6 +91,30 @@ def standing_in(make: Callable[[Op[..., Any]], Callable[..., Any]]) -> Iterator[
     finally:
         for op, reference in zip(Op.all, before, strict=True):
             op.reference = reference
+
+
+@contextmanager
+def checked_kernels() -> Iterator[None]:
+    """Checks inside the context what kernels are launched with, too, which takes the host longer
+    than a launch."""
+    before = [op._kernel for op in Op.all]
+    try:
+        for op in Op.all:
+            op._kernel = _checked(op)
+        yield
+    finally:
+        for op, kernel in zip(Op.all, before, strict=True):
+            op._kernel = kernel
+
+
+def _checked(op: Op[P, R]) -> Callable[P, R]:
+    kernel = op.kernel
+
+    def launch(*args: P.args, **kwargs: P.kwargs) -> R:
+        op.layouts.check(args, kwargs, looks_at_devices=True)
+        return kernel(*args, **kwargs)
+
+    return launch
 
 
 embedding = Op(elementwise.embedding, "elementwise.embedding")

@@ -1,4 +1,5 @@
-"""Tests of kernels on a CUDA device share this; fresh outputs start as NaN."""
+"""Tests of kernels on a CUDA device share this; fresh outputs start as NaN, and kernels are held to
+what is stated of their tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ head_dims = pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.fixture(autouse=True)
 def poisoned_and_fresh() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+    with ops.checked_kernels():
+        yield
     torch.cuda.synchronize()
     torch.use_deterministic_algorithms(False)
 

@@ -32,8 +32,12 @@ def test_causal_conv(dtype: torch.dtype, batch: check.Batch, kernel: int) -> Non
 
 def test_a_step_may_overwrite_the_metadata_of_the_one_before() -> None:
     """An engine writes the numbers of each step into the same tensors."""
-    blocks, lengths = torch.tensor([1, 2]), torch.tensor([1, 4])
-    overwritten = StateMetadata(blocks, torch.tensor([0, 1, 3]), lengths, 0)
+
+    def numbers(*given: int) -> torch.Tensor:
+        return torch.tensor(given, dtype=torch.int32)
+
+    blocks, lengths = numbers(1, 2), numbers(1, 4)
+    overwritten = StateMetadata(blocks, numbers(0, 1, 3), lengths, 0)
     x, weight = torch.randn(3, 8), torch.randn(8, 4)
 
     def convolved(metadata: StateMetadata) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +47,7 @@ def test_a_step_may_overwrite_the_metadata_of_the_one_before() -> None:
     before = convolved(overwritten)
     blocks.copy_(torch.tensor([2, 0]))
     lengths.copy_(torch.tensor([3, 2]))
-    metadata = StateMetadata(torch.tensor([2, 0]), torch.tensor([0, 1, 3]), torch.tensor([3, 2]), 0)
+    metadata = StateMetadata(numbers(2, 0), numbers(0, 1, 3), numbers(3, 2), 0)
     for found, expected, old in zip(
         convolved(overwritten), convolved(metadata), before, strict=True
     ):

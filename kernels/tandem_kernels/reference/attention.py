@@ -20,8 +20,22 @@ from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_pages import KVPages, PagedKV, apart, sizes_of
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.reference.fp8_cache import dequantise
+from tandem_kernels.reference.layouts import (
+    ATTENDED_KV,
+    ATTENTION,
+    KV_SCALES,
+    WRITTEN_KV,
+    kernel_takes,
+)
 
 
+@kernel_takes(
+    q="T | H _",
+    kv_cache=ATTENDED_KV,
+    metadata=ATTENTION,
+    sinks="H: float32",
+    kv_scales=KV_SCALES,
+)
 def paged_attention(
     q: Tensor,
     kv_cache: PagedKV,
@@ -352,6 +366,13 @@ def _one_by_one(
     return torch.cat(rows)
 
 
+@kernel_takes(
+    kv_cache=WRITTEN_KV,
+    first="R: int32",
+    bounds="R+1: int32",
+    block_tables=">=R | _: int32",
+    kv_scales=KV_SCALES,
+)
 def gather_context(
     kv_cache: PagedKV,
     block_tables: Tensor,

@@ -12,8 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem_kernels.batch.batch_tables import GroupTables, RowTables, StepInputs
+from tandem_kernels.reference.layouts import ROWS, STEP, kernel_takes
 
 
+@kernel_takes(
+    idx_mapping="R: int32",
+    query_start_loc="R+1: int32",
+    groups={"rows": ROWS, "inputs": STEP, "addresses": "G 3: int64", "sizes": "G 2: int32"},
+)
 def prepare_inputs(idx_mapping: Tensor, query_start_loc: Tensor, groups: GroupTables) -> None:
     """Fill the inputs of all `groups` for one step, of which they share all but slots and blocks.
 
@@ -92,6 +98,7 @@ def _prepare_blocks(tokens: _Tokens, rows: RowTables, out: StepInputs) -> None:
     out.block_tables.numpy()[: len(tokens.rows)] = block_table[tokens.rows]
 
 
+@kernel_takes(idx_mapping="R: int32", query_start_loc="R+1: int32", sampled="R _: int64", rows=ROWS)
 def post_update(
     idx_mapping: Tensor,
     query_start_loc: Tensor,
@@ -133,6 +140,7 @@ def post_update(
     num_computed[row] = np.where(length < max_len, np.minimum(computed, length - 1), max_len)
 
 
+@kernel_takes(idx_mapping="R: int32", drafts="R _ |: int64", rows=ROWS)
 def write_drafts(idx_mapping: Tensor, drafts: Tensor, vocab_size: int, rows: RowTables) -> None:
     """Put drafts behind the known tokens of rows, for the next step to compute.
 
@@ -153,6 +161,7 @@ def write_drafts(idx_mapping: Tensor, drafts: Tensor, vocab_size: int, rows: Row
         rows.token_ids[at] = token[inside].to(rows.token_ids.dtype)
 
 
+@kernel_takes(addresses="_: int64", tables="_: int32", packed="_ @8: int32")
 def write_pieces(
     addresses: Tensor, tables: Sequence[Tensor], packed: Tensor, num_pieces: int, longest: int
 ) -> None:
@@ -172,6 +181,7 @@ def write_pieces(
         tables[table][first : first + count] = packed[start : start + count]
 
 
+@kernel_takes(pages="_ _ | _", copies="_ 2: int32")
 def copy_blocks(pages: Tensor, copies: Tensor) -> None:
     """Copy blocks of the KV cache: `pages[:, target] = pages[:, source]` for each of C pairs.
 

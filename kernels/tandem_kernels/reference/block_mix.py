@@ -8,7 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem_kernels.reference.layouts import kernel_takes
 
+
+@kernel_takes(last="T | H", blocks="_ | T H", query="H", weight="H")
 def mix_blocks(blocks: Tensor, last: Tensor, query: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Sums up blocks, each by the softmax of what `query` finds in its norm.
 

@@ -21,8 +21,16 @@ from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.reference.attention import context
 from tandem_kernels.reference.index import keys_of
+from tandem_kernels.reference.layouts import (
+    ATTENDED_KV,
+    ATTENTION,
+    INDEX_PAGES,
+    KV_SCALES,
+    kernel_takes,
+)
 
 
+@kernel_takes(q="T | _ D", pages=INDEX_PAGES, metadata=ATTENTION)
 def choose_blocks(
     q: Tensor, pages: IndexPages, metadata: AttentionMetadata, choice: BlockChoice
 ) -> Tensor:
@@ -84,6 +92,13 @@ def _choose(scores: Tensor, last: Tensor, choice: BlockChoice, chosen: Tensor) -
     chosen[..., :count] = torch.where(found < num_blocks, found, -1).int()
 
 
+@kernel_takes(
+    q="T | _ _",
+    kv_cache=ATTENDED_KV,
+    chosen="T _ _: int32",
+    metadata=ATTENTION,
+    kv_scales=KV_SCALES,
+)
 def block_sparse_attention(
     q: Tensor,
     kv_cache: PagedKV,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.reference.gemm import few_row_gemm
+from tandem_kernels.reference.layouts import STATES, kernel_takes
 from tandem_kernels.reference.state_runs import Lockstep, state_runs, windows_of
 from tandem_kernels.reference.steady import sigmoid, silu, softplus
 
@@ -18,6 +19,7 @@ L2_EPS = 1e-6
 """Added to the sum of squares when queries and keys are normalised."""
 
 
+@kernel_takes(x="_ | C", weight="C W", states="_ | C _", metadata=STATES, bias="C", kept="_ _ C")
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -63,6 +65,7 @@ def causal_conv(
     return out
 
 
+@kernel_takes(x="T | K", weight="N K", taps="C W", states="_ | C _", metadata=STATES, bias="C")
 def few_row_conv(
     x: Tensor,
     weight: Tensor,
@@ -90,6 +93,16 @@ def few_row_conv(
     return out
 
 
+@kernel_takes(
+    mixed="_ | _",
+    gates="T | _",
+    a_log="H: float32",
+    dt_bias="_: float32",
+    states="_ | H _ _: float32",
+    metadata=STATES,
+    kept="_ _ _",
+    decays="T | _",
+)
 def gated_delta_rule(
     mixed: Tensor,
     gates: Tensor,
@@ -179,6 +192,7 @@ def decay_and_rate(
     return torch.exp(-scale * softplus(of_heads)), sigmoid(b)
 
 
+@kernel_takes(x="T _ D |", gate="T | _", weight="D")
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False
 ) -> Tensor:

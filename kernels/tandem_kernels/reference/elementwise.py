@@ -14,10 +14,12 @@ from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.reference.fp8_cache import quantise
+from tandem_kernels.reference.layouts import KV_SCALES, WRITTEN_KV, kernel_takes
 from tandem_kernels.reference.slots import places_of
 from tandem_kernels.reference.steady import sigmoid, silu, situ
 
 
+@kernel_takes(token_ids="T: int", table="V H")
 def embedding(token_ids: Tensor, table: Tensor, first: int | None = None) -> Tensor:
     """Returns rows [T, H] of a table.
 
@@ -38,6 +40,7 @@ def embedding(token_ids: Tensor, table: Tensor, first: int | None = None) -> Ten
     return rows.masked_fill_(~known.unsqueeze(1), 0)
 
 
+@kernel_takes(x="* | H", weight="H")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of `x` [..., H] to unit mean square, then by `weight` [H], which may be more
     exact than `x`."""
@@ -46,6 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.rms_norm(x, x.shape[-1:], weight, eps)
 
 
+@kernel_takes(x="T | H", residual="T | H", weight="H")
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -66,6 +70,7 @@ def fused_add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
+@kernel_takes(x="T | _")
 def silu_and_mul(x: Tensor) -> Tensor:
     """Computes the gated activation [T, 2I] -> [T, I], `silu(x[:, :I]) * x[:, I:]`."""
     gate, up = x.chunk(2, dim=-1)
@@ -74,6 +79,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate.float()).mul_(up).to(x.dtype)
 
 
+@kernel_takes(x="T | _")
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """Computes the gated activation [T, 2I] -> [T, I], `gelu(x[:, :I]) * x[:, I:]`, with GELU by
     its tanh formula."""
@@ -81,6 +87,7 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate.float(), approximate="tanh").mul_(up).to(x.dtype)
 
 
+@kernel_takes(x="T | _")
 def bounded_gate_and_mul(x: Tensor, form: GateForm) -> Tensor:
     """Computes the gated activation [T, 2I] -> [T, I] of a form that has a limit."""
     gate, up = x.float().chunk(2, dim=-1)
@@ -95,18 +102,21 @@ def bounded_gate_and_mul(x: Tensor, form: GateForm) -> Tensor:
     return (sigmoid(gate * form.alpha).mul_(gate) * (up + 1.0)).to(x.dtype)
 
 
+@kernel_takes(x="T | H")
 def relu_squared(x: Tensor) -> Tensor:
     """Computes max(x, 0) ** 2 of [T, I] (So et al., Primer, 2021). The memory of `x` may be
     reused."""
     return x.float().clamp(min=0.0).square().to(x.dtype)
 
 
+@kernel_takes(x="T | _", gate="T | _")
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     """Computes `x * sigmoid(gate)`: x [T, I], gate [T, I], or [T, H] with a number for each I / H
     neighbours. The memory of `x` may be reused."""
     return _times(x, sigmoid(gate.float()))
 
 
+@kernel_takes(x="T | _", gate="T | _")
 def softplus_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     """Computes `x * log(1 + exp(gate))`; see `sigmoid_and_mul`."""
     return _times(x, F.softplus(gate.float()))
@@ -120,6 +130,18 @@ def _times(x: Tensor, factors: Tensor) -> Tensor:
     return (parts.float() * factors[..., None]).to(x.dtype).view(x.shape)
 
 
+@kernel_takes(
+    q="T | _ D",
+    k="T | _ D",
+    v="T | _ _",
+    positions="T: int",
+    cos_sin_cache="_ D: float32",
+    kv_cache=WRITTEN_KV,
+    slot_mapping="T: int",
+    q_weight="D",
+    k_weight="D",
+    kv_scales=KV_SCALES,
+)
 def rope_and_cache(
     q: Tensor,
     k: Tensor,

@@ -14,8 +14,10 @@ from tandem_kernels.elementwise.gate_form import GateForm, has_gate
 from tandem_kernels.reference import steady
 from tandem_kernels.reference.elementwise import fused_add_rms_norm, relu_squared, rms_norm
 from tandem_kernels.reference.gemm import few_row_gemm, row_gate
+from tandem_kernels.reference.layouts import kernel_takes
 
 
+@kernel_takes(x="T H", norm_weight="H", weight="E H", bias="E")
 def normed_router(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -36,6 +38,16 @@ def normed_router(
     return logits if bias is None else logits + bias, normed
 
 
+@kernel_takes(
+    logits="T | E",
+    slot_mapping="T: int",
+    bias="E",
+    logit_bias="E",
+    expert_scales="E",
+    own_numbers="_ E: int32",
+    loads="_: int",
+    table="_ _",
+)
 def route_tokens(
     logits: Tensor,
     slot_mapping: Tensor,
@@ -113,6 +125,15 @@ def route_tokens(
     return weights, experts
 
 
+@kernel_takes(
+    x="T | H",
+    w13="E N H",
+    w2="E H _",
+    weights="T k: float32",
+    experts="T k: int32",
+    b13="E N",
+    b2="E H",
+)
 def fused_experts(
     x: Tensor,
     w13: Tensor,
@@ -172,6 +193,15 @@ def fused_experts(
     return of_tokens(outputs.view(*experts.shape, x.shape[1]), summed).to(x.dtype)
 
 
+@kernel_takes(
+    x="T H",
+    w13="E N H",
+    w2="E H _",
+    weights="T k: float32",
+    experts="T k: int32",
+    shared_w13="_ H",
+    shared_w2="H _",
+)
 def experts_beside(
     x: Tensor,
     w13: Tensor,
@@ -202,6 +232,7 @@ def of_tokens(outputs: Tensor, summed: bool) -> Tensor:
     return outputs.sum(1) if summed else outputs.flatten(0, 1)
 
 
+@kernel_takes(parts="_ H", experts="T _: int32", beside="T H")
 def sum_pairs(parts: Tensor, experts: Tensor | None, beside: Tensor | None = None) -> Tensor:
     """Sums the outputs of a token's experts, [T * k, H], in their order -> [T, H].
 
@@ -216,6 +247,9 @@ def sum_pairs(parts: Tensor, experts: Tensor | None, beside: Tensor | None = Non
     return sums if beside is None else sums + beside
 
 
+@kernel_takes(
+    residual="T | H", parts="_ H", experts="T _: int32", weight="H", beside="T H", gate="_ H"
+)
 def pairs_add_rms_norm(
     parts: Tensor,
     experts: Tensor | None,

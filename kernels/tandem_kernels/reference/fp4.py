@@ -9,8 +9,10 @@ from torch import Tensor
 from tandem_kernels.gemm.fp4_tiles import SIDE, untile_fp4
 from tandem_kernels.reference.elementwise import silu_and_mul
 from tandem_kernels.reference.gemm import invariant_gemm
+from tandem_kernels.reference.layouts import kernel_takes
 
 
+@kernel_takes(tiles="_ _ _: int32", factors="_: float32")
 def fp4_dequantise(
     tiles: Tensor, factors: Tensor | None, num_inputs: int, dtype: torch.dtype
 ) -> Tensor:
@@ -23,6 +25,7 @@ def fp4_dequantise(
     return untile_fp4(tiles, len(tiles) * SIDE, num_inputs, factors).to(dtype)
 
 
+@kernel_takes(x="T | _", tiles="_ _ _: int32", factors="N: float32", bias="N")
 def fp4_gemm(
     x: Tensor,
     tiles: Tensor,
@@ -42,6 +45,7 @@ def fp4_gemm(
     return invariant_gemm(x, weight, bias)
 
 
+@kernel_takes(x="T | _", tiles="_ _ _: int32", factors="N: float32")
 def fp4_gate_up(
     x: Tensor, tiles: Tensor, factors: Tensor | None, fixed_order: bool = False
 ) -> Tensor:

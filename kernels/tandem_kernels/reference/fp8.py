@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem_kernels.reference.layouts import kernel_takes
+
 E4M3_MAX = 448.0
 """The largest number of e4m3; a conversion of a larger one gives NaN in some releases of torch."""
 GROUP = 128
@@ -13,6 +15,7 @@ BLOCK = 128
 """Outputs and inputs of a block of weights that share a scale."""
 
 
+@kernel_takes(x="T | K")
 def quantise_fp8(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
     """Quantises rows: each, or each `group` numbers of it, by its largest number.
 

@@ -17,8 +17,12 @@ from tandem_kernels.reference.elementwise import (
     silu_and_mul,
 )
 from tandem_kernels.reference.fp8 import dequantise_rows, dequantise_weight, quantise_fp8
+from tandem_kernels.reference.layouts import kernel_takes
 
 
+@kernel_takes(
+    x="T | H", residual="T | H", weight="H", row_scales="1 T: float32", col_scales="H: float32"
+)
 def rms_norm_fp8(
     x: Tensor,
     residual: Tensor | None,
@@ -49,6 +53,7 @@ def rms_norm_fp8(
     return quantise_fp8(normed, group)
 
 
+@kernel_takes(x="T | W", row_scales="1 T: float32", col_scales="W: float32")
 def silu_and_mul_fp8(
     x: Tensor,
     is_gelu: bool = False,
@@ -63,11 +68,13 @@ def silu_and_mul_fp8(
     return quantise_fp8(gelu_tanh_and_mul(x) if is_gelu else silu_and_mul(x), group)
 
 
+@kernel_takes(x="T | K", weight="N K")
 def fp8_product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiplies e4m3 numbers [T, K] x [N, K] -> the unscaled product in bfloat16, [T, N]."""
     return (x.float() @ weight.float().t()).to(torch.bfloat16)
 
 
+@kernel_takes(product="T N", row_scales="1 T: float32", col_scales="N: float32", bias="N")
 def scale_product(
     product: Tensor, row_scales: Tensor, col_scales: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -76,6 +83,13 @@ def scale_product(
     return (scaled if bias is None else scaled + bias.float()).to(product.dtype)
 
 
+@kernel_takes(
+    x="T K",
+    x_scales="_ | T: float32",
+    weight="N K",
+    w_scales="N: float32 or _ | _: float32",
+    bias="N",
+)
 def fp8_gemm(
     x: Tensor,
     x_scales: Tensor,
@@ -96,6 +110,7 @@ def fp8_gemm(
     return (exact if bias is None else exact + bias.float()).to(out_dtype)
 
 
+@kernel_takes(x="T | _", x_scales="_ | T: float32", weight="_ _", w_scales="_ | _: float32")
 def fp8_group_gemm(
     x: Tensor,
     x_scales: Tensor,
@@ -111,11 +126,15 @@ def fp8_group_gemm(
     return torch.einsum("tgk,gnk->tgn", wide, of_group).flatten(1).to(out_dtype)
 
 
+@kernel_takes(weight="_ _", w_scales="_ | _: float32")
 def fp8_dequantise(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns weights [N, K], whose scales are of blocks, in `dtype`."""
     return dequantise_weight(weight, w_scales).to(dtype)
 
 
+@kernel_takes(
+    x="T K", x_scales="_ | T: float32", weight="N K", w_scales="N: float32 or _ | _: float32"
+)
 def fp8_gate_up(
     x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, out_dtype: torch.dtype
 ) -> Tensor:

@@ -8,15 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.reference.elementwise import rms_norm, rope_and_cache, silu_and_mul
+from tandem_kernels.reference.layouts import kernel_takes
 
 _ROWS = 16
 
 
+@kernel_takes(x="T | K", weight="N K", bias="N")
 def small_m_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiplies [T, K] x [N, K] -> [T, N], for few rows T."""
     return F.linear(x, weight, bias)
 
 
+@kernel_takes(x="T | K", weight="_ K")
 def small_m_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """Multiplies [T, K] x [2 I, K] -> [T, I]: `silu(gate) * up`, where gate are the first I
     outputs.
@@ -24,6 +27,7 @@ def small_m_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     return silu_and_mul(F.linear(x, weight))
 
 
+@kernel_takes(x="T | K", weight="N K", bias="N", residual="T | N")
 def few_row_gemm(
     x: Tensor,
     weight: Tensor,
@@ -44,17 +48,28 @@ def few_row_gemm(
     return product.to(out_dtype or x.dtype)
 
 
+@kernel_takes(x="T H | K", weight="H K N |")
 def head_gemm(x: Tensor, weight: Tensor) -> Tensor:
     """Multiplies [T, H, K] x [H, K, N] -> [T, H, N], for few rows T."""
     product = torch.bmm(x.transpose(0, 1).float(), weight.float())
     return product.transpose(0, 1).to(x.dtype).contiguous()
 
 
+@kernel_takes(x="T | K @16", weight="_ K @16")
 def fused_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """Computes `small_m_gate_up` for many rows."""
     return small_m_gate_up(x, weight)
 
 
+@kernel_takes(
+    x="T | K @16",
+    weight="N K @16",
+    bias="N",
+    positions="T: int",
+    cos_sin_cache="_ D: float32",
+    kv_cache="B 2 | _ _ D",
+    slot_mapping="T: int",
+)
 def fused_qkv(
     x: Tensor,
     weight: Tensor,
@@ -83,6 +98,15 @@ def fused_qkv(
     return heads
 
 
+@kernel_takes(
+    x="T | K",
+    weight="N K",
+    bias="N",
+    positions="T: int",
+    cos_sin_cache="_ D: float32",
+    kv_cache="B 2 | _ _ D",
+    slot_mapping="T: int",
+)
 def small_m_qkv(
     x: Tensor,
     weight: Tensor,
@@ -97,6 +121,16 @@ def small_m_qkv(
     return fused_qkv(x, weight, bias, *given, keep_kv=True)
 
 
+@kernel_takes(
+    x="T | K",
+    weight="N K",
+    bias="N",
+    positions="T: int",
+    cos_sin_cache="_ D: float32",
+    kv_cache="B 2 | _ _ D",
+    slot_mapping="T: int",
+    norm_weight="K",
+)
 def few_row_qkv(
     x: Tensor,
     weight: Tensor,
@@ -118,6 +152,7 @@ def few_row_qkv(
     return fused_qkv(rows, *wide, *given, keep_kv=True).to(x.dtype)
 
 
+@kernel_takes(x="T | K", weight="N K", bias="N")
 def invariant_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -134,6 +169,7 @@ def invariant_gemm(
     return torch.cat(tiles)[:num_rows] if tiles else x.new_empty((0, len(weight)))
 
 
+@kernel_takes(x="T | H", given="T | H", weight="1 H")
 def row_gate(x: Tensor, given: Tensor, weight: Tensor) -> Tensor:
     """Computes `x * sigmoid(given @ weight.T)`: x [T, H], given [T, H], weight [1, H]. A row has
     the same bits whatever the others are. The memory of `x` may be reused."""

@@ -22,12 +22,23 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.index_pages import IndexPages
 from tandem_kernels.reference.fp8 import E4M3_MAX, to_e4m3
+from tandem_kernels.reference.layouts import ATTENTION, INDEX_PAGES, kernel_takes
 from tandem_kernels.reference.slots import places_of
 
 _SMALLEST = 1e-4
 """No vector is scaled as if its largest number were smaller."""
 
 
+@kernel_takes(
+    q="T | H D",
+    k="T | D",
+    k_norm="D",
+    head_weights="T | H: float32",
+    positions="T: int",
+    cos_sin_cache="_ _: float32",
+    pages=INDEX_PAGES,
+    slot_mapping="T: int",
+)
 def index_rope_and_cache(
     q: Tensor,
     k: Tensor,
@@ -102,6 +113,7 @@ def power_above(x: Tensor) -> Tensor:
     return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
+@kernel_takes(q="T H D", head_weights="T H: float32", pages=INDEX_PAGES, metadata=ATTENTION)
 def index_topk(
     q: Tensor,
     head_weights: Tensor,

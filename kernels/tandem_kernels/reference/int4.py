@@ -10,8 +10,10 @@ from tandem_kernels.gemm.int4_packing import packed_group_size, unpack_numbers
 from tandem_kernels.reference.elementwise import silu_and_mul
 from tandem_kernels.reference.experts import fused_experts
 from tandem_kernels.reference.gemm import invariant_gemm
+from tandem_kernels.reference.layouts import kernel_takes
 
 
+@kernel_takes(packed="N _: int16", groups="_ N 2")
 def int4_dequantise(packed: Tensor, groups: Tensor, num_inputs: int) -> Tensor:
     """Returns the weights, [N, K], in the type of the scales: rounded once, when the difference
     of number and zero is multiplied by the scale."""
@@ -22,6 +24,7 @@ def int4_dequantise(packed: Tensor, groups: Tensor, num_inputs: int) -> Tensor:
     return weights[:, :num_inputs].contiguous()
 
 
+@kernel_takes(x="T | K", packed="N _: int16", groups="_ N 2", bias="N")
 def int4_gemm(
     x: Tensor, packed: Tensor, groups: Tensor, bias: Tensor | None = None, fixed_order: bool = False
 ) -> Tensor:
@@ -36,12 +39,22 @@ def int4_gemm(
     return invariant_gemm(x, weight, bias)
 
 
+@kernel_takes(x="T | K", packed="N _: int16", groups="_ N 2")
 def int4_gate_up(x: Tensor, packed: Tensor, groups: Tensor, fixed_order: bool = False) -> Tensor:
     """Multiplies [T, K] by packed weights of 2 I outputs -> [T, I]: `silu(gate) * up`, where gate
     are the first I outputs."""
     return silu_and_mul(int4_gemm(x, packed, groups, None, fixed_order))
 
 
+@kernel_takes(
+    x="T | H",
+    packed13="E N _: int16",
+    groups13="E _ N 2",
+    packed2="E H _: int16",
+    groups2="E _ H 2",
+    weights="T k: float32",
+    experts="T k: int32",
+)
 def int4_experts(
     x: Tensor,
     packed13: Tensor,

@@ -8,11 +8,13 @@ from torch import Tensor
 from tandem_kernels.reference.elementwise import gelu_tanh_and_mul, silu_and_mul
 from tandem_kernels.reference.experts import activated, of_tokens
 from tandem_kernels.reference.fp8_linear import rms_norm_fp8, scale_product
+from tandem_kernels.reference.layouts import kernel_takes
 
 INT8_MAX = 127.0
 """The largest number of a quantised row; -128 is left out, as publishers leave it out."""
 
 
+@kernel_takes(x="T | K")
 def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises rows, each by its largest number.
 
@@ -30,6 +32,9 @@ def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.int8), scales[None]
 
 
+@kernel_takes(
+    x="T | H", residual="T | H", weight="H", row_scales="1 T: float32", col_scales="H: float32"
+)
 def rms_norm_int8(
     x: Tensor,
     residual: Tensor | None,
@@ -43,6 +48,7 @@ def rms_norm_int8(
     return quantise_int8(plain)
 
 
+@kernel_takes(x="T | W", row_scales="1 T: float32", col_scales="W: float32")
 def silu_and_mul_int8(
     x: Tensor,
     is_gelu: bool = False,
@@ -56,6 +62,9 @@ def silu_and_mul_int8(
     return quantise_int8(gelu_tanh_and_mul(x) if is_gelu else silu_and_mul(x))
 
 
+@kernel_takes(
+    x="T K: int8", x_scales="1 T: float32", weight="N K: int8", w_scales="N: float32", bias="N"
+)
 def int8_gemm(
     x: Tensor,
     x_scales: Tensor,
@@ -75,6 +84,7 @@ def int8_gemm(
     return (scaled if bias is None else scaled + bias.float()).to(out_dtype)
 
 
+@kernel_takes(x="T K: int8", x_scales="1 T: float32", weight="N K: int8", w_scales="N: float32")
 def int8_gate_up(
     x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -88,6 +98,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return (x.double() @ weight.double().t()).float()
 
 
+@kernel_takes(weight="N K: int8", scales="G N: float32", zeros="G N: int8")
 def int8_dequantise(
     weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -105,6 +116,7 @@ def int8_dequantise(
     return (wide * scales.t().repeat_interleave(size, 1)).to(dtype)
 
 
+@kernel_takes(x="T | K", weight="N K: int8", scales="G N: float32", zeros="G N: int8", bias="N")
 def int8_weight_gemm(
     x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None = None
 ) -> Tensor:
@@ -114,12 +126,22 @@ def int8_weight_gemm(
     return (exact if bias is None else exact + bias.float()).to(x.dtype)
 
 
+@kernel_takes(x="T | K", weight="N K: int8", scales="G N: float32", zeros="G N: int8")
 def int8_weight_gate_up(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Multiplies [T, K] by weights of 2 I outputs -> [T, I]: `silu(gate) * up`, where gate are the
     first I outputs."""
     return silu_and_mul(int8_weight_gemm(x, weight, scales, zeros))
 
 
+@kernel_takes(
+    x="T | H",
+    w13="E N H: int8",
+    s13="E N: float32",
+    w2="E H _: int8",
+    s2="E H: float32",
+    weights="T k: float32",
+    experts="T k: int32",
+)
 def int8_experts(
     x: Tensor,
     w13: Tensor,

@@ -14,9 +14,20 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.reference.fp8_cache import dequantise, quantise
+from tandem_kernels.reference.layouts import ATTENTION, KV_SCALES, kernel_takes
 from tandem_kernels.reference.slots import places_of
 
 
+@kernel_takes(
+    q_rope="T _ | P",
+    kv="T | W",
+    weight="_",
+    positions="T: int",
+    cos_sin_cache="_ P: float32",
+    kv_cache="_ | _ W",
+    slot_mapping="T: int",
+    kv_scales=KV_SCALES,
+)
 def latent_rope_and_cache(
     q_rope: Tensor,
     kv: Tensor,
@@ -62,6 +73,13 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+@kernel_takes(
+    q_latent="T H | _",
+    q_rope="T H | _",
+    kv_cache="_ | _ _",
+    metadata=ATTENTION,
+    kv_scales=KV_SCALES,
+)
 def latent_attention(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -134,6 +152,14 @@ def _stored(kv_cache: Tensor, kv_scales: KVScales | None) -> Tensor:
     return kv_cache if kv_scales is None else kv_cache.view(torch.uint8)
 
 
+@kernel_takes(
+    kv_cache="_ | _ _",
+    first="R: int32",
+    bounds="R+1: int32",
+    block_tables=">=R | _: int32",
+    keys="_ _ | P",
+    kv_scales=KV_SCALES,
+)
 def gather_latents(
     kv_cache: Tensor,
     block_tables: Tensor,

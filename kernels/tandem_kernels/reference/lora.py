@@ -12,10 +12,14 @@ from torch import Tensor
 
 from tandem_kernels.reference.elementwise import gelu_tanh_and_mul, silu_and_mul
 from tandem_kernels.reference.gemm import invariant_gemm
+from tandem_kernels.reference.layouts import kernel_takes
 
 NO_SLOT = -1
 
 
+@kernel_takes(
+    row_slots="_: int32", idx_mapping="R: int32", query_start_loc="R+1: int32", out="_: int32"
+)
 def lora_slots_of_tokens(
     row_slots: Tensor, idx_mapping: Tensor, query_start_loc: Tensor, out: Tensor
 ) -> None:
@@ -34,6 +38,7 @@ def lora_slots_of_tokens(
     out[: len(found)] = found[: len(out)]
 
 
+@kernel_takes(x="T | K", a="_ | _ K", token_slots="T: int32")
 def lora_shrink(
     x: Tensor,
     a: Tensor,
@@ -60,6 +65,7 @@ def lora_shrink(
     return out
 
 
+@kernel_takes(shrunk="_ T _: float32", b="_ | N _", token_slots="T: int32", out="T | N")
 def lora_expand(
     shrunk: Tensor,
     b: Tensor,
@@ -89,6 +95,7 @@ def lora_expand(
             start = end
 
 
+@kernel_takes(shrunk="_ T _: float32", b="_ | N _", token_slots="T: int32", out="T | N")
 def lora_expand_few(
     shrunk: Tensor, b: Tensor, token_slots: Tensor, ends: tuple[int, ...], out: Tensor
 ) -> None:
@@ -96,6 +103,7 @@ def lora_expand_few(
     lora_expand(shrunk, b, token_slots, ends, out)
 
 
+@kernel_takes(shrunk="_ T _: float32", b="_ | N _", token_slots="T: int32", both="T | N")
 def lora_expand_gated(
     shrunk: Tensor, b: Tensor, token_slots: Tensor, both: Tensor, *, is_gelu: bool
 ) -> Tensor:
@@ -111,6 +119,15 @@ def lora_expand_gated(
     return gelu_tanh_and_mul(added) if is_gelu else silu_and_mul(added)
 
 
+@kernel_takes(
+    x="T | K",
+    weight="N K",
+    bias="N",
+    a="S | _ K",
+    b="S | N _",
+    token_slots="T: int32",
+    counters="_: int32",
+)
 def lora_gemm(
     x: Tensor,
     weight: Tensor,
@@ -133,6 +150,14 @@ def lora_gemm(
     return out.to(x.dtype)
 
 
+@kernel_takes(
+    x="T | K",
+    weight="N K",
+    a="S | _ K",
+    b="S | N _",
+    token_slots="T: int32",
+    counters="_: int32",
+)
 def lora_gate_up(
     x: Tensor,
     weight: Tensor,

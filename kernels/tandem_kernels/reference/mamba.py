@@ -9,10 +9,21 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.batch.state_metadata import StateMetadata
+from tandem_kernels.reference.layouts import STATES, kernel_takes
 from tandem_kernels.reference.state_runs import Lockstep, state_runs
 from tandem_kernels.reference.steady import sigmoid, silu, softplus
 
 
+@kernel_takes(
+    mixed="_ | _",
+    steps="T | H",
+    a_log="H: float32",
+    dt_bias="H: float32",
+    skip="H: float32",
+    states="_ | H _ _: float32",
+    metadata=STATES,
+    kept="_ _ _",
+)
 def mamba_scan(
     mixed: Tensor,
     steps: Tensor,
@@ -69,6 +80,7 @@ def mamba_scan(
     return out
 
 
+@kernel_takes(x="T D", gate="T | D")
 def gated_square_sums(x: Tensor, gate: Tensor, groups: int, is_behind: bool = False) -> Tensor:
     """Add up the squares of `x` times the SiLU of its gate.
 
@@ -83,6 +95,7 @@ def gated_square_sums(x: Tensor, gate: Tensor, groups: int, is_behind: bool = Fa
     return _in_groups(x, None if is_behind else gate, groups).square().sum(-1)
 
 
+@kernel_takes(x="T D", gate="T | D", weight="D", means="T _: float32")
 def gated_group_norm(
     x: Tensor,
     gate: Tensor,

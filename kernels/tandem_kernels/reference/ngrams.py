@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.batch.batch_tables import RowTables
+from tandem_kernels.reference.layouts import ROWS, kernel_takes
 
 NO_DRAFT = -1
 
 
+@kernel_takes(idx_mapping="R: int32", rows=ROWS)
 def lookup_ngrams(idx_mapping: Tensor, rows: RowTables, min_len: int, max_len: int) -> Tensor:
     """Find where the last tokens of rows came before, and return what followed there.
 

@@ -7,8 +7,17 @@ from torch import Tensor
 from tandem_kernels.elementwise.norm_forms import Norm, PairedExperts
 from tandem_kernels.reference.elementwise import rms_norm
 from tandem_kernels.reference.experts import sum_pairs
+from tandem_kernels.reference.layouts import NORM, kernel_takes
 
 
+@kernel_takes(
+    x="T | H",
+    residual="T | H",
+    by=NORM,
+    readers=NORM,
+    scale="1",
+    paired={"parts": "_ H", "experts": "T _: int32", "dense": NORM, "sparse": NORM},
+)
 def add_normed(
     x: Tensor,
     residual: Tensor,

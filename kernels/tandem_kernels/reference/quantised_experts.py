@@ -9,8 +9,20 @@ from tandem_kernels.elementwise.gate_form import GateForm
 from tandem_kernels.gemm.fp4_tiles import untile_fp4
 from tandem_kernels.reference.experts import activated, fused_experts, of_tokens, route_tokens
 from tandem_kernels.reference.fp8 import BLOCK, dequantise_weight, quantise_fp8
+from tandem_kernels.reference.layouts import kernel_takes
 
 
+@kernel_takes(
+    x="T | H",
+    w13="E _ I H",
+    s13="E _ _: float32 or E _ _ _: float32",
+    w2="E H I",
+    s2="E _: float32 or E _ _: float32",
+    weights="T k: float32",
+    experts="T k: int32",
+    b13="E _",
+    b2="E H",
+)
 def fp8_experts(
     x: Tensor,
     w13: Tensor,
@@ -63,6 +75,17 @@ def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return (given.double() @ dequantise_weight(weight, scales).double().t()).float()
 
 
+@kernel_takes(
+    x="T | H",
+    w13="E _ _ _ _: int32",
+    w2="E _ _ _: int32",
+    weights="T k: float32",
+    experts="T k: int32",
+    b13="E _",
+    b2="E H",
+    f13="E _: float32",
+    f2="E: float32",
+)
 def fp4_experts(
     x: Tensor,
     w13: Tensor,
@@ -109,6 +132,18 @@ def fp4_experts(
     return fused_experts(x, plain13, plain2, weights, experts, fixed_order, b13, b2, gate, summed)
 
 
+@kernel_takes(
+    x="T | H",
+    logits="T E: float32",
+    slot_mapping="T: int",
+    residual="T H",
+    w13="E _ _ _ _: int32",
+    w2="E _ _ _: int32",
+    b13="E _",
+    b2="E H",
+    f13="E _: float32",
+    f2="E: float32",
+)
 def fp4_routed_experts(
     x: Tensor,
     logits: Tensor,

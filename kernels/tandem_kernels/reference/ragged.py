@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.attention.ragged_batch import RaggedBatch
+from tandem_kernels.reference.layouts import BATCH, kernel_takes
 
 
+@kernel_takes(chosen="T _: int32", first="R: int32", batch=BATCH)
 def chosen_bits(chosen: Tensor, batch: RaggedBatch, first: Tensor) -> Tensor:
     """Returns which keys of a batch each query attends to, as bits.
 
@@ -31,6 +33,7 @@ def chosen_bits(chosen: Tensor, batch: RaggedBatch, first: Tensor) -> Tensor:
     return bits.to(torch.int32)
 
 
+@kernel_takes(q="T H | D", k="S H | D", v="S H | _", batch=BATCH, chosen_bits="T | _: int32")
 def ragged_attention(
     q: Tensor,
     k: Tensor,
@@ -75,6 +78,7 @@ def ragged_attention(
     return out, log_sums
 
 
+@kernel_takes(out="T H V", log_sums="H | T: float32", part="T H V", part_log_sums="H | T: float32")
 def merge_attention(out: Tensor, log_sums: Tensor, part: Tensor, part_log_sums: Tensor) -> None:
     """Joins attention to other keys of the same requests into `out`, in place.
 
@@ -90,6 +94,7 @@ def merge_attention(out: Tensor, log_sums: Tensor, part: Tensor, part_log_sums: 
     log_sums.copy_(total)
 
 
+@kernel_takes(attended="T H V", log_sums="H | T: float32", sinks="H: float32")
 def add_sinks(attended: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
     """Makes attention, in place, what it is where the softmax has counted sinks as well.
 

@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.reference.gumbel import gumbel_noise
+from tandem_kernels.reference.layouts import kernel_takes
 
 
+@kernel_takes(logits="_ | _", rows="E: int", cols="E: int", values="E")
 def add_sparse(logits: Tensor, rows: Tensor, cols: Tensor, values: Tensor) -> None:
     """Adds: `logits[rows[e], cols[e]] += values[e]` for each of E entries; the same place may
     repeat.
 
-    Serves logit bias (finite values) and masking (-inf). `rows` and `cols` are int32 or int64; all
-    are contiguous, as the kernel that does the same on a GPU reads them.
+    Serves logit bias (finite values) and masking (-inf). `rows` and `cols` are int32 or int64.
     """
-    assert rows.is_contiguous() and cols.is_contiguous() and values.is_contiguous()
     logits.index_put_((rows.long(), cols.long()), values.to(logits.dtype), accumulate=True)
 
 
+@kernel_takes(output_counts="_ | _: int32", penalty_rows="R: int32", token_ids="R: int")
 def count_tokens(output_counts: Tensor, penalty_rows: Tensor, token_ids: Tensor) -> None:
     """Counts: `output_counts[penalty_rows[r], token_ids[r]] += 1`; a -1 on either side is skipped.
 
@@ -33,6 +34,16 @@ def count_tokens(output_counts: Tensor, penalty_rows: Tensor, token_ids: Tensor)
     output_counts.index_put_(place, output_counts.new_ones(()), accumulate=True)
 
 
+@kernel_takes(
+    logits="S | V: float32",
+    prompt_mask="Q | _: int32",
+    output_counts="Q | V: int32",
+    penalty_rows="S: int32",
+    repetition="S: float32",
+    presence="S: float32",
+    frequency="S: float32",
+    drafts="S _: int32",
+)
 def apply_penalties(
     logits: Tensor,
     prompt_mask: Tensor,
@@ -79,6 +90,7 @@ def apply_penalties(
     logits[chosen] = scaled
 
 
+@kernel_takes(logits="S | _: float32", masks="_ | _: int32", entries="S: int32")
 def mask_logits(logits: Tensor, masks: Tensor, entries: Tensor) -> None:
     """Sets the logits of tokens that a row may not choose to -inf, in place.
 
@@ -103,6 +115,13 @@ def _unpacked(words: Tensor, vocab_size: int) -> Tensor:
     return torch.from_numpy(bits[:, :vocab_size]).bool()
 
 
+@kernel_takes(
+    idx_mapping="L: int32",
+    seq_lens="L: int32",
+    floats="_ R: float32",
+    top_k="R: int32",
+    seeds="R: int64",
+)
 def pick_parameters(
     idx_mapping: Tensor, seq_lens: Tensor, floats: Tensor, top_k: Tensor, seeds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -124,6 +143,15 @@ def pick_parameters(
     return *of_rows, seeds.index_select(0, rows), seq_lens.long()
 
 
+@kernel_takes(
+    logits="S | _: float32",
+    temperature="S: float32",
+    top_k="S: int32",
+    top_p="S: float32",
+    min_p="S: float32",
+    seeds="S: int64",
+    positions="S: int64",
+)
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -176,6 +204,9 @@ def sample(
     return tokens
 
 
+@kernel_takes(
+    logits="S | _: float32", temperature="S: float32", seeds="S: int64", positions="S: int64"
+)
 def sample_part(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_token: int
 ) -> Tensor:
@@ -197,6 +228,7 @@ def sample_part(
     return torch.stack((values, (tokens + first_token).float()), dim=1)
 
 
+@kernel_takes(parts="_ _ 2: float32")
 def best_of_parts(parts: Tensor) -> Tensor:
     """Returns the best tokens [S] int64 of what `sample_part` has found in R parts of the
     vocabulary, [R, S, 2], in order of their tokens: the lowest id among equals."""
@@ -224,6 +256,7 @@ def _filter_floor(
     return torch.maximum(floor, nucleus)
 
 
+@kernel_takes(logits="S | _", token_ids="S |: int64")
 def topk_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probabilities of one chosen token and of the k likeliest.
 

@@ -11,8 +11,17 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.reference.latent import head_scores, latent_rows, summed_rows
+from tandem_kernels.reference.layouts import ATTENTION, KV_SCALES, kernel_takes
 
 
+@kernel_takes(
+    q_latent="T H | _",
+    q_rope="T H | _",
+    kv_cache="_ | _ _",
+    chosen="T _: int32",
+    metadata=ATTENTION,
+    kv_scales=KV_SCALES,
+)
 def sparse_latent_attention(
     q_latent: Tensor,
     q_rope: Tensor,

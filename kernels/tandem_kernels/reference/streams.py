@@ -18,10 +18,12 @@ from torch import Tensor
 from tandem_kernels.elementwise.norm_forms import Norm
 from tandem_kernels.reference.elementwise import rms_norm
 from tandem_kernels.reference.gemm import invariant_gemm
+from tandem_kernels.reference.layouts import NORM, STREAM_WEIGHTS, kernel_takes
 from tandem_kernels.reference.steady import sigmoid
 from tandem_kernels.stream_forms import GivenToStreams, StreamForm, StreamWeights
 
 
+@kernel_takes(streams="_ _ _", fn="O _: float32", base="O: float32", scale="_: float32")
 def read_streams(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, form: StreamForm
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,6 +43,7 @@ def read_streams(
     return _collapsed(streams, pre), *_shares(logits, base, scale, form, n)
 
 
+@kernel_takes(streams="T n H", x="T | H", post="T n: float32", comb="T n n: float32")
 def write_streams(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
     """Mixes the streams [T, n, H] in place, and adds `x` [T, H] to them; `post` and `comb` are
     those of `read_streams`."""
@@ -48,6 +51,7 @@ def write_streams(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Non
     streams.copy_(mixed + post[:, :, None] * x[:, None].float())
 
 
+@kernel_takes(streams="_ _ _", fn="O _: float32", base="O: float32", scale="_: float32")
 def join_streams(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, form: StreamForm
 ) -> Tensor:
@@ -57,6 +61,11 @@ def join_streams(
     return _collapsed(streams, weights)
 
 
+@kernel_takes(
+    streams="T n H",
+    given={"x": "T | H", "beside": "T | H", "post": "T n: float32", "comb": "T n n: float32"},
+    weights=STREAM_WEIGHTS,
+)
 def mix_streams(
     streams: Tensor, given: GivenToStreams | None, weights: StreamWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,6 +87,13 @@ def mix_streams(
     return streams, F.linear(flat, weights.fn)[None], flat.square().sum(-1)[None]
 
 
+@kernel_takes(
+    streams="T n H",
+    logits="S T O: float32",
+    squares="S T: float32",
+    weights=STREAM_WEIGHTS,
+    norm=NORM,
+)
 def norm_streams(
     streams: Tensor,
     logits: Tensor,
@@ -94,6 +110,7 @@ def norm_streams(
     return rms_norm(_collapsed(streams, pre), norm.weight, norm.eps)
 
 
+@kernel_takes(logits="S T O: float32", squares="S T: float32", weights=STREAM_WEIGHTS)
 def share_streams(
     logits: Tensor, squares: Tensor, weights: StreamWeights, form: StreamForm, width: int
 ) -> tuple[Tensor, Tensor]:

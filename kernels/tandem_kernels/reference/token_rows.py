@@ -26,6 +26,15 @@ from tandem_kernels.attention.token_rows import (
 from tandem_kernels.narrow_form import NARROW_GROUP
 from tandem_kernels.reference.fp8 import BLOCK, quantise_fp8
 from tandem_kernels.reference.index import rounded
+from tandem_kernels.reference.layouts import (
+    ATTENTION,
+    BACK_TURN,
+    INDEX_PAGES,
+    OPEN_TOKENS,
+    ROW_PAGES,
+    SEEN_ROWS,
+    kernel_takes,
+)
 from tandem_kernels.reference.slots import places_of
 
 
@@ -39,6 +48,15 @@ def turned(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat((x[..., :-size].float(), both.flatten(-2)), dim=-1)
 
 
+@kernel_takes(
+    q="T | _ D",
+    kv="T | D",
+    weight="D",
+    positions="T: int",
+    cos_sin_cache="_ _: float32",
+    pages=ROW_PAGES,
+    slot_mapping="T: int",
+)
 def shared_rope_and_cache(
     q: Tensor,
     kv: Tensor,
@@ -110,11 +128,20 @@ def _two_to(powers: Tensor) -> Tensor:
     return (powers << 23).view(torch.float32)
 
 
+@kernel_takes(x="T | W: float32", rows=OPEN_TOKENS)
 def keep_open_tokens(x: Tensor, rows: OpenTokens) -> None:
     """Writes what tokens leave for their rows, `x` [T, W] float32, into the cache."""
     _write(x, rows.pages, rows.slot_mapping)
 
 
+@kernel_takes(
+    x="T | W: float32",
+    rows=OPEN_TOKENS,
+    bias="_ _: float32",
+    weight="_",
+    positions="T: int",
+    cos_sin_cache="_ _: float32",
+)
 def close_rows(
     x: Tensor,
     rows: OpenTokens,
@@ -178,6 +205,7 @@ def _closed(kept: Tensor, last: Tensor, form: TokenRowForm, bias: Tensor) -> Ten
     return (taken * gate.softmax(1)).sum(1)
 
 
+@kernel_takes(slot_mapping="T: int64")
 def closed_slots(slot_mapping: Tensor, tokens: int) -> Tensor:
     """Returns the slots of the rows that tokens close: of `slot_mapping` [T] int64, which counts
     tokens, those behind which a row of `tokens` ends. -1: a token closes none."""
@@ -185,17 +213,28 @@ def closed_slots(slot_mapping: Tensor, tokens: int) -> Tensor:
     return torch.where(closes, slot_mapping.div(tokens, rounding_mode="floor"), -1)
 
 
+@kernel_takes(slot_mapping="T: int64", input_ids="T: int")
 def placed_ids(slot_mapping: Tensor, input_ids: Tensor) -> Tensor:
     """Returns the ids of tokens, [T] int32 -> [T] int64, as far as `slot_mapping` [T] int64 has a
     slot for them; -1: it has none."""
     return torch.where(slot_mapping < 0, -1, input_ids.long())
 
 
+@kernel_takes(x="T | D", pages=ROW_PAGES, slot_mapping="T: int")
 def cache_rows(x: Tensor, pages: RowPages, slot_mapping: Tensor) -> None:
     """Writes rows [T, D] of any precision into the cache where a token closes one."""
     _write(x, pages, slot_mapping)
 
 
+@kernel_takes(
+    q="T | H D",
+    keys="T | D",
+    head_weights="T | H: float32",
+    positions="T: int",
+    cos_sin_cache="_ _: float32",
+    pages=INDEX_PAGES,
+    slot_mapping="T: int",
+)
 def index_rows(
     q: Tensor,
     keys: Tensor,
@@ -228,6 +267,14 @@ def index_rows(
     return queries, head_weights * query_scales
 
 
+@kernel_takes(
+    q="T | H D",
+    pages=ROW_PAGES,
+    metadata=ATTENTION,
+    sinks="H: float32",
+    rows=SEEN_ROWS,
+    back=BACK_TURN,
+)
 def window_rows_attention(
     q: Tensor,
     pages: RowPages,
@@ -276,6 +323,14 @@ def window_rows_attention(
     return turned(out, torch.cat((cos, -sin), dim=-1)).to(q.dtype)
 
 
+@kernel_takes(
+    q="T | H D",
+    pages=ROW_PAGES,
+    metadata=ATTENTION,
+    sinks="H: float32",
+    rows=SEEN_ROWS,
+    back=BACK_TURN,
+)
 def window_rows_fp8(
     q: Tensor,
     pages: RowPages,
