@@ -10,6 +10,7 @@ import uvicorn
 
 from edge.http.answers.stopped_answer import QuietEnd
 from edge.http.connection.either_listener import EitherListener
+from edge.http.connection.http_listener import HttpListener
 from edge.security.server_tls import ServerTls
 
 
@@ -35,34 +36,28 @@ class TlsConfig(uvicorn.Config):
 
 
 class TlsServer(uvicorn.Server):
-    """Listens by itself, because uvicorn waits a minute for a handshake that never ends."""
+    """Listens by itself: with uvicorn and uvloop a turn of the event loop accepts one connection,
+    and a handshake that never ends has a minute."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        config = self.config
-        if not isinstance(config, TlsConfig) or config.tls is None or sockets is None:
-            await super().startup(sockets)
+        if sockets is None:
+            await super().startup()
             return
         await super().startup([])
         self.started = False
         for listener in sockets:
-            self.servers.append(await self._listen(listener, config, config.tls))
+            listener.listen(self.config.backlog)
+            self.servers.append(cast("asyncio.Server", self._listen(listener)))
         self.started = True
 
-    async def _listen(
-        self, listener: socket.socket, config: TlsConfig, tls: ServerTls
-    ) -> asyncio.Server:
-        timeout_s = config.handshake_timeout_s
-        if tls.count_plaintext is not None:
-            listener.listen(config.backlog)
-            either = EitherListener(listener, tls, self._protocol, timeout_s)
-            return cast("asyncio.Server", either)
-        return await asyncio.get_running_loop().create_server(
-            self._protocol,
-            sock=listener,
-            ssl=tls.context,
-            ssl_handshake_timeout=timeout_s,
-            backlog=config.backlog,
-        )
+    def _listen(self, listener: socket.socket) -> HttpListener:
+        config = self.config
+        tls = config.tls if isinstance(config, TlsConfig) else None
+        timeout_s = config.handshake_timeout_s if isinstance(config, TlsConfig) else 0.0
+        if tls is not None and tls.count_plaintext is not None:
+            return EitherListener(listener, tls, self._protocol, timeout_s)
+        context = None if tls is None else tls.context
+        return HttpListener(listener, self._protocol, context, timeout_s)
 
     def _protocol(self) -> asyncio.Protocol:
         config = self.config
