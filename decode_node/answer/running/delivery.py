@@ -75,7 +75,7 @@ class Delivery:
         finally:
             self._has_ended = True
             del self._end  # Its error holds the frames that it has passed, which hold this.
-        await long_work.pause()
+        await long_work.pause(is_begun=True)
 
     def end_unbegun(self) -> None:
         """Ends choices that have not ended, and of which nothing comes any more: with what another

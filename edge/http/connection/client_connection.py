@@ -62,7 +62,7 @@ class ClientGuard:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        await pause()  # Thousands leave at once where a balancer before us ends.
+        await pause(is_begun=True)  # Thousands leave at once where a balancer before us ends.
         self._disconnected = True
         self._task.cancel()
 

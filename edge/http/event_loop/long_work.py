@@ -4,8 +4,12 @@
          turns with the event loop (`take_short_turns`). Many threads would take turns with each
          other first: so there is one, and long bodies wait for each other
 `pause`  all others: in pieces of a few hundred microseconds, of which each turn of the event loop
-         has one, whatever number of requests is there. Between two of them it reads and passes on
-         what has come, tokens of running answers above all
+         has one, and one more for each `_LINE` that wait, `_MOST` at most. Between two turns it
+         reads and passes on what has come, tokens of running answers above all. Turns take long
+         where the host is busy or many answers run: with one piece each, requests that are to be
+         refused would wait for seconds, and their line would grow until they stop to come
+         What is begun goes first: work on a request that a node has room for, or on the end of an
+         answer, does not wait for all that have just come
 `hold`   no such piece begins before `release`: while the tokens of a step are being passed on
 """
 
@@ -24,6 +28,9 @@ LONG_BODY = 16 << 10
 """Bytes. Work on what is shorter is over sooner than a thread begins."""
 
 _SHORT_TURN_S = 0.0005
+_LINE = 32
+_MOST = 16
+"""Pieces of a turn: some 3 ms of work, of the 5 ms that it may parse."""
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-bodies")
@@ -43,9 +50,10 @@ async def run(is_long: bool, work: Callable[[], _Result]) -> _Result:
     return await asyncio.get_running_loop().run_in_executor(_worker, context.run, work)
 
 
-async def pause() -> None:
-    """Returns in a later turn of the event loop, which has no other piece."""
-    await _turns_here().wait()
+async def pause(*, is_begun: bool = False) -> None:
+    """Returns in a later turn of the event loop, which has few other pieces. `is_begun`: before all
+    that are not, because somewhere room is taken until this piece is done."""
+    await _turns_here().wait(is_begun=is_begun)
 
 
 async def in_pieces(items: Sequence[_Item], size: int = 64) -> AsyncIterator[_Item]:
@@ -69,20 +77,21 @@ def release() -> None:
 
 
 class _Turns:
-    """The turns of one event loop, in the order in which they were asked for."""
+    """The turns of one event loop. Pieces of a kind have the order in which they were asked for."""
 
     def __init__(self) -> None:
-        self._is_taken = False
-        """Says that the next turn has its piece."""
+        self._num_taken = 0
+        """Pieces of the next turn that have not begun."""
         self._is_held = False
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._begun: deque[asyncio.Future[None]] = deque()
+        self._others: deque[asyncio.Future[None]] = deque()
 
-    async def wait(self) -> None:
+    async def wait(self, *, is_begun: bool) -> None:
         """Returns when it is the caller's turn."""
-        if self._is_taken or self._is_held:
-            await self._wait_in_line()
+        if self._num_taken or self._is_held:
+            await self._wait_in_line(self._begun if is_begun else self._others)
         else:
-            self._is_taken = True
+            self._num_taken = 1
             try:
                 await asyncio.sleep(0)
             except BaseException:
@@ -95,12 +104,12 @@ class _Turns:
 
     def release(self) -> None:
         self._is_held = False
-        if not self._is_taken:
-            self._pass_on()
+        if not self._num_taken:
+            self._fill_turn()
 
-    async def _wait_in_line(self) -> None:
+    async def _wait_in_line(self, line: deque[asyncio.Future[None]]) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        line.append(turn)
         try:
             await turn
         except BaseException:
@@ -109,13 +118,19 @@ class _Turns:
             raise
 
     def _pass_on(self) -> None:
-        """Gives the turn behind this one to the next in line."""
-        self._is_taken = False
-        while self._waiting and not (self._is_held or self._is_taken):
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                self._is_taken = True
+        """Gives the turn behind this one to the next in line, if this piece is its last."""
+        self._num_taken -= 1
+        if not (self._num_taken or self._is_held):
+            self._fill_turn()
+
+    def _fill_turn(self) -> None:
+        room = min(1 + (len(self._begun) + len(self._others)) // _LINE, _MOST)
+        for line in (self._begun, self._others):
+            while line and self._num_taken < room:
+                turn = line.popleft()
+                if not turn.done():
+                    turn.set_result(None)
+                    self._num_taken += 1
 
 
 def _turns_here() -> _Turns:
