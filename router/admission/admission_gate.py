@@ -96,10 +96,11 @@ class AdmissionGate:
         request: RequestInfo,
         admit: Callable[[], None],
         refuse: Callable[[Overloaded], None],
+        waited_s: float = 0.0,
     ) -> Waiting | None:
         """Calls `admit`, now (and returns None) or when there is room; or `refuse`, as soon as it
         is known that there will be none in time. A caller that is refused that way, or learns later
-        that nothing will answer, says so (`give_back`).
+        that nothing will answer, says so (`give_back`). The request came `waited_s` seconds ago.
 
         Raises:
             RateLimited: the tenant has used up its rates.
@@ -109,7 +110,7 @@ class AdmissionGate:
         if not request.is_idle_class:
             self.on_request(request)
         try:
-            return self._let_in(request, admit, refuse)
+            return self._let_in(request, admit, refuse, waited_s)
         except Overloaded:
             self.give_back(request)
             raise
@@ -119,6 +120,7 @@ class AdmissionGate:
         request: RequestInfo,
         admit: Callable[[], None],
         refuse: Callable[[Overloaded], None],
+        waited_s: float,
     ) -> Waiting | None:
         now = self.clock()
         self._check_shedding(request)
@@ -126,10 +128,11 @@ class AdmissionGate:
         if self.num_started < self.num_slots() and not len(self.line):
             self._start(admit)
             return None
-        self._check_line(request)
+        self._check_line(request, waited_s)
         if not len(self.line):
             self._pace.line_begins(now)
-        waiting = Waiting(request, now, now + self.deadline_s(request), admit, refuse)
+        since = now - waited_s
+        waiting = Waiting(request, since, since + self.deadline_s(request), admit, refuse)
         self.line.add(waiting)
         return waiting
 
@@ -211,14 +214,15 @@ class AdmissionGate:
         if request.is_idle_class and is_busy:
             raise self._refuse(Refusal.SHED, "There is no idle capacity now.", self.drain_s())
 
-    def _check_line(self, request: RequestInfo) -> None:
+    def _check_line(self, request: RequestInfo, waited_s: float) -> None:
         if len(self.line) >= self.limits.max_waiting:
             raise self._refuse(
                 Refusal.LINE_FULL,
                 f"{len(self.line)} requests are waiting.",
                 self._pace.next_place_in_s(self.clock(), self.num_slots()),
             )
-        late_s = self._pace.surely_drains_in_s(len(self.line) + 1) - self.deadline_s(request)
+        ahead_s = self._pace.surely_drains_in_s(len(self.line) + 1)
+        late_s = waited_s + ahead_s - self.deadline_s(request)
         if late_s > 0 and request.priority is not Priority.INTERACTIVE:
             raise self._too_many(len(self.line), late_s)
 

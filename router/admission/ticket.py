@@ -22,27 +22,30 @@ from router.request.info import RequestInfo
 
 
 class Ticket:
-    """Waits for its turn when it is entered, which raises `RateLimited` or `Overloaded`."""
+    """Waits for its turn when it is entered, which raises `RateLimited` or `Overloaded`. Of what it
+    may wait, `waited_s` seconds are over: a router that has much to do comes to it late."""
 
-    def __init__(self, gate: AdmissionGate, request: RequestInfo) -> None:
+    def __init__(self, gate: AdmissionGate, request: RequestInfo, waited_s: float = 0.0) -> None:
         self._gate = gate
         self._request = request
-        self._offered_at = 0.0
+        self._since = gate.clock() - waited_s
         self._has_slot = False
         self._refusal: Overloaded | None = None
 
     async def __aenter__(self) -> Self:
         gate = self._gate
-        self._offered_at = gate.clock()
         turn = asyncio.Event()
         waiting = gate.offer(
-            self._request, lambda: self._admit(turn), lambda error: self._refuse(turn, error)
+            self._request,
+            lambda: self._admit(turn),
+            lambda error: self._refuse(turn, error),
+            self._waited_s(),
         )
         if waiting is None:
             return self
-        deadline_s = gate.deadline_s(self._request)
+        left_s = self.time_left_s()
         try:
-            async with asyncio.timeout(None if deadline_s == float("inf") else deadline_s):
+            async with asyncio.timeout(None if left_s == float("inf") else max(0.0, left_s)):
                 await turn.wait()
         except TimeoutError:
             if not self._has_slot and self._refusal is None:
@@ -68,13 +71,11 @@ class Ticket:
 
     def check(self, placement: Placement) -> None:
         """Raises `Overloaded` when the first token would come after the deadline."""
-        waited_s = self._gate.clock() - self._offered_at
-        self._gate.check_placement(self._request, placement, waited_s)
+        self._gate.check_placement(self._request, placement, self._waited_s())
 
     def time_left_s(self) -> float:
         """Returns the time until the deadline of the request; it may be over."""
-        waited_s = self._gate.clock() - self._offered_at
-        return self._gate.deadline_s(self._request) - waited_s
+        return self._gate.deadline_s(self._request) - self._waited_s()
 
     def first_byte(self) -> None:
         if self._has_slot:
@@ -83,6 +84,9 @@ class Ticket:
 
     def refused(self) -> None:
         self._gate.give_back(self._request)
+
+    def _waited_s(self) -> float:
+        return self._gate.clock() - self._since
 
     def _admit(self, turn: asyncio.Event) -> None:
         self._has_slot = True

@@ -141,7 +141,8 @@ class ProxyEndpoint:
             async with ClientGuard(receive):
                 if not info.generates:
                     return await self._ask(request, client, gate)
-                async with Ticket(gate, info) as ticket:
+                waited_s = time.monotonic() - request.trace.read_at
+                async with Ticket(gate, info, waited_s) as ticket:
                     return await self.forwarder.forward(request, ticket, client)
 
     async def _ask(self, request: ClientRequest, client: Client, gate: AdmissionGate) -> int:
@@ -166,12 +167,13 @@ class ProxyEndpoint:
         name, tenant, table = record.trace.request_id, _tenant(scope), self.models.table
         with lease_of(scope, self.body_limits) as lease:
             body = await read_json_body(headers, receive, self.body_limits, lease)
+            record.trace.read_at = time.monotonic()
             await long_work.pause()
             is_long = len(body) > long_work.LONG_BODY
             path, route = scope["path"], table.route
             read = partial(read_request_info, path, name, headers, body, tenant, route)
             info = await long_work.run(is_long, read)
-        await long_work.pause()
+        await long_work.pause(is_begun=True)
         info = info.bounded(table.max_model_lens.get(info.model, 0))
         if scope["state"].get("is_idle"):
             info = replace(info, priority=Priority.IDLE)

@@ -26,6 +26,7 @@ class RequestTrace:
     """Is filled while a request is answered. Times are CLOCK_MONOTONIC seconds, 0.0 for not yet.
 
     Attributes:
+        read_at: All of the request was here.
         decode_node: That began the answer.
         num_moves: Times that another node went on with it.
         failure: Why the answer broke off after its first byte; empty: it did not.
@@ -36,6 +37,7 @@ class RequestTrace:
     context: TraceContext
     path: str
     started_at: float = field(default_factory=time.monotonic)
+    read_at: float = 0.0
     admitted_at: float = 0.0
     answered_at: float = 0.0
     decode_node: str = ""

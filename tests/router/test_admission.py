@@ -509,6 +509,19 @@ async def test_one_refused_in_the_line_is_given_its_tokens_back() -> None:
     gate.check_rates(request(tenant=poor))
 
 
+async def test_what_a_busy_router_came_to_late_has_that_less_to_wait() -> None:
+    gate = real_gate(wait_s=60)
+    async with Ticket(gate, request()):
+        with pytest.raises(Overloaded, match="within 60 s"):
+            async with Ticket(gate, request(), waited_s=59.95):
+                pass
+        assert not len(gate.line)
+    assert gate.refusals[Refusal.TOO_LATE] == 1
+    async with Ticket(gate, request(), waited_s=20) as ticket:
+        assert 39 < ticket.time_left_s() <= 40
+    assert gate.num_started == 0
+
+
 # Through a router ------------------------------------------------------------------------------
 
 
