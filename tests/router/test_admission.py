@@ -513,7 +513,7 @@ async def test_what_a_busy_router_came_to_late_has_that_less_to_wait() -> None:
     gate = real_gate(wait_s=60)
     async with Ticket(gate, request()):
         with pytest.raises(Overloaded, match="within 60 s"):
-            async with Ticket(gate, request(), waited_s=59.95):
+            async with Ticket(gate, request(), waited_s=59.7):
                 pass
         assert not len(gate.line)
     assert gate.refusals[Refusal.TOO_LATE] == 1
