@@ -9,8 +9,7 @@ from typing import Any, cast
 import uvicorn
 
 from edge.http.answers.stopped_answer import QuietEnd
-from edge.http.connection.either_listener import EitherListener
-from edge.http.connection.http_listener import HttpListener
+from edge.http.connection.http_listener import EitherListener, HttpListener
 from edge.security.server_tls import ServerTls
 
 

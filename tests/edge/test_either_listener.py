@@ -8,7 +8,7 @@ import ssl
 import pytest
 
 from edge import acceptor
-from edge.http.connection.either_listener import EitherListener
+from edge.http.connection.http_listener import EitherListener
 from edge.security.server_tls import ServerTls
 from tests.edge.full_listener import FullListener
 

@@ -22,7 +22,7 @@ from edge.h2 import server as h2_server
 from edge.h2 import tls_socket
 from edge.h2.frames import client_opening
 from edge.h2.server import H2Server
-from edge.http.connection import either_listener
+from edge.http.connection import http_listener
 from edge.http.connection.bounded_reads import bounded
 from edge.http.connection.guarded_protocol import ConnectionLimits, guarded_class
 from edge.http.tls_http import TlsConfig
@@ -257,7 +257,7 @@ def test_a_handshake_may_come_byte_by_byte(run: Run, port: Any, credentials: Cre
 def test_of_many_that_say_nothing_the_oldest_go(
     run: Run, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(either_listener, "_MAX_UNDECIDED", 8)
+    monkeypatch.setattr(http_listener, "_MAX_UNDECIDED", 8)
 
     async def test() -> None:
         async with http_port(credentials) as here:

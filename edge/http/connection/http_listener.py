@@ -7,6 +7,10 @@ them, and no deadline of theirs would run.
 1. accepted   by `edge.acceptor`
 2. served     by a protocol; with TLS once that is agreed on, for which there is a time
 3. `close`    no new ones; those that wait are closed
+
+For the time in which clients learn TLS, one port has both (`EitherListener`): nothing reads until
+the first byte is here, which has as long to come. If too many wait for that or in a handshake, the
+oldest is closed.
 """
 
 from __future__ import annotations
@@ -18,8 +22,11 @@ import ssl
 from collections.abc import Callable
 
 from edge.acceptor import Acceptor
+from edge.security.server_tls import ServerTls, begins_with_tls
 
 logger = logging.getLogger(__name__)
+
+_MAX_UNDECIDED = 1024
 
 
 class HttpListener:
@@ -69,3 +76,35 @@ class HttpListener:
     async def _tls_of(self, sock: socket.socket) -> ssl.SSLContext | None:
         """Returns what a connection is served with. Raises OSError."""
         return self._context
+
+
+class EitherListener(HttpListener):
+    """Accepts HTTP with and without TLS on one port."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        tls: ServerTls,
+        new_protocol: Callable[[], asyncio.Protocol],
+        handshake_timeout_s: float,
+    ) -> None:
+        assert tls.count_plaintext is not None
+        self._count_plaintext = tls.count_plaintext
+        super().__init__(listener, new_protocol, tls.context, handshake_timeout_s)
+
+    def _take(self, sock: socket.socket, peer: str) -> None:
+        super()._take(sock, peer)
+        if len(self._undecided) > _MAX_UNDECIDED:
+            next(iter(self._undecided)).cancel()
+
+    async def _tls_of(self, sock: socket.socket) -> ssl.SSLContext | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                is_tls = await begins_with_tls(sock)
+        except BaseException:
+            sock.close()
+            raise
+        if is_tls:
+            return self._context
+        self._count_plaintext()
+        return None
