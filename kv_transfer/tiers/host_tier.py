@@ -106,6 +106,7 @@ class PooledHostTier(HostTier):
         totals = {f"host_tier_{name}_blocks": float(self._totals[name]) for name in names}
         return {
             **totals,
+            **{f"{tier}_tier_off": float(tier in self._off) for tier in (Tier.HOST, Tier.DISK)},
             "host_tier_blocks": float(len(self._slots.stored)),
             "host_tier_displaced_blocks": float(self._slots.num_displaced),
             "host_tier_residency_seconds": self._slots.residency_s,

@@ -298,6 +298,7 @@ async def test_without_pinned_memory_the_tier_is_off_and_says_so_once(
         for contents in pools.contents:
             tier.apply(contents)
     assert caplog.text.count("KV in the host tier is off") == 1
+    assert tier.counters["host_tier_off"] == 1
     assert "cannot be pinned: cuMemHostRegister: out of memory" in caplog.text
     assert tier.store([(b"a", 0)]) is None
     assert await pools.do(store(1, [0, 1], [0, 1])) == [[0, 1]], "a late word is answered"
@@ -801,6 +802,7 @@ def test_files_count_only_where_every_process_has_its_disk(lacking: int) -> None
     assert tier.is_ready and not tier.has_disk
     assert tier.num_found([b"a", b"b"], 0) == 0 and tier.tier_of(b"a") is None
     assert tier.counters["disk_tier_blocks"] == 0 and not sent
+    assert (tier.counters["host_tier_off"], tier.counters["disk_tier_off"]) == (0, 1)
 
 
 # Real processes -------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ GAUGES = {
     "processes_ready": "Transfer processes that are ready.",
     "host_tier_blocks": "Blocks in host memory.",
     "disk_tier_blocks": "Blocks on disk.",
+    "host_tier_off": "1 where host memory is not used; of groups, how many. The log says why.",
+    "disk_tier_off": "1 where the disk is not used; of groups, how many. The log says why.",
 }
 COUNTERS = {
     "transfers": "Exports and pulls that began.",

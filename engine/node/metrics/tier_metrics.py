@@ -44,10 +44,13 @@ def tier_metrics(
         Tier.HOST: stats.kv_transfer.get("host_tier_blocks", 0.0),
         Tier.DISK: stats.kv_transfer.get("disk_tier_blocks", 0.0),
     }
+    # Blocks reach the disk by way of host memory.
+    no_host = stats.kv_transfer.get("host_tier_off", 0.0)
+    no_disk = max(no_host, stats.kv_transfer.get("disk_tier_off", 0.0))
     most = {
         Tier.GPU: stats.num_total_blocks,
-        Tier.HOST: transfer.num_host_slots(layout.block_bytes),
-        Tier.DISK: transfer.num_disk_blocks(layout.block_bytes),
+        Tier.HOST: transfer.num_host_slots(layout.block_bytes) * (1 - no_host / num_groups),
+        Tier.DISK: transfer.num_disk_blocks(layout.block_bytes) * (1 - no_disk / num_groups),
     }
     for name, text, blocks in (
         ("used_bytes", "KV of each rank that is there now; of groups, the mean.", used),

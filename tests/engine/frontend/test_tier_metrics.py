@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+import pytest
+
 from engine.contracts.outputs import SchedulerStats
 from engine.node.metrics.tier_metrics import tier_metrics
 from kv_transfer.config import KVTransferConfig
@@ -31,13 +34,13 @@ STATS = SchedulerStats(
 )
 
 
-def figures(**transfer: int) -> dict[str, dict[str, float]]:
+def figures(stats: SchedulerStats = STATS, **transfer: int) -> dict[str, dict[str, float]]:
     config = replace(CONFIG, kv_transfer=KVTransferConfig(kv_role="kv_producer", **transfer))
     return {
         metric.name.removeprefix("tandem_kv_tier_"): {
             sample.labels["tier"]: sample.value for sample in metric.samples
         }
-        for metric in tier_metrics(config, STATS, ("model_name",), ("m",))
+        for metric in tier_metrics(config, stats, ("model_name",), ("m",))
     }
 
 
@@ -49,6 +52,15 @@ def test_every_token_is_a_hit_of_one_tier_or_a_miss_of_all() -> None:
     assert found["residency_seconds"] == {"host": 12.5, "disk": 60}
     assert found["used_bytes"] == {"gpu": 6 * BLOCK, "host": 5 * BLOCK, "disk": 9 * BLOCK}
     assert found["size_bytes"] == {"gpu": 10 * BLOCK, "host": 8 * BLOCK, "disk": 20 * BLOCK}
+
+
+@pytest.mark.parametrize(
+    ("off", "host", "disk"), [("disk_tier_off", 8, 0), ("host_tier_off", 0, 0), ("other", 8, 20)]
+)
+def test_a_tier_that_is_off_has_no_room(off: str, host: int, disk: int) -> None:
+    stats = msgspec.structs.replace(STATS, kv_transfer={**STATS.kv_transfer, off: 1.0})
+    found = figures(stats, host_tier_bytes=8 * BLOCK, disk_tier_bytes=20 * BLOCK)["size_bytes"]
+    assert found == {"gpu": 10 * BLOCK, "host": host * BLOCK, "disk": disk * BLOCK}
 
 
 def test_tiers_that_are_not_there_have_no_series() -> None:
