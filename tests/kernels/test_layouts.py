@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import KVPages
 from tandem_kernels.reference.layouts import LayoutError, Need, kernel_takes, layouts_of
 
 EVERY_OP = {name: op for name, op in vars(ops).items() if isinstance(op, ops.Op)}
@@ -148,3 +149,21 @@ def test_kernels_are_held_to_it_where_asked(monkeypatch: pytest.MonkeyPatch) -> 
         ops.add_sparse.kernel(logits, rows.contiguous(), cols, ones)
     ops.add_sparse.kernel(logits, rows, cols, ones)
     assert len(launched) == 3
+
+
+def test_what_shares_pages_is_held_to_one_memory() -> None:
+    """A kernel finds values by the step of the keys, and by how far behind them they begin."""
+    both = torch.zeros(3, 2 * 4 * (8 + 6))
+    keys, values = (part.view(3, 2, 4, -1) for part in both.split([2 * 4 * 8, 2 * 4 * 6], dim=1))
+    q, k, v = torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.ones(1, 2, 6)
+    slot, table = torch.tensor([5]), torch.zeros(1, 8)
+
+    def write(pages: KVPages) -> None:
+        ops.rope_and_cache(q, k, v, torch.tensor([0]), table, pages, slot)
+
+    write(KVPages(keys, values))
+    assert values.sum() == v.sum() and keys.sum() == 0
+    alike = torch.zeros_like(both)[:, : 2 * 4 * 6].view(3, 2, 4, 6)
+    for elsewhere in (values.clone(), alike):
+        with pytest.raises(LayoutError, match=r"rope_and_cache: its kernel takes `kv_cache.v`"):
+            write(KVPages(keys, elsewhere))

@@ -23,8 +23,8 @@ from tandem_kernels.reference.fp8_cache import dequantise
 from tandem_kernels.reference.layouts import (
     ATTENDED_KV,
     ATTENTION,
+    GATHERED_KV,
     KV_SCALES,
-    WRITTEN_KV,
     kernel_takes,
 )
 
@@ -367,7 +367,7 @@ def _one_by_one(
 
 
 @kernel_takes(
-    kv_cache=WRITTEN_KV,
+    kv_cache=GATHERED_KV,
     first="R: int32",
     bounds="R+1: int32",
     block_tables=">=R | _: int32",

@@ -13,6 +13,9 @@ says it of each tensor of an operation, and is read off the kernel's addresses:
     "... : int32"     one of these types; `int` is int32 or int64
     "... @16"         the address, and all steps that are passed on, are multiples of 16 bytes
 
+    "N%p | H D"       all that has a `%p` lies in one memory, with the same bytes from one N to the
+                      next: a kernel is given the step of one of them alone
+
 A letter is one size in all of a call; `R+1` is one more, `>=R` as much at least, `_` any. What is
 no tensor has a mapping of its fields, and of either a pair of both. All tensors of a call are on
 one device.
@@ -34,6 +37,7 @@ Fields: TypeAlias = Mapping[str, "Need"]
 Need: TypeAlias = str | Fields | tuple[str, Fields]
 
 _DIM = re.compile(r"(>=)?([A-Za-z]*)\+?(\d*)|_")
+_MEMORY = re.compile(r"%\w+")
 _SHORT = {"int": ("int32", "int64")}
 
 
@@ -46,16 +50,19 @@ class _Form:
 
     Attributes:
         dims: (axis, letter or "", added to it, whether that is the least) of those that are bound.
+        memory: Names what it shares memory and its first step with; empty: nothing.
         passed: Leading dimensions whose steps kernels are launched with.
     """
 
-    __slots__ = ("aligned", "dims", "dtypes", "passed", "rank", "text")
+    __slots__ = ("aligned", "dims", "dtypes", "memory", "passed", "rank", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         rest, _, kinds = text.partition(":")
         rest, _, aligned = rest.partition("@")
         self.aligned = int(aligned or 0)
+        self.memory = "".join(_MEMORY.findall(rest))
+        rest = _MEMORY.sub("", rest)
         names = [one for kind in kinds.split() for one in _SHORT.get(kind, (kind,))]
         self.dtypes = frozenset(getattr(torch, name) for name in names)
         front, bar, behind = rest.partition("|")
@@ -80,6 +87,8 @@ class _Form:
             return False
         if self.aligned and not self._is_aligned(value):
             return False
+        if self.memory and not self._shares_memory(value, sizes):
+            return False
         return value.is_contiguous() or self._has_steps(value)
 
     def _has_steps(self, value: Tensor) -> bool:
@@ -96,6 +105,12 @@ class _Form:
                 return False
             dense *= size
         return first > 0
+
+    def _shares_memory(self, value: Tensor, sizes: dict[str, int]) -> bool:
+        place = value.untyped_storage().data_ptr()
+        step = value.stride(0) * value.element_size()
+        is_same = sizes.setdefault(f"address of {self.memory}", place) == place
+        return is_same and (len(value) < 2 or sizes.setdefault(self.memory, step) == step)
 
     def _is_aligned(self, value: Tensor) -> bool:
         steps = value.stride()[: self.passed]
@@ -162,7 +177,9 @@ class _Parsed:
 
     def _complaint(self, name: str, value: Tensor, sizes: dict[str, int]) -> str:
         wanted = " or ".join(form.text for form in self.forms.values())
-        known = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
+        known = ", ".join(
+            f"{letter} = {size}" for letter, size in sizes.items() if " " not in letter
+        )
         return (
             f"its kernel takes `{name}` as [{wanted}] ({known}), not {value.dtype}"
             f" {list(value.shape)} of strides {list(value.stride())}"
@@ -223,13 +240,14 @@ def layouts_of(reference: Callable[..., Any]) -> Layouts:
 
 NORM: Fields = {"weight": "H"}
 KV_SCALES: Fields = {"k": "_: float32", "v": "_: float32"}
-_PAGES: Fields = {"k": "N | _ B _", "v": "N | _ B _"}
+_PAGES: Fields = {"k": "N%p | _ B _", "v": "N%p | _ B _"}
 WRITTEN_KV: Need = ("N 2 | _ B _", _PAGES)
 ATTENDED_KV: Need = ("N | 2 _ B _", _PAGES)
+GATHERED_KV: Need = ("N 2 | _ B _", {"k": "N | _ B _", "v": "N | _ B _"})
 INDEX_PAGES: Fields = {"keys": "N | B D", "scales": "N | B: float32"}
 ROW_PAGES: Need = (
     "_ | _ D",
-    {"numbers": "N | B _", "rotated": "N | B _", "exponents": "N | B _: uint8"},
+    {"numbers": "N%p | B _", "rotated": "N%p | B _", "exponents": "N%p | B _: uint8"},
 )
 ATTENTION: Fields = {
     "seq_lens": "R: int32",
@@ -260,7 +278,10 @@ STEP: Fields = {
 }
 OPEN_TOKENS: Fields = {"pages": "_ | _ W: float32", "slot_mapping": "T: int", "metadata": ATTENTION}
 SEEN_ROWS: Fields = {
-    "pages": ROW_PAGES,
+    "pages": (
+        "_ | _ D",
+        {"numbers": "M%q | C _", "rotated": "M%q | C _", "exponents": "M%q | C _: uint8"},
+    ),
     "block_tables": ">=R | _: int32",
     "chosen": "T _: int32",
 }
