@@ -90,6 +90,8 @@ class LoadMonitor:
         self._tasks: dict[NodeAddress, asyncio.Task[None]] = {}
         self._idle: grpc.aio.Channel | None = None
         """Is open while nodes are watched, also if none is reached."""
+        self._opening = asyncio.Lock()
+        """Has one of its pieces of work in line for a turn of the event loop."""
         self._refusals: dict[NodeAddress, str] = {}
         """Reasons that were reported."""
 
@@ -141,7 +143,8 @@ class LoadMonitor:
     async def _call(self, address: NodeAddress) -> int:
         """Makes one connection; returns how many reports came."""
         role = Role(address.role)
-        await pause()  # A thousand nodes may appear at once, and open channels at once.
+        async with self._opening:  # A thousand nodes may appear at once; a channel takes 1 ms.
+            await pause()
         await self._credentials.meet(address.status_target)
         async with self._credentials.channel(address.status_target, role, _OPTIONS) as channel:
             stub = NodeStatusStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
