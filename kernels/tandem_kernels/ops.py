@@ -11,7 +11,7 @@ host, but inside `checked_kernels`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import update_wrapper
 from importlib import import_module
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
@@ -79,32 +79,31 @@ class Op(Generic[P, R]):
         return self.reference(*args, **kwargs)
 
 
-@contextmanager
-def standing_in(make: Callable[[Op[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def standing_in(
+    make: Callable[[Op[..., Any]], Callable[..., Any]],
+) -> AbstractContextManager[None]:
     """Puts `make(op)` in the place of every operation's reference inside the context: so a model
     shows which operations it asks for where none of them can be launched."""
-    before = [op.reference for op in Op.all]
-    try:
-        for op in Op.all:
-            op.reference = make(op)
-        yield
-    finally:
-        for op, reference in zip(Op.all, before, strict=True):
-            op.reference = reference
+    return _replaced("reference", make)
+
+
+def checked_kernels() -> AbstractContextManager[None]:
+    """Checks inside the context what kernels are launched with, too, which takes the host longer
+    than a launch."""
+    return _replaced("_kernel", _checked)
 
 
 @contextmanager
-def checked_kernels() -> Iterator[None]:
-    """Checks inside the context what kernels are launched with, too, which takes the host longer
-    than a launch."""
-    before = [op._kernel for op in Op.all]
+def _replaced(name: str, make: Callable[[Op[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Gives every operation `make(op)` as its attribute `name` inside the context."""
+    before = [getattr(op, name) for op in Op.all]
     try:
         for op in Op.all:
-            op._kernel = _checked(op)
+            setattr(op, name, make(op))
         yield
     finally:
-        for op, kernel in zip(Op.all, before, strict=True):
-            op._kernel = kernel
+        for op, own in zip(Op.all, before, strict=True):
+            setattr(op, name, own)
 
 
 def _checked(op: Op[P, R]) -> Callable[P, R]:

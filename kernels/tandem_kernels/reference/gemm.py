@@ -8,8 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.reference.elementwise import rms_norm, rope_and_cache, silu_and_mul
-from tandem_kernels.reference.layouts import kernel_takes
+from tandem_kernels.reference.layouts import Fields, kernel_takes
 
+_QKV: Fields = {
+    "bias": "N",
+    "positions": "T: int",
+    "cos_sin_cache": "_ D: float32",
+    "kv_cache": "B 2 | _ _ D",
+    "slot_mapping": "T: int",
+}
 _ROWS = 16
 
 
@@ -64,11 +71,7 @@ def fused_gate_up(x: Tensor, weight: Tensor) -> Tensor:
 @kernel_takes(
     x="T | K @16",
     weight="N K @16",
-    bias="N",
-    positions="T: int",
-    cos_sin_cache="_ D: float32",
-    kv_cache="B 2 | _ _ D",
-    slot_mapping="T: int",
+    **_QKV,
 )
 def fused_qkv(
     x: Tensor,
@@ -101,11 +104,7 @@ def fused_qkv(
 @kernel_takes(
     x="T | K",
     weight="N K",
-    bias="N",
-    positions="T: int",
-    cos_sin_cache="_ D: float32",
-    kv_cache="B 2 | _ _ D",
-    slot_mapping="T: int",
+    **_QKV,
 )
 def small_m_qkv(
     x: Tensor,
@@ -124,11 +123,7 @@ def small_m_qkv(
 @kernel_takes(
     x="T | K",
     weight="N K",
-    bias="N",
-    positions="T: int",
-    cos_sin_cache="_ D: float32",
-    kv_cache="B 2 | _ _ D",
-    slot_mapping="T: int",
+    **_QKV,
     norm_weight="K",
 )
 def few_row_qkv(

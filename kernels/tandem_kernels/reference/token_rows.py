@@ -33,9 +33,19 @@ from tandem_kernels.reference.layouts import (
     OPEN_TOKENS,
     ROW_PAGES,
     SEEN_ROWS,
+    Fields,
     kernel_takes,
 )
 from tandem_kernels.reference.slots import places_of
+
+_WINDOW_ROWS: Fields = {
+    "q": "T | H D",
+    "pages": ROW_PAGES,
+    "metadata": ATTENTION,
+    "sinks": "H: float32",
+    "rows": SEEN_ROWS,
+    "back": BACK_TURN,
+}
 
 
 def turned(x: Tensor, table: Tensor) -> Tensor:
@@ -267,14 +277,7 @@ def index_rows(
     return queries, head_weights * query_scales
 
 
-@kernel_takes(
-    q="T | H D",
-    pages=ROW_PAGES,
-    metadata=ATTENTION,
-    sinks="H: float32",
-    rows=SEEN_ROWS,
-    back=BACK_TURN,
-)
+@kernel_takes(**_WINDOW_ROWS)
 def window_rows_attention(
     q: Tensor,
     pages: RowPages,
@@ -323,14 +326,7 @@ def window_rows_attention(
     return turned(out, torch.cat((cos, -sin), dim=-1)).to(q.dtype)
 
 
-@kernel_takes(
-    q="T | H D",
-    pages=ROW_PAGES,
-    metadata=ATTENTION,
-    sinks="H: float32",
-    rows=SEEN_ROWS,
-    back=BACK_TURN,
-)
+@kernel_takes(**_WINDOW_ROWS)
 def window_rows_fp8(
     q: Tensor,
     pages: RowPages,
